@@ -1,0 +1,125 @@
+"""Parameters outside blocks: embeddings and heads, gathered when they are read.
+
+A leaf module gathers once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`), so the
+name is a property: while the model runs it is the gathered tensor, an autograd function of the shard, whose backward
+reduce-scatters; at other times it is the absent parameter, with its true shape and dtype. The gathered tensor lives as long
+as autograd wants it: an embedding's is gone after its lookup, a head's stays until its backward, which comes at once.
+
+A tied weight is one flat parameter read from two modules; both uses add into one gradient shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ftkit.engine.flat import FlatParameter
+
+
+class Running:
+    """How many calls of the model, one inside the other, are under way."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count the body as a call of the model."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+class Leaf:
+    """One parameter of one module outside blocks.
+
+    Args:
+        flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
+        module, attribute: where it is read.
+        running: whether the model runs.
+    """
+
+    def __init__(self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running) -> None:
+        self.flat = flat
+        self.attribute = attribute
+        self.running = running
+        self.parameter = flat.parameters[0]
+        self.gathered: Tensor | None = None
+        self.anchor = torch.zeros((), device=flat.shard.device, requires_grad=True)
+
+    def read(self) -> Tensor:
+        """Return the parameter's value where it has one to give: gathered while the model runs, else absent."""
+        if self.gathered is not None:
+            return self.gathered
+        return self._gather() if self.running.depth else self.parameter
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Let all reads in the body share one gather."""
+        self.gathered = self._gather()
+        try:
+            yield
+        finally:
+            self.gathered = None
+
+    def _gather(self) -> Tensor:
+        """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter."""
+        if torch.is_grad_enabled() and self.parameter.requires_grad:
+            gathered: Tensor = _Gather.apply(self.flat, self.anchor)
+            return gathered
+        return _whole(self.flat)
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all-gather of a flat parameter that holds one tensor. Backward: reduce-scatter into its gradient shard."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: FlatParameter, anchor: Tensor) -> Tensor:
+        ctx.flat = flat
+        return _whole(flat)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        contribute_tensor(ctx.flat, gradient)
+        return None, None
+
+
+def _whole(flat: FlatParameter) -> Tensor:
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+    flat.gather(full)
+    return full[: flat.layout.numel].view(flat.layout.segments[0].shape)
+
+
+def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
+    """Reduce the local `gradient` of the one tensor on `flat`. Cost: one reduce-scatter, one buffer of W*S elements."""
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+    full[: flat.layout.numel].copy_(gradient.reshape(-1))
+    full[flat.layout.numel :].zero_()
+    flat.touched[0] = True
+    flat.contribute(full)
+
+
+def receive(flat: FlatParameter) -> None:
+    """Collect gradients of a resident flat parameter outside blocks as autograd finishes them."""
+
+    def receiver(index: int) -> Any:
+        def take(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if flat.deferred:
+                flat.accumulate(index, gradient)
+            else:
+                contribute_tensor(flat, gradient)
+
+        return take
+
+    for index, parameter in enumerate(flat.parameters):
+        parameter.register_post_accumulate_grad_hook(receiver(index))

@@ -1,0 +1,375 @@
+"""The update: loss scale, one collective for norm and overflow, and AdamW (or SGD) over each rank's shards.
+
+[Note: a step]
+    clip_grad_norm_ or step, whichever comes first:
+        finish the gradients; one sum over ranks of (squared norm, overflow, which tensors got a gradient); cached
+    step:
+        overflow -> the loss scale backs off and nothing is written
+        else     -> each line's shard is updated in pieces that fit the cache: gradient to fp32 (times clip / scale), fp32
+                    master weight and moments in place, weight out in the compute dtype
+
+The parameter groups hold the model's own parameters, so Trainer's decay names, per-group learning rates and every LR
+scheduler work; a group is a list of runs on the line, not a reordering of it. A tensor that got no gradient on any
+rank is left alone and its own step count stays, as in PyTorch. Where weights are fp32 they are their own master.
+
+The arithmetic is torch's fused AdamW (decoupled decay: arXiv:1711.05101), on a CPU as on CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ftkit.engine.flat import FlatParameter
+from ftkit.engine.shard import Units
+
+PIECE_NUMEL = 1 << 18
+"""Elements updated at a time: gradient, master and two moments (4 MiB in fp32) stay in cache between passes."""
+
+
+@dataclass
+class LossScale:
+    """A dynamic loss scale: doubles after `growth_steps` clean steps, halves on overflow, never gives up.
+
+    There is no upper or lower stop but fp32's own: a scale below 1 is what a model with large gradients needs.
+
+    Args:
+        value: the factor on the loss. dynamic: False keeps `value` (1.0 for fp32 and bf16).
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth_steps: int = 1000
+    clean_steps: int = 0
+    skipped_steps: int = 0
+
+    @classmethod
+    def for_dtype(cls, dtype: torch.dtype | None) -> LossScale:
+        """Return the scale that `dtype` needs: dynamic from 2^16 for fp16, none for others."""
+        return cls(2.0**16, dynamic=True) if dtype == torch.float16 else cls()
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of one step."""
+        self.skipped_steps += overflow
+        if not self.dynamic:
+            return
+        self.clean_steps = 0 if overflow else self.clean_steps + 1
+        if overflow:
+            self.value = max(self.value / 2, 2.0**-24)
+        elif self.clean_steps >= self.growth_steps:
+            self.value, self.clean_steps = min(self.value * 2, 2.0**40), 0
+
+
+@dataclass
+class LineState:
+    """The optimizer state of one line on this rank: fp32 tensors (S,), and how often each tensor was updated."""
+
+    master: Tensor
+    moments: dict[str, Tensor]
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes beside the weights themselves (a master that is the weight is not counted)."""
+        return sum(t.untyped_storage().nbytes() for t in self.moments.values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring elements [start, stop) of a shard that are updated alike: same group, same step count."""
+
+    start: int
+    stop: int
+    group: int
+    step: int
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What all sharded optimizers share: groups, norm, clipping, loss scale, the walk over the shards.
+
+    Args:
+        units: from `shard()`.
+        params: parameters or groups of the sharded model, as for any torch optimizer; None takes all trainable ones.
+        defaults: hyper-parameters of a group.
+        loss_scale: None takes `LossScale.for_dtype` of the units' compute dtype.
+
+    Raises:
+        ValueError: if a parameter does not belong to `units`.
+    """
+
+    moment_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        units: Units,
+        params: Iterable[Any] | None,
+        defaults: dict[str, Any],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.units = units
+        self.lines: dict[str, LineState] = {}
+        self.loss_scale = loss_scale or LossScale.for_dtype(units.policy.compute_dtype)
+        self.step_was_skipped = False
+        self._norm: float | None = None
+        self._clip = 1.0
+        super().__init__(params if params is not None else _trainable(units), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters must be the sharded model's.
+
+        Raises:
+            ValueError: if one is not, naming its shape.
+        """
+        super().add_param_group(param_group)
+        self.group_of: dict[str, list[int | None]] = {
+            flat.name: [None] * len(flat.parameters) for flat in self.units.trainable
+        }
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                try:
+                    flat, index = self.units.place(parameter)
+                except KeyError:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} does not belong to the sharded model; build the "
+                        "optimizer from the model's parameters after ftkit.shard()"
+                    ) from None
+                if flat.trainable:
+                    self.group_of[flat.name][index] = number
+
+    # --- state
+
+    def line(self, flat: FlatParameter) -> LineState:
+        """Return the state of `flat`, made at first use. Cost: 4 bytes an element of S for the master and each moment."""
+        state = self.lines.get(flat.name)
+        if state is None:
+            fp32 = flat.dtype == torch.float32
+            state = LineState(
+                master=flat.shard if fp32 else flat.shard.float(),
+                moments={name: torch.zeros_like(flat.shard, dtype=torch.float32) for name in self.moment_names},
+                steps=[0] * len(flat.parameters),
+            )
+            self.lines[flat.name] = state
+        return state
+
+    def state_bytes(self) -> int:
+        """Return the bytes of live optimizer storages on this rank, masters included, fp32 weights not."""
+        total = 0
+        for flat in self.units.trainable:
+            if flat.name in self.lines:
+                state = self.lines[flat.name]
+                total += state.own_bytes
+                total += 0 if state.master is flat.shard else state.master.untyped_storage().nbytes()
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: the state lies on all ranks.
+
+        Raises:
+            RuntimeError: always; names `ftkit.save_checkpoint`.
+        """
+        raise RuntimeError("the optimizer state lies on several ranks: use ftkit.save_checkpoint() on all of them")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse: the state lies on all ranks.
+
+        Raises:
+            RuntimeError: always; names `ftkit.load_checkpoint`.
+        """
+        raise RuntimeError("the optimizer state lies on several ranks: use ftkit.load_checkpoint() on all of them")
+
+    # --- gradients
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return `loss` times the loss scale, to call backward on."""
+        return loss if self.loss_scale.value == 1.0 else loss * self.loss_scale.value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the step's gradients; writes nothing."""
+        self._norm, self._clip = None, 1.0
+        self.units.zero_grad()
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Return the global norm of the step's mean gradient, unscaled; inf or nan on overflow.
+
+        Cost: at the first call in a step, the reductions that waited, one collective of a few floats, one host wait.
+        """
+        if self._norm is not None:
+            return self._norm
+        self.units.finish_gradients()
+        flats = self.units.trainable
+        device = self.units.comm.device
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        for flat in flats:
+            if flat.has_gradient and flat.grad is not None:
+                start, stop = flat.layout.shard_range(flat.rank)
+                norm = torch.linalg.vector_norm(flat.grad[: stop - start], dtype=torch.float32)
+                share = self.units.comm.world_size if flat.owners == 1 else 1
+                square += norm.square() / share
+        touched = [float(t) for flat in flats for t in flat.touched]
+        told = self.units.comm.sum(torch.cat([square.reshape(1), torch.tensor(touched, device=device)])).tolist()
+        marks: Iterator[float] = iter(told[1:])
+        for flat in flats:
+            flat.touched = [next(marks) > 0 for _ in flat.parameters]
+        self._norm = math.sqrt(told[0]) / self.loss_scale.value if math.isfinite(told[0]) else math.inf
+        return self._norm
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the global gradient norm to `max_norm`, exactly, when the step is made.
+
+        Returns:
+            The norm before clipping, a scalar fp32 CPU tensor.
+        """
+        norm = self.grad_norm()
+        self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        return torch.tensor(norm)
+
+    # --- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every line's shard, or skip on overflow. See [Note: a step].
+
+        Raises:
+            ValueError: if a closure is given.
+        """
+        if closure is not None:
+            raise ValueError("closures are not supported: compute loss and gradients before step()")
+        overflow = self.loss_scale.dynamic and not math.isfinite(self.grad_norm())
+        factor = self._clip / self.loss_scale.value
+        self.loss_scale.update(overflow=overflow)
+        self.step_was_skipped = overflow
+        if not overflow:
+            for flat in self.units.trainable:
+                self._update_line(flat, factor)
+            self.units.updated()
+        self._norm, self._clip = None, 1.0
+
+    def _update_line(self, flat: FlatParameter, factor: float) -> None:
+        state = self.line(flat)
+        groups = self.group_of[flat.name]
+        due = [flat.touched[i] and groups[i] is not None for i in range(len(groups))]
+        if not any(due) or flat.grad is None:
+            return
+        state.steps = [count + now for count, now in zip(state.steps, due)]
+        for run in _runs(flat, [g if d else None for g, d in zip(groups, due)], state.steps):
+            group = self.param_groups[run.group]
+            for start in range(run.start, run.stop, PIECE_NUMEL):
+                piece = slice(start, min(start + PIECE_NUMEL, run.stop))
+                gradient = flat.grad[piece].float()
+                if factor != 1.0:
+                    gradient = gradient * factor
+                moments = {name: tensor[piece] for name, tensor in state.moments.items()}
+                self.update_piece(state.master[piece], gradient, moments, group, run.step)
+                if state.master is not flat.shard:
+                    flat.shard[piece].copy_(state.master[piece])
+        flat.version += 1
+
+    def update_piece(
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+    ) -> None:
+        """Update `master` (n,) fp32 and `moments` in place from `gradient` (n,) fp32, unscaled and clipped.
+
+        Args:
+            step: 1 at a tensor's first update.
+        """
+        raise NotImplementedError
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW over sharded lines. Arguments as `torch.optim.AdamW`'s; `units` and `params` as `ShardedOptimizer`'s.
+
+    Source: Loshchilov and Hutter, arXiv:1711.05101.
+    """
+
+    moment_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        units: Units,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(units, params, defaults, loss_scale)
+
+    def update_piece(
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+    ) -> None:
+        """See `ShardedOptimizer.update_piece`."""
+        adamw(
+            [master],
+            [gradient],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [torch.tensor(step - 1, dtype=torch.float32, device=master.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class ShardedSGD(ShardedOptimizer):
+    """SGD with optional momentum over sharded lines. Arguments as `torch.optim.SGD`'s."""
+
+    def __init__(
+        self,
+        units: Units,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.moment_names = ("momentum_buffer",) if momentum else ()
+        super().__init__(units, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, loss_scale)
+
+    def update_piece(
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+    ) -> None:
+        """See `ShardedOptimizer.update_piece`."""
+        if group["weight_decay"]:
+            gradient = gradient.add(master, alpha=group["weight_decay"])
+        if group["momentum"]:
+            buffer = moments["momentum_buffer"]
+            gradient = buffer.mul_(group["momentum"]).add_(gradient)
+        master.add_(gradient, alpha=-float(group["lr"]))
+
+
+def _trainable(units: Units) -> list[Tensor]:
+    return [parameter for flat in units.trainable for parameter in flat.parameters]
+
+
+def _runs(flat: FlatParameter, groups: list[int | None], steps: list[int]) -> Iterator[Run]:
+    """Yield the runs of this rank's shard: spans of tensors in a group, joined where group and step count agree."""
+    base, stop = flat.layout.shard_range(flat.rank)
+    current: Run | None = None
+    for span in flat.layout.spans(base, stop):
+        group = groups[span.index]
+        if group is None:
+            continue
+        start, end, step = span.start - base, span.stop - base, steps[span.index]
+        if current and (current.stop, current.group, current.step) == (start, group, step):
+            current = Run(current.start, end, group, step)
+            continue
+        if current:
+            yield current
+        current = Run(start, end, group, step)
+    if current:
+        yield current

@@ -1,0 +1,393 @@
+"""`shard()`: from a model to units.
+
+The model stays the object it was, with its names, classes by name, hooks and configuration; nothing is wrapped. What
+changes is the class of some modules, to a subclass generated for that one instance (as FSDP2 does): blocks get a `forward`
+that goes through their unit, modules outside blocks a property for each sharded parameter, and entries (the models inside
+the model) a `__call__` that knows when the model runs.
+
+Which parameters go where, decided in this order:
+
+    in a block, used nowhere else      -> the block's flat parameters, one for each (trainable, dtype)
+    small, or asked for by `whole`     -> one replicated line for each (trainable, dtype); optimizer state is sharded
+    anything else (embeddings, heads)  -> a leaf, one line each
+
+After this, tying, resizing or adding parameters is refused at the next forward; copying and pickling are refused at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import FlatParameter, Policy, absent
+from ftkit.engine.leaf import Leaf, Running, receive
+from ftkit.engine.transfer import Transfer
+from ftkit.engine.unit import Unit
+
+WHOLE_SHARE = 0.002
+"""A parameter outside blocks of at most this share of the model is replicated: gathering it would cost more than it."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One place where a parameter is registered: `module.attribute`, called `name` in the model."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+class Units:
+    """A sharded model: its units, its other flat parameters, and what concerns all of them.
+
+    Made by `shard`. Attributes: model, comm, policy, units (in order of execution), flats (all flat parameters in model
+    order), aliases (tied names to the name under which the tensor stands on its line).
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, policy: Policy) -> None:
+        self.model = model
+        self.comm = comm
+        self.policy = policy
+        self.units: list[Unit] = []
+        self.flats: list[FlatParameter] = []
+        self.aliases: dict[str, str] = {}
+        self.running = Running()
+        self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
+        self._registered: tuple[int, ...] = ()
+
+    @property
+    def trainable(self) -> list[FlatParameter]:
+        """The flat parameters that an optimizer may update, in model order."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    def place(self, parameter: Tensor) -> tuple[FlatParameter, int]:
+        """Return the flat parameter that `parameter` is on, and its index there.
+
+        Raises:
+            KeyError: if it is no parameter of the sharded model.
+        """
+        return self.places[id(parameter)]
+
+    def zero_grad(self) -> None:
+        """Forget the step's gradients, and weights held for a backward that never came. Writes nothing."""
+        for flat in self.flats:
+            flat.zero_grad()
+        for unit in self.units:
+            unit.pending, unit.held = 0, None
+
+    def finish_gradients(self) -> None:
+        """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
+        for flat in self.trainable:
+            flat.finish()
+        self.transfer.settle()
+
+    def updated(self) -> None:
+        """Bring resident copies up to date after the optimizer wrote shards. Cost: one all-gather a resident line."""
+        self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+
+    def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor), gathering one line at a time; all ranks must iterate together.
+
+        The tensor is only valid until the next one is asked for. Cost: one all-gather a line, and its buffer.
+        """
+        for flat in self.flats if flats is None else flats:
+            full = flat.full
+            if full is None:
+                full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+                flat.gather(full)
+            for segment in flat.layout.segments:
+                yield segment.name, full[segment.start : segment.stop].view(segment.shape)
+
+    def state_dict(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """Return whole CPU copies of the parameters whose name `keep` takes, tied names included, and of the buffers.
+
+        A collective: all ranks must call it. Cost: host memory for what is kept, on every rank.
+        """
+        state = {n: t.detach().cpu().clone() for n, t in self.full_tensors() if keep(n) or self._kept_alias(n, keep)}
+        for alias, name in self.aliases.items():
+            if keep(alias) and name in state:
+                state[alias] = state[name]
+        state = {name: tensor for name, tensor in state.items() if keep(name)}
+        for name, module in self.model.named_modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                full_name = f"{name}.{key}" if name else key
+                if key not in module._non_persistent_buffers_set and keep(full_name):
+                    state[full_name] = buffer.detach().cpu().clone()
+        return state
+
+    def _kept_alias(self, name: str, keep: Callable[[str], bool]) -> bool:
+        return any(keep(alias) for alias, target in self.aliases.items() if target == name)
+
+    def check_unchanged(self) -> None:
+        """Compare the model's parameters with those that were sharded.
+
+        Raises:
+            RuntimeError: if a parameter was tied, replaced or added since.
+        """
+        if tuple(map(id, self.model.parameters())) != self._registered:
+            raise RuntimeError(
+                "the model's parameters changed after sharding (tied, resized, replaced or added); make such changes "
+                "before ftkit.shard() or before the Trainer is built"
+            )
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of live storages on this rank: parameters, gradients, slots."""
+        total = {"parameters": 0, "gradients": 0, "slots": self.transfer.slot_bytes}
+        for flat in self.flats:
+            for kind, size in flat.state_bytes().items():
+                total[kind] += size
+        return total
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    *,
+    comm: Communicator,
+    policy: Policy,
+    entries: Sequence[nn.Module] = (),
+    whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs),
+    fingerprint: Callable[[nn.Module], Hashable] = lambda module: None,
+) -> Units:
+    """Shard a model in place over the ranks of `comm`.
+
+    Args:
+        model: on CPU, on the device, or on meta (then its weights are zeros until a loader writes the shards).
+        blocks: (name, module) of the blocks to recompute, in order of execution.
+        entries: modules whose calls count as "the model runs"; the model itself always is one.
+        whole: parameters to replicate in any case (LoRA adapters).
+        arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
+        fingerprint: of switches inside a block that must not change between forward and backward.
+
+    Returns:
+        The units, which an optimizer and a checkpoint take.
+
+    Raises:
+        ValueError: if a module cannot be sharded; it is named.
+
+    Cost: this rank's shards and two slots of the widest block; the model's own storage is let go tensor by tensor.
+    """
+    units = Units(model, comm, policy)
+    bindings = _bindings(model)
+    _refuse(model, blocks)
+    _materialise(bindings, comm.device)
+    sorted_ = _sort(model, blocks, bindings, whole, policy)
+    owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
+    for (kind, owner, trainable, dtype, _), members in sorted_.items():
+        suffix = ("" if trainable else ".frozen") + (
+            "" if dtype == (policy.compute_dtype or dtype) else f".{str(dtype).removeprefix('torch.')}"
+        )
+        resident = policy.stage < 3 or kind == "whole"
+        flat = FlatParameter(
+            f"{owner}{suffix}",
+            members,
+            comm,
+            dtype,
+            policy,
+            resident=resident,
+            deferred=policy.stage < 2 or kind == "whole",
+            replicated=policy.stage == 0,
+        )
+        units.flats.append(flat)
+        units.places.update({id(p): (flat, i) for i, p in enumerate(flat.parameters)})
+        if kind == "block":
+            owners[owner].append(flat)
+        else:
+            _outside(units, flat, bindings)
+    units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
+    _make_units(units, blocks, owners, arguments, fingerprint)
+    _specialise_entries(units, entries)
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(module, key, buffer.to(comm.device))
+    units._registered = tuple(map(id, model.parameters()))
+    return units
+
+
+def _bindings(model: nn.Module) -> dict[int, list[Binding]]:
+    """Return for each parameter, by identity and in model order, all places where it is registered."""
+    found: dict[int, list[Binding]] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            found.setdefault(id(parameter), []).append(Binding(name, module, attribute))
+    return found
+
+
+def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise for what would train wrongly."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(f"{name} is a {type(module).__name__}: RNN modules flatten their own weights; not supported")
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ValueError(f"{name} has max_norm={module.max_norm}: it writes weights in forward; not supported")
+        if isinstance(getattr(type(module), "_ftkit", None), (Unit, Units)):
+            raise ValueError(f"{name} is sharded already")
+    for name, block in blocks:
+        if "forward" in vars(block):
+            raise ValueError(f"the forward of block {name} is replaced on the instance; shard before patching")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} has dtype {parameter.dtype}: quantised weights are not supported")
+
+
+def _materialise(bindings: dict[int, list[Binding]], device: torch.device) -> None:
+    """Replace meta parameters, which cannot be given data, by absent ones on `device`, at all their places."""
+    for key, places in list(bindings.items()):
+        old = getattr(places[0].module, places[0].attribute)
+        if old.is_meta:
+            new = nn.Parameter(absent(old, device, old.dtype), requires_grad=old.requires_grad)
+            new.ftkit_empty = True  # type: ignore[attr-defined]
+            for place in places:
+                place.module.register_parameter(place.attribute, new)
+            bindings[id(new)] = bindings.pop(key)
+
+
+_Key = tuple[str, str, bool, torch.dtype, int]
+
+
+def _sort(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    bindings: dict[int, list[Binding]],
+    whole: Callable[[str, nn.Parameter], bool],
+    policy: Policy,
+) -> dict[_Key, list[tuple[str, nn.Parameter]]]:
+    """Return the lines to make: (kind, owner, trainable, dtype, serial) to (name, parameter), in model order."""
+    block_of = {id(module): name for name, block in blocks for module in block.modules()}
+    total = sum(p.numel() for p in model.parameters())
+    lines: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        homes = {block_of.get(id(place.module)) for place in bindings[id(parameter)]}
+        home = homes.pop() if len(homes) == 1 else None
+        dtype = policy.compute_dtype or parameter.dtype
+        if whole(name, parameter):
+            key = ("whole", "whole", parameter.requires_grad, dtype, 0)
+        elif home is not None:
+            key = ("block", home, parameter.requires_grad, dtype, 0)
+        elif parameter.dim() < 2 or parameter.numel() <= WHOLE_SHARE * total:
+            key = ("whole", "whole", parameter.requires_grad, dtype, 0)
+        elif any(id(place.module) in block_of for place in bindings[id(parameter)]):
+            raise ValueError(f"{name} is shared between a block and something outside it: such a block is no unit")
+        else:
+            key = ("leaf", name, parameter.requires_grad, dtype, 0)
+        lines.setdefault(key, []).append((name, parameter))
+    return lines
+
+
+def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]]) -> None:
+    """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves."""
+    if flat.resident:
+        if flat.trainable:
+            receive(flat)
+        return
+    for place in bindings[id(flat.parameters[0])]:
+        _specialise_leaf(place.module, Leaf(flat, place.module, place.attribute, units.running), place.attribute)
+
+
+def _make_units(
+    units: Units,
+    blocks: Sequence[tuple[str, nn.Module]],
+    owners: dict[str, list[FlatParameter]],
+    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
+    fingerprint: Callable[[nn.Module], Hashable],
+) -> None:
+    policy = units.policy
+    units.units = [
+        Unit(
+            number,
+            name,
+            block,
+            owners[name],
+            keep=policy.activations == "keep",
+            hold=policy.weights == "hold",
+            arguments=arguments,
+            fingerprint=fingerprint,
+        )
+        for number, (name, block) in enumerate(blocks)
+    ]
+    groups = [unit.flats for unit in units.units]
+    units.transfer = Transfer(groups, units.comm, prefetch=policy.prefetch, debug=policy.debug)
+    row = [None, *units.units, None]
+    for unit, before, after in zip(units.units, row, row[2:]):
+        unit.connect(units.transfer, before, after)
+        _specialise_block(unit)
+
+
+# --- the generated subclasses
+
+
+def _specialise(module: nn.Module, owner: object, **methods: Any) -> None:
+    """Give `module` a subclass of its class with `methods`, under the same name: registries and configs go by name."""
+    original = type(module)
+
+    def refuse(self: nn.Module, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded {original.__name__} cannot be copied or pickled: its weights lie on several ranks. Copy before "
+            "sharding, or save it with trainer.save_model() / ftkit.save_model() and load the folder"
+        )
+
+    names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
+    module.__class__ = type(original)(
+        original.__name__, (original,), {**names, "_ftkit": owner, "__reduce_ex__": refuse, **methods}
+    )
+
+
+def _specialise_block(unit: Unit) -> None:
+    block_forward = type(unit.module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return unit.use(block_forward.__get__(self), args, kwargs)
+
+    forward.__signature__ = _signature(block_forward)  # type: ignore[attr-defined]
+    _specialise(unit.module, unit, forward=forward)
+    if unit.gathered:
+        unit.module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _specialise_leaf(module: nn.Module, leaf: Leaf, attribute: str) -> None:
+    module_forward = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with leaf.once():
+            return module_forward(self, *args, **kwargs)
+
+    forward.__signature__ = _signature(module_forward)  # type: ignore[attr-defined]
+    _specialise(module, leaf, forward=forward, **{attribute: property(lambda self: leaf.read())})
+    module.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
+    for entry in {id(module): module for module in (units.model, *entries)}.values():
+        entry_call = type(entry).__call__
+
+        def call(self: nn.Module, *args: Any, _entry_call: Any = entry_call, **kwargs: Any) -> Any:
+            if units.running.depth == 0:
+                units.check_unchanged()
+            with units.running.call():
+                return _entry_call(self, *args, **kwargs)
+
+        methods: dict[str, Any] = {"__call__": call}
+        if entry is units.model:
+            methods["zero_grad"] = lambda self, set_to_none=True: units.zero_grad()
+        _specialise(entry, units, **methods)
+
+
+def _signature(function: Any) -> Any:
+    import inspect
+
+    return inspect.signature(function)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"state_dict() of a sharded model: the weights under '{prefix}' lie on several ranks. Use units.state_dict() or "
+        "trainer.save_model() on all ranks together"
+    )

@@ -1,0 +1,197 @@
+"""Moving weights in and gradients out: the slots, and the side stream on which they are filled and drained.
+
+There are two weight slots and one gradient slot, each as large as the widest block, allocated once. Unit i uses weight
+slot i mod 2 and no other: while block i computes, its neighbour is gathered into the other slot, and a graph that was kept
+from forward finds block i's weights in backward at the addresses it remembers. What a slot holds is known by the versions
+of the weights in it, so that a block whose weights are still there (the last one, when backward begins) is not gathered again.
+
+On CUDA gathers and reductions run on one side stream, in the order in which they are issued, which is the same on all
+ranks: all-gather of the neighbour, computation, reduce-scatter. Events guard the slots: a gather waits until the last
+reader of the slot has finished, a computation waits for its own gather only, and a block writes gradients only after the
+former reduction has read them. On a CPU the same calls run in plain order.
+
+This file knows bytes and streams, nothing of autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import FlatParameter
+
+ALIGNMENT_BYTES = 256
+"""Each flat parameter inside a slot begins at a multiple of this, as CUDA's own allocations do."""
+
+
+class SideStream:
+    """A CUDA stream beside the computing one; on a CPU, the plain order of the program."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after(self, *events: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the body on the side stream, once `events` have happened."""
+        if self.stream is None:
+            yield
+            return
+        for event in events:
+            if event is not None:
+                self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event at the end of what the side stream was given so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def now(self) -> torch.cuda.Event | None:
+        """Return an event at the end of what the computing stream was given so far."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the computing stream wait for `event`."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+
+class WeightSlot:
+    """One permanent buffer for a block's gathered weights, and whose weights are in it."""
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self.content: tuple[object, ...] = ()  # (flat, version) pairs
+        self.filled: torch.cuda.Event | None = None  # when the gather is done
+        self.read: torch.cuda.Event | None = None  # when the last computation that reads it is done
+
+
+class Transfer:
+    """The slots of one model.
+
+    Args:
+        groups: for each unit, in order of execution, its flat parameters.
+        comm: the ranks.
+        prefetch: whether units gather their neighbour while they compute.
+        debug: fill what is freed with NaN, compare unit numbers among ranks at each gather.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[FlatParameter]], comm: Communicator, *, prefetch: bool, debug: bool
+    ) -> None:
+        self.comm = comm
+        self.prefetch = prefetch
+        self.side = SideStream(comm.device)
+        self.debug = debug
+        gathered = [[flat for flat in group if not flat.resident] for group in groups]
+        reduced = [[flat for flat in group if flat.trainable and not flat.deferred] for group in groups]
+        weights = max((_places(group)[1] for group in gathered), default=0)
+        gradients = max((_places(group)[1] for group in reduced), default=0)
+        self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
+        self.gradient_slot = torch.empty(gradients, dtype=torch.uint8, device=comm.device)
+        self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot
+        self.updated = self.side.now()  # when the shards were last written
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the permanent slots on this rank."""
+        return sum(slot.buffer.numel() for slot in self.slots) + self.gradient_slot.numel()
+
+    def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
+        """Return a slot of its own for a unit that holds its weights until backward."""
+        return WeightSlot(_places(flats)[1], self.comm.device)
+
+    def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
+        """Start filling `slot` with the weights of `flats`; nothing if they are there already.
+
+        Cost: one all-gather a flat parameter, on the side stream.
+
+        Raises:
+            RuntimeError: in debug mode, if the ranks gather different units.
+        """
+        content = tuple((flat.name, flat.version) for flat in flats)
+        if slot.content == content:
+            return
+        slot.content = content
+        with self.side.after(self.updated, slot.read or self.side.now()):
+            if self.debug:
+                self._same_unit(number)
+            for flat, place in zip(flats, _views(slot.buffer, flats)):
+                flat.gather(place)
+        slot.filled = self.side.mark()
+
+    def take(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
+        """Make unit `number`'s weights usable by the computing stream: the parameters become views of `slot`."""
+        self.gather(slot, flats, number)
+        self.side.wait(slot.filled)
+        for flat, place in zip(flats, _views(slot.buffer, flats)):
+            flat.attach(place)
+
+    def free(self, slot: WeightSlot, flats: Sequence[FlatParameter], *, for_good: bool) -> None:
+        """End a computation on `slot`: the parameters become absent.
+
+        Args:
+            for_good: the slot may be written again (a held one is read once more, in backward).
+        """
+        for flat in flats:
+            flat.detach()
+        slot.read = self.side.now()
+        if self.debug and for_good:
+            for place in _views(slot.buffer, flats):
+                place.fill_(math.nan)
+            slot.content = ()
+
+    def open_gradients(self, flats: Sequence[FlatParameter]) -> list[Tensor]:
+        """Return the gradient slot as buffers (W*S,) for `flats`, free to be written by the computing stream."""
+        self.side.wait(self.reduced)
+        places = _views(self.gradient_slot, flats)
+        if self.debug:
+            for place in places:
+                place.fill_(math.nan)
+        return places
+
+    def reduce(self, flats: Sequence[FlatParameter], places: Sequence[Tensor]) -> None:
+        """Reduce-scatter the gradient slot into the flats' gradient shards, on the side stream."""
+        with self.side.after(self.side.now()):
+            for flat, place in zip(flats, places):
+                flat.contribute(place)
+        self.reduced = self.side.mark()
+
+    def refresh(self, flats: Sequence[FlatParameter]) -> None:
+        """Bring resident copies up to date after an update, in the order given, on the side stream."""
+        self.updated = self.side.now()
+        for flat in flats:
+            with self.side.after(self.updated):
+                flat.refresh()
+            flat.refreshed = self.side.mark()
+
+    def settle(self) -> None:
+        """Make the computing stream wait for everything that was given to the side stream."""
+        self.side.wait(self.side.mark())
+
+    def _same_unit(self, number: int) -> None:
+        numbers = self.comm.all(number)
+        if len(set(numbers)) > 1:
+            raise RuntimeError(f"ranks gather different units at the same time: {numbers}; the order of blocks differs")
+
+
+def _places(flats: Sequence[FlatParameter]) -> tuple[list[int], int]:
+    """Return the byte offset of each flat parameter in a slot, and the bytes that they need together."""
+    offsets, end = [], 0
+    for flat in flats:
+        offsets.append(end)
+        size = flat.layout.padded_numel * flat.dtype.itemsize
+        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def _views(buffer: Tensor, flats: Sequence[FlatParameter]) -> list[Tensor]:
+    offsets, _ = _places(flats)
+    sizes = [flat.layout.padded_numel * flat.dtype.itemsize for flat in flats]
+    return [buffer[o : o + n].view(flat.dtype) for o, n, flat in zip(offsets, sizes, flats)]

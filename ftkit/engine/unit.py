@@ -1,0 +1,313 @@
+"""The unit: one recomputed block, and its use as one autograd function.
+
+    forward :  gather the weights -> compute without a graph -> free -> keep the inputs and the state of the random numbers
+    backward:  gather -> compute again with a graph -> backward -> reduce-scatter the gradient -> free
+
+Nothing of a block but its inputs lives from forward to backward, so the order of gathers is the order of the blocks, the
+neighbour is the prefetch, and there are no hooks on modules, no resized storages and no recorded traces. A second forward
+before the first one's backward is harmless, because there is nothing it could disturb.
+
+Two ways to pay for activations are one `if`: a unit that *keeps* builds the graph in forward and walks it in backward. The
+weights are not kept alive by it: autograd remembers parameters and views of them, both of which lie at addresses that
+the unit's slot has again in backward. Two ways to hold weights are another: a unit that *holds* gathers into a buffer of
+its own, which lives until its backward.
+
+What it refuses: double backward, a forward whose weights are updated before its backward, and (in `arguments`) caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ftkit.engine.flat import FlatParameter
+from ftkit.engine.tree import put_tensors, take_tensors
+
+if TYPE_CHECKING:
+    from ftkit.engine.transfer import Transfer, WeightSlot
+
+
+class World:
+    """What a computation depends on besides its arguments, as it was in forward: random numbers, autocast, train or eval.
+
+    Args:
+        module: the block.
+        fingerprint: of the block's switches that ftkit does not set (active adapters); must be the same in backward.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, fingerprint: Callable[[nn.Module], Hashable]) -> None:
+        self.module = module
+        self.device = device
+        self.fingerprint = fingerprint
+        self.switches = fingerprint(module)
+        self.training = module.training
+        self.cpu_state = torch.get_rng_state()
+        self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.autocast = torch.is_autocast_enabled(device.type)
+        self.autocast_dtype = torch.get_autocast_dtype(device.type)
+
+    @contextmanager
+    def without_cast_cache(self) -> Iterator[None]:
+        """Run the body under forward's autocast, without its weight cache: cached casts would outlive the weights."""
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast, cache_enabled=False):
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the body in forward's world, then return to the present one.
+
+        Raises:
+            RuntimeError: if adapters were switched since the forward.
+        """
+        if self.fingerprint(self.module) != self.switches:
+            raise RuntimeError("adapters were switched between a block's forward and its backward; switch after backward")
+        training = self.module.training
+        with ExitStack() as stack:
+            devices = [self.device] if self.cuda_state is not None else []
+            stack.enter_context(torch.random.fork_rng(devices=devices, device_type="cuda"))
+            torch.set_rng_state(self.cpu_state)
+            if self.cuda_state is not None:
+                torch.cuda.set_rng_state(self.cuda_state, self.device)
+            if training != self.training:
+                self.module.train(self.training)
+                stack.callback(self.module.train, training)
+            stack.enter_context(self.without_cast_cache())
+            yield
+
+
+class Call:
+    """One call of a block: the function, its arguments as a tree with holes for tensors, and the world it ran in."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Any, world: World) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.world = world
+        self.result: Any = None
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the block; return the tensors of its result and remember their tree in `result`."""
+        args, kwargs = put_tensors(self.arguments, tensors)
+        found: list[Tensor] = []
+        self.result = take_tensors(self.function(*args, **kwargs), found)
+        return found
+
+
+class Unit:
+    """A block with its flat parameters.
+
+    Args:
+        number: place in the order of execution.
+        name: of the module in the model.
+        module: the block.
+        flats: its flat parameters (frozen and trainable, one a dtype).
+        keep: keep the graph from forward to backward. hold: keep the weights gathered from forward to backward.
+        arguments: cleans a call's (args, kwargs) when gradients are on.
+        fingerprint: see `World`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        module: nn.Module,
+        flats: Sequence[FlatParameter],
+        *,
+        keep: bool,
+        hold: bool,
+        arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        fingerprint: Callable[[nn.Module], Hashable],
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.module = module
+        self.flats = list(flats)
+        self.gathered = [flat for flat in flats if not flat.resident]
+        self.reduced = [flat for flat in flats if flat.trainable and not flat.deferred]
+        self.keep = keep
+        self.hold = hold
+        self.arguments = arguments
+        self.fingerprint = fingerprint
+        self.before: Unit | None = None
+        self.after: Unit | None = None
+        self.held: WeightSlot | None = None
+        self.pending = 0  # graphs that wait for their backward
+        self.receiving: dict[FlatParameter, Tensor] = {}  # open gradient buffers, while this unit's backward runs
+        self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes a unit on raw data differentiable
+
+    def connect(self, transfer: Transfer, before: Unit | None, after: Unit | None) -> None:
+        """Take the neighbours and the slots that all units share."""
+        self.transfer = transfer
+        self.before, self.after = before, after
+        for flat in self.flats:
+            if flat.trainable:
+                for index, parameter in enumerate(flat.parameters):
+                    parameter.register_post_accumulate_grad_hook(self._receiver(flat, index))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return next((flat.shard.device for flat in self.flats), torch.device("cpu"))
+
+    @property
+    def slot(self) -> WeightSlot:
+        """The buffer for this unit's weights: its own while it holds one, else slot `number` mod 2."""
+        return self.held or self.transfer.slots[self.number % 2]
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of the weights: changes with every update."""
+        return tuple(flat.version for flat in self.flats)
+
+    # --- the weights
+
+    def fetch(self, *, graph: bool) -> None:
+        """Start gathering the weights, if they are not here; into a buffer of its own if this unit holds for a graph."""
+        if not self.gathered:
+            return
+        if self.hold and graph and self.held is None:
+            self.held = self.transfer.lend(self.gathered)
+        self.transfer.gather(self.slot, self.gathered, self.number)
+
+    def enter(self, *, graph: bool, neighbour: Unit | None) -> None:
+        """Make the weights usable, and start the neighbour's gather. `graph`: a backward will follow."""
+        for flat in self.flats:
+            self.transfer.side.wait(flat.refreshed)
+        if self.gathered:
+            self.fetch(graph=graph)
+            self.transfer.take(self.slot, self.gathered, self.number)
+            if neighbour is not None and self.transfer.prefetch:
+                neighbour.fetch(graph=graph)
+
+    def leave(self, *, last: bool) -> None:
+        """Free the weights. `last`: no backward will ask for a held buffer."""
+        if self.gathered:
+            self.transfer.free(self.slot, self.gathered, for_good=last or self.held is None)
+            if last:
+                self.held = None
+
+    # --- the gradients
+
+    def _receiver(self, flat: FlatParameter, index: int) -> Callable[[Tensor], None]:
+        """Return the hook that moves one parameter's finished gradient onto the unit's line."""
+        segment = flat.layout.segments[index]
+
+        def receive(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            parameter.grad = None
+            assert gradient is not None
+            if flat.deferred:
+                flat.accumulate(index, gradient)
+            elif flat in self.receiving:
+                self.receiving[flat][segment.start : segment.stop].copy_(gradient.reshape(-1))
+                self.written.add((flat.name, index))
+            else:
+                raise RuntimeError(f"{segment.name} was used outside its block {self.name}, where it is not gathered")
+
+        return receive
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Run the block's backward in the body: gradients land in the gradient slot, and are reduced afterwards."""
+        if not self.reduced:
+            yield
+            return
+        self.written: set[tuple[str, int]] = set()
+        places = self.transfer.open_gradients(self.reduced)
+        self.receiving = dict(zip(self.reduced, places))
+        yield
+        self.receiving = {}
+        for flat, place in zip(self.reduced, places):
+            place[flat.layout.numel :].zero_()
+            for index, segment in enumerate(flat.layout.segments):
+                if (flat.name, index) in self.written:
+                    flat.touched[index] = True
+                else:
+                    place[segment.start : segment.stop].zero_()
+        self.transfer.reduce(self.reduced, places)
+
+    # --- the use
+
+    def use(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the block's own `function` on these arguments, with weights that are here only meanwhile."""
+        if not torch.is_grad_enabled():
+            self.enter(graph=False, neighbour=self.after)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave(last=self.pending == 0)
+        arguments = self.arguments(args, kwargs)
+        if self.keep and not self.gathered and not self.reduced:  # plain autograd has all it needs
+            self.enter(graph=True, neighbour=None)
+            return function(*arguments[0], **arguments[1])
+        tensors: list[Tensor] = []
+        tree = take_tensors(arguments, tensors)
+        call = Call(function, tree, World(self.module, self.device, self.fingerprint))
+        trains = any(p.requires_grad for p in self.module.parameters())
+        if trains or any(t.requires_grad for t in tensors):
+            results = _Use.apply(self, call, self.anchor, *tensors)
+            return put_tensors(call.result, results)
+        with torch.no_grad():
+            return self.use(function, *arguments)
+
+
+class _Use(torch.autograd.Function):
+    """The use of a unit (module docstring). Tensors in: the anchor and the call's tensors. Out: the result's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.call, ctx.version = unit, call, unit.version
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        unit.enter(graph=True, neighbour=unit.after)
+        unit.pending += 1
+        try:
+            with call.world.without_cast_cache():
+                if unit.keep:
+                    inputs = _leaves(tensors)
+                    with torch.enable_grad():
+                        results = call.run(inputs)
+                    ctx.graph = (inputs, results)
+                else:
+                    ctx.graph = None
+                    results = call.run(tensors)
+        finally:
+            unit.leave(last=False)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
+        return tuple(r.detach() for r in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        unit, call = ctx.unit, ctx.call
+        if ctx.version != unit.version:
+            raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
+        unit.pending -= 1
+        unit.enter(graph=False, neighbour=unit.before)
+        try:
+            if ctx.graph is None:
+                inputs = _leaves(ctx.saved_tensors)
+                with call.world.restored(), torch.enable_grad():
+                    results = call.run(inputs)
+            else:
+                inputs, results = ctx.graph
+                ctx.graph = ()
+            pairs = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
+            with unit.gradients():
+                if pairs:
+                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        except Exception as error:
+            error.add_note(f"in the backward of {unit.name}") if hasattr(error, "add_note") else None
+            raise
+        finally:
+            unit.leave(last=unit.pending <= 0)
+        return (None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors cut from the graph they came from, asking for gradients where they did."""
+    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
