@@ -1,0 +1,72 @@
+"""ftkit: fine-tune 10B-15B models on one box of older GPUs, through the Hugging Face Trainer."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
+    from ftkit.engine.comm import Communicator
+    from ftkit.engine.flat import Policy
+    from ftkit.engine.optimizer import LossScale, ShardedAdamW, ShardedSGD
+    from ftkit.engine.shard import Units
+    from ftkit.errors import UserError
+    from ftkit.hf.accelerator import Accelerator
+    from ftkit.hf.arguments import ArgumentsMixin, TrainingArguments
+    from ftkit.hf.blocks import shard, units_of
+    from ftkit.hf.loading import load_model, load_weights
+    from ftkit.hf.saving import save_model
+    from ftkit.hf.settings import EngineSettings
+    from ftkit.hf.trainer import Trainer, TrainerMixin
+
+_HOMES = {
+    "Accelerator": "ftkit.hf.accelerator",
+    "ArgumentsMixin": "ftkit.hf.arguments",
+    "Communicator": "ftkit.engine.comm",
+    "EngineSettings": "ftkit.hf.settings",
+    "LossScale": "ftkit.engine.optimizer",
+    "Policy": "ftkit.engine.flat",
+    "ShardedAdamW": "ftkit.engine.optimizer",
+    "ShardedSGD": "ftkit.engine.optimizer",
+    "Trainer": "ftkit.hf.trainer",
+    "TrainerMixin": "ftkit.hf.trainer",
+    "TrainingArguments": "ftkit.hf.arguments",
+    "Units": "ftkit.engine.shard",
+    "UserError": "ftkit.errors",
+    "load_checkpoint": "ftkit.engine.checkpoint",
+    "load_model": "ftkit.hf.loading",
+    "load_weights": "ftkit.hf.loading",
+    "save_checkpoint": "ftkit.engine.checkpoint",
+    "save_model": "ftkit.hf.saving",
+    "shard": "ftkit.hf.blocks",
+    "units_of": "ftkit.hf.blocks",
+}
+
+__all__ = [
+    "Accelerator",
+    "ArgumentsMixin",
+    "Communicator",
+    "EngineSettings",
+    "LossScale",
+    "Policy",
+    "ShardedAdamW",
+    "ShardedSGD",
+    "Trainer",
+    "TrainerMixin",
+    "TrainingArguments",
+    "Units",
+    "UserError",
+    "load_checkpoint",
+    "load_model",
+    "load_weights",
+    "save_checkpoint",
+    "save_model",
+    "shard",
+    "units_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `ftkit recipes list` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -127,6 +127,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: if one is not, naming its shape.
         """
         super().add_param_group(param_group)
+        self._find_groups()
+
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Share another optimizer's groups, as the same objects: whoever changes their learning rates changes ours.
+
+        Raises:
+            ValueError: if a parameter is not the sharded model's.
+        """
+        for group in groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self.param_groups = groups
+        self._find_groups()
+
+    def _find_groups(self) -> None:
+        """Note for each tensor on each line the group it is in.
+
+        Raises:
+            ValueError: if a parameter is not the sharded model's, naming its shape.
+        """
         self.group_of: dict[str, list[int | None]] = {
             flat.name: [None] * len(flat.parameters) for flat in self.units.trainable
         }
@@ -241,7 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closures are not supported: compute loss and gradients before step()")
-        overflow = self.loss_scale.dynamic and not math.isfinite(self.grad_norm())
+        norm = self.grad_norm()  # also finishes the gradients, where nobody clipped
+        overflow = self.loss_scale.dynamic and not math.isfinite(norm)
         factor = self._clip / self.loss_scale.value
         self.loss_scale.update(overflow=overflow)
         self.step_was_skipped = overflow

@@ -16,6 +16,7 @@ After this, tying, resizing or adding parameters is refused at the next forward;
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ class Units:
         self.units: list[Unit] = []
         self.flats: list[FlatParameter] = []
         self.aliases: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self._registered: tuple[int, ...] = ()
@@ -89,6 +91,12 @@ class Units:
     def updated(self) -> None:
         """Bring resident copies up to date after the optimizer wrote shards. Cost: one all-gather a resident line."""
         self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+
+    def rewritten(self) -> None:
+        """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
+        for flat in self.flats:
+            flat.version += 1
+        self.transfer.refresh([flat for flat in self.flats if flat.resident])
 
     def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor), gathering one line at a time; all ranks must iterate together.
@@ -177,6 +185,7 @@ def shard(
     bindings = _bindings(model)
     _refuse(model, blocks)
     _materialise(bindings, comm.device)
+    units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     sorted_ = _sort(model, blocks, bindings, whole, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
     for (kind, owner, trainable, dtype, _), members in sorted_.items():
@@ -244,7 +253,6 @@ def _materialise(bindings: dict[int, list[Binding]], device: torch.device) -> No
         old = getattr(places[0].module, places[0].attribute)
         if old.is_meta:
             new = nn.Parameter(absent(old, device, old.dtype), requires_grad=old.requires_grad)
-            new.ftkit_empty = True  # type: ignore[attr-defined]
             for place in places:
                 place.module.register_parameter(place.attribute, new)
             bindings[id(new)] = bindings.pop(key)
@@ -346,7 +354,7 @@ def _specialise_block(unit: Unit) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unit.use(block_forward.__get__(self), args, kwargs)
 
-    forward.__signature__ = _signature(block_forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(block_forward)  # type: ignore[attr-defined]
     _specialise(unit.module, unit, forward=forward)
     if unit.gathered:
         unit.module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -359,7 +367,7 @@ def _specialise_leaf(module: nn.Module, leaf: Leaf, attribute: str) -> None:
         with leaf.once():
             return module_forward(self, *args, **kwargs)
 
-    forward.__signature__ = _signature(module_forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(module_forward)  # type: ignore[attr-defined]
     _specialise(module, leaf, forward=forward, **{attribute: property(lambda self: leaf.read())})
     module.register_state_dict_pre_hook(_refuse_state_dict)
 
@@ -378,12 +386,6 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
         if entry is units.model:
             methods["zero_grad"] = lambda self, set_to_none=True: units.zero_grad()
         _specialise(entry, units, **methods)
-
-
-def _signature(function: Any) -> Any:
-    import inspect
-
-    return inspect.signature(function)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -94,14 +94,15 @@ class Transfer:
         weights = max((_places(group)[1] for group in gathered), default=0)
         gradients = max((_places(group)[1] for group in reduced), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
-        self.gradient_slot = torch.empty(gradients, dtype=torch.uint8, device=comm.device)
+        self.gradient_bytes = gradients
+        self._gradient_slot: Tensor | None = None  # allocated by the first backward: evaluation needs none
         self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot
         self.updated = self.side.now()  # when the shards were last written
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the permanent slots on this rank."""
-        return sum(slot.buffer.numel() for slot in self.slots) + self.gradient_slot.numel()
+        return sum(slot.buffer.numel() for slot in self.slots) + self.gradient_bytes
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
         """Return a slot of its own for a unit that holds its weights until backward."""
@@ -150,7 +151,9 @@ class Transfer:
     def open_gradients(self, flats: Sequence[FlatParameter]) -> list[Tensor]:
         """Return the gradient slot as buffers (W*S,) for `flats`, free to be written by the computing stream."""
         self.side.wait(self.reduced)
-        places = _views(self.gradient_slot, flats)
+        if self._gradient_slot is None:
+            self._gradient_slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
+        places = _views(self._gradient_slot, flats)
         if self.debug:
             for place in places:
                 place.fill_(math.nan)

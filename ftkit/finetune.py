@@ -1,0 +1,274 @@
+"""The job of one rank: rows, model, training, and what is left of it in the run's folder.
+
+`run` is what the launcher calls in every rank. It prepares the data before the ranks wait for each other, loads the
+model without a whole copy anywhere, evaluates and answers the recipe's questions, trains, does both again, and writes
+the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end saves a checkpoint and returns;
+it exports no model, because it is not done.
+
+It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
+a bare training would not make.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+
+from ftkit.arguments import compute_dtype, lora_config, training_arguments
+from ftkit.errors import UserError
+from ftkit.generate import answer
+from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
+from ftkit.hf.loading import load_model
+from ftkit.launch import Stop
+from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar
+from ftkit.questions import Question, questions
+from ftkit.recipe import Model, Recipe, split_batch
+from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
+from ftkit.run_folder import RunFolder, write, write_json
+from ftkit.summary import show_answers, show_summary, summarise
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The prepared rows of a run.
+
+    Args:
+        train: Data set to train on: input_ids, labels, position_ids if packed.
+        held_out: Data set to evaluate on, or None.
+        prepared: What `train` was made of, with its report and its order.
+    """
+
+    train: Any
+    held_out: Any
+    prepared: Prepared
+
+
+def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[str, Any]:
+    """Fine-tune as a recipe says, as one of the ranks of the run.
+
+    Args:
+        stop: Says whether the user asked this rank to end.
+        recipe: The facts.
+        checkpoint: Folder to continue from, or None.
+        ranks: Processes of the whole run.
+
+    Returns:
+        What summary.json holds; `stopped`, with a sentence, if the run was ended on request.
+
+    Raises:
+        UserError: The recipe, the data or the model cannot be used.
+    """
+    folder = RunFolder(Path(recipe.output.dir))
+    split_batch(recipe, ranks)
+    tokenizer = load_tokenizer(recipe.model)
+    rows = prepare_rows(recipe, tokenizer)
+    asked = questions(recipe.show) if recipe.show else []
+    arguments = training_arguments(recipe, ranks, evaluate_first=checkpoint is None)
+    say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
+    say.print(escape(str(rows.prepared.report)))
+    trainer = make_trainer(recipe, rows, tokenizer, arguments, ranks)
+    if trainer.is_world_process_zero():
+        write(folder.recipe, recipe.dump())
+    shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
+    end = add_callbacks(trainer, recipe, folder, stop, say, [shown] if asked and checkpoint is None else [])
+
+    began = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - began
+    if end.ended_at_step is not None:
+        trainer.end()
+        return {"stopped": f"ended at step {end.ended_at_step} with a checkpoint; --resume auto continues from it"}
+    if rows.held_out is not None:
+        trainer.evaluate()
+    after = shown.answers(trainer.model) if asked else []
+    trainer.save_model(str(folder.model))
+    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype))
+    if trainer.is_world_process_zero():
+        write_json(folder.summary, {**summary, "answers": shown.records(after)})
+        show_answers(say, shown.records(after))
+        show_summary(say, summary, folder)
+    trainer.end()
+    return summary
+
+
+def load_tokenizer(model: Model) -> Any:
+    """Load the tokenizer of a recipe.
+
+    Raises:
+        UserError: There is none of that name, or it would need its own code.
+    """
+    revision = model.revision if model.tokenizer is None else None
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.tokenizer_name, revision=revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no tokenizer could be loaded from {model.tokenizer_name}: {reason}; needed: a folder with "
+            "tokenizer.json, or a hub id; set model.name or model.tokenizer"
+        ) from error
+
+
+def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
+    """Prepare the rows to train on and those held out; one rank of a machine does the work.
+
+    Raises:
+        UserError: See `ftkit.hf.data.prepare`.
+    """
+    data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
+    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task)
+    train, evaluation = prepared.dataset, None
+    if held_out is not None and held_out.share is not None:
+        train, evaluation = split(train, held_out.share, seed)
+    elif held_out is not None:
+        evaluation = prepare(
+            held_out.path,
+            tokenizer,
+            sequence_tokens=data.sequence_tokens,
+            loss_on=data.loss_on,
+            on_bad_row=data.on_bad_row,
+            task=recipe.task,
+            cache_dir=data.cache_dir,
+            workers=data.workers,
+        ).dataset
+    if held_out is not None and held_out.max_rows is not None:
+        evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
+    return Rows(train, evaluation, Prepared(train, prepared.report, prepared.weights))
+
+
+def build_model(recipe: Recipe) -> Any:
+    """Build the model on the meta device, adapter included; its weights are streamed in when it is sharded.
+
+    Raises:
+        UserError: See `ftkit.hf.loading.load_model`.
+    """
+    return load_model(
+        recipe.model.name,
+        task=recipe.task,
+        revision=recipe.model.revision,
+        config=recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+        adapter=lora_config(recipe.adapter, recipe.task),
+    )
+
+
+def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ranks: int) -> RecipeTrainer:
+    """Load the model and put it, the rows and the recipe's wishes into a Trainer."""
+    model = build_model(recipe)
+    micro_batch, accumulation = split_batch(recipe, ranks)
+    trainer = RecipeTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=rows.train,
+        eval_dataset=rows.held_out,
+        processing_class=tokenizer,
+        data_collator=Collator.of(tokenizer),
+        order=rows.prepared.order(recipe.train.seed),
+        step_sequences=micro_batch * accumulation * ranks,
+        metrics=recipe.eval.metrics if recipe.eval else (),
+        seq2seq=recipe.task == "seq2seq",
+        per_example=RunFolder(Path(recipe.output.dir)).per_example,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def add_callbacks(
+    trainer: RecipeTrainer, recipe: Recipe, folder: RunFolder, stop: Stop, say: Console, first: list[TrainerCallback]
+) -> EndOnRequest:
+    """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
+    bar = ProgressBar(say)
+    end = EndOnRequest(lambda: stop.asked, trainer.any_rank)
+    if recipe.data.packing:
+        trainer.add_callback(CheckPacking())
+    for callback in (*first, bar, MetricsLog(folder, trainer.loss_scale, bar.show), end):
+        trainer.add_callback(callback)
+    return end
+
+
+class CheckPacking(TrainerCallback):
+    """Ask the model, once it is in place, whether packed samples stay apart."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse a family whose samples see each other."""
+        check_isolation(model)
+
+
+@dataclass
+class ShowAnswers(TrainerCallback):
+    """Answer the questions before the first step, and keep the answers.
+
+    Args:
+        asked: The questions.
+        tokenizer: Of the model.
+        max_new_tokens: Length of an answer.
+    """
+
+    asked: list[Question]
+    tokenizer: Any
+    max_new_tokens: int
+    before: list[str] = field(default_factory=list)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Answer with the model as it came."""
+        self.before = self.answers(model)
+
+    def answers(self, model: Any) -> list[str]:
+        """Answer every question; all ranks of a sharded model take part."""
+        was_training = model.training
+        model.eval()
+        given = [
+            answer(model, self.tokenizer, each.turns, max_new_tokens=self.max_new_tokens, glue=each.glue)
+            for each in self.asked
+        ]
+        model.train(was_training)
+        return given
+
+    def records(self, after: list[str]) -> list[dict[str, str]]:
+        """Return question, expected answer, and the answers before and after, one dictionary a question."""
+        before = self.before or [""] * len(self.asked)
+        return [
+            {"question": each.text, "expected": each.expected, "before": first, "after": last}
+            for each, first, last in zip(self.asked, before, after)
+        ]
+
+
+def dry_run(recipe: Recipe, ranks: int) -> None:
+    """Do everything up to the first step that needs no ranks, and say what would be run.
+
+    Args:
+        recipe: The facts.
+        ranks: Processes of the whole run.
+
+    Raises:
+        UserError: As `run` would.
+    """
+    say = Console(soft_wrap=True, highlight=False)
+    micro_batch, accumulation = split_batch(recipe, ranks)
+    tokenizer = load_tokenizer(recipe.model)
+    rows = prepare_rows(recipe, tokenizer)
+    step_sequences = micro_batch * accumulation * ranks
+    epoch_steps = len(WholeSteps(rows.prepared.order(recipe.train.seed), step_sequences)) // step_sequences
+    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * epoch_steps)
+    parameters = list(build_model(recipe).parameters())
+    numel = sum(each.numel() for each in parameters)
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    dtype = compute_dtype(recipe.train.dtype)
+    say.print(escape(recipe.dump()))
+    say.print(escape(str(rows.prepared.report)))
+    say.print(f"held out: {len(rows.held_out) if rows.held_out is not None else 0} rows")
+    say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
+    say.print(
+        f"step: {recipe.train.batch_tokens:,} tokens = {ranks} ranks x {micro_batch} sequences x {accumulation} "
+        f"micro-batches x {recipe.data.sequence_tokens:,} tokens"
+    )
+    say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
+    say.print("nothing was trained (--dry-run)")

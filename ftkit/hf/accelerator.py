@@ -1,0 +1,295 @@
+"""Accelerate's face of the engine: `ftkit.Accelerator` prepares, scales, clips, saves and resumes a sharded model.
+
+It is accelerate's own class with the verbs overridden that touch weights, gradients or state. Data loaders, schedulers,
+gathering of metrics and trackers are accelerate's. An optimizer that was made from the model's parameters is exchanged
+for the sharded one with the same groups: the groups themselves are shared, so schedulers made before still drive it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from ftkit.engine.checkpoint import load_checkpoint, rank_zero, save_checkpoint
+from ftkit.engine.comm import Communicator
+from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.shard import Units
+from ftkit.errors import UserError
+from ftkit.hf.blocks import shard, units_of
+from ftkit.hf.loading import load_weights
+from ftkit.hf.settings import EngineSettings
+
+
+def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> ShardedOptimizer:
+    """Return the sharded optimizer with the groups of a torch one that has not stepped yet.
+
+    Args:
+        optimizer: AdamW or SGD over the model's parameters; its `param_groups` are shared, so schedulers drive both.
+
+    Raises:
+        UserError: for other classes, or switches that the sharded ones lack.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer
+    if isinstance(optimizer, torch.optim.AdamW):
+        unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
+    elif type(optimizer) is torch.optim.SGD:
+        unsupported = ("nesterov", "maximize", "dampening")
+        made = ShardedSGD(units, momentum=optimizer.param_groups[0]["momentum"])
+    else:
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} has no sharded form: use AdamW (optim=adamw_torch) or SGD (optim=sgd)"
+        )
+    for key in unsupported:
+        if any(group.get(key) for group in optimizer.param_groups):
+            raise UserError(f"{type(optimizer).__name__}: {key} has no sharded form; leave it off")
+    made.take_groups(optimizer.param_groups)
+    return made
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """A sharded optimizer as accelerate holds one: steps only when gradients are to be applied."""
+
+    optimizer: ShardedOptimizer
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped for an overflow."""
+        return self.optimizer.step_was_skipped
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` on ftkit's engine.
+
+    Args:
+        ftkit: `"auto"`, a mapping, a YAML file, or `EngineSettings`.
+        kwargs: as accelerate's. `mixed_precision` gives the compute dtype; autocast itself stays off.
+
+    Raises:
+        UserError: where DeepSpeed, FSDP, Megatron or fp8 is asked for as well.
+    """
+
+    def __init__(self, *, ftkit: EngineSettings | Mapping[str, Any] | str = "auto", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.adopt(EngineSettings.of(ftkit))
+
+    def adopt(self, settings: EngineSettings, *, micro_batch_tokens: int = 2048, accumulation_steps: int = 0) -> None:
+        """Take over an accelerator that accelerate (or a Trainer) has built.
+
+        Args:
+            settings: of the engine.
+            micro_batch_tokens, accumulation_steps: see `ftkit.shard`; 0 takes this accelerator's.
+        """
+        kind = self.distributed_type.value
+        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+            raise UserError(f"ftkit's engine cannot share a run with {kind}: leave its plugin and environment settings off")
+        precision = self.state._mixed_precision
+        if precision not in ("no", "bf16", "fp16"):
+            raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
+        if settings.dtype == "auto" and precision != "no":
+            settings = EngineSettings(**{**vars(settings), "dtype": precision})
+        self.state._mixed_precision = "no"  # the engine casts when it gathers; autocast on top would cast again
+        self.native_amp = False
+        self.scaler = None
+        self.settings = settings
+        self.shard_options = {
+            "micro_batch_tokens": micro_batch_tokens,
+            "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
+        }
+
+    # --- prepare
+
+    def sharded(self, model: nn.Module) -> Units:
+        """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in."""
+        units = units_of(model)
+        if units is None:
+            units = shard(model, self.settings, device=self.device, comm=Communicator(self.device), **self.shard_options)
+            if hasattr(model, "_ftkit_source"):
+                load_weights(units)
+        return units
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard `model` in place (also one that will only be evaluated) and return it."""
+        self.sharded(model)
+        if model not in self._models:
+            self._models.append(model)
+        model._is_accelerate_prepared = True
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Exchange `optimizer` for its sharded form, over the model that was prepared with it or before."""
+        if isinstance(optimizer, PreparedOptimizer):
+            prepared = optimizer
+        else:
+            if not isinstance(optimizer, ShardedOptimizer):
+                optimizer = sharded_optimizer(optimizer, self._units_with(optimizer))
+            prepared = PreparedOptimizer(optimizer)
+        if prepared not in self._optimizers:
+            self._optimizers.append(prepared)
+        prepared._is_accelerate_prepared = True
+        return prepared
+
+    def _units_with(self, optimizer: torch.optim.Optimizer) -> Units:
+        parameter = optimizer.param_groups[0]["params"][0]
+        for model in self._models:
+            units = units_of(model)
+            if units is not None and id(parameter) in units.places:
+                return units
+        raise UserError("prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer)")
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare as accelerate does; a scheduler made for the exchanged optimizer shares its groups."""
+        for prepared in self._optimizers:
+            original = getattr(scheduler, "optimizer", None)
+            if original is not None and original.param_groups is prepared.param_groups:
+                scheduler.optimizer = prepared.optimizer
+        return super().prepare_scheduler(scheduler)
+
+    # --- a step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale."""
+        scales = {prepared.optimizer.loss_scale.value for prepared in self._optimizers}
+        if len(scales) == 1 and (scale := scales.pop()) != 1.0:
+            loss = loss * scale
+        super().backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing to do: norms are reported unscaled, and the update unscales."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: int = 2) -> Tensor:
+        """Clip the global norm exactly, at the step; return the norm before clipping, unscaled, on the device.
+
+        Raises:
+            UserError: for another norm than 2, or parameters of no prepared optimizer.
+        """
+        if norm_type != 2:
+            raise UserError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
+        wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for prepared in self._optimizers:
+            if wanted and id(wanted[0]) in prepared.optimizer.units.places:
+                return prepared.optimizer.clip_grad_norm_(max_norm).to(self.device)
+        raise UserError("clip_grad_norm_: these parameters belong to no optimizer that this accelerator prepared")
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refuse: gradients lie in shards.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("clip_grad_value_ is not supported on sharded gradients; use clip_grad_norm_")
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        """Return a context that does nothing: the engine computes in its compute dtype."""
+        return nullcontext()
+
+    # --- saving
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the whole model's state as CPU tensors, on every rank. A collective; for small models."""
+        units = units_of(model)
+        return super().get_state_dict(model, unwrap) if units is None else units.state_dict()
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Write everything that `load_state` needs, in sharded form. A collective.
+
+        Returns:
+            The folder: `output_dir`, or the next one under the project's checkpoints.
+        """
+        folder = self._state_folder(output_dir)
+        comm = self._optimizers[0].optimizer.units.comm if self._optimizers else Communicator(self.device)
+        with rank_zero(comm) as first:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for number, scheduler in enumerate(self._schedulers):
+                    torch.save(scheduler.state_dict(), folder / f"scheduler_{number}.pt")
+                for number, thing in enumerate(self._custom_objects):
+                    torch.save(thing.state_dict(), folder / f"custom_{number}.pt")
+                torch.save({"step": self.step}, folder / "accelerator.pt")
+        for number, (units, optimizer) in enumerate(self._engines()):
+            save_checkpoint(folder / f"model_{number}", units, optimizer)
+        torch.save(_random_state(self.device), folder / f"random_{self.process_index}.pt")
+        self.save_iteration += 1
+        comm.barrier()
+        return str(folder)
+
+    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
+        """Read what `save_state` wrote, on any number of ranks. A collective.
+
+        Raises:
+            UserError: if the folder lacks a part.
+        """
+        if input_dir is None:
+            raise UserError("load_state: name the folder that save_state returned")
+        folder = Path(input_dir)
+        for number, (units, optimizer) in enumerate(self._engines()):
+            load_checkpoint(folder / f"model_{number}", units, optimizer)
+        for number, scheduler in enumerate(self._schedulers):
+            scheduler.load_state_dict(_load(folder / f"scheduler_{number}.pt"))
+        for number, thing in enumerate(self._custom_objects):
+            thing.load_state_dict(_load(folder / f"custom_{number}.pt"))
+        self.step = _load(folder / "accelerator.pt")["step"]
+        own = folder / f"random_{self.process_index}.pt"
+        if own.is_file():  # saved by fewer ranks: the others keep the state their seed gave them
+            _set_random_state(_load(own), self.device)
+
+    def _engines(self) -> list[tuple[Units, ShardedOptimizer | None]]:
+        """Return the prepared models' units, each with its optimizer if it has one."""
+        optimizers = {id(prepared.optimizer.units): prepared.optimizer for prepared in self._optimizers}
+        found = [units for model in self._models if (units := units_of(model)) is not None]
+        return [(units, optimizers.get(id(units))) for units in found]
+
+    def _state_folder(self, output_dir: str | None) -> Path:
+        configuration = self.project_configuration
+        if configuration.automatic_checkpoint_naming:
+            return Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+        if output_dir is None:
+            raise UserError("save_state: name a folder, or set automatic_checkpoint_naming in the ProjectConfiguration")
+        return Path(os.path.expanduser(output_dir))
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; the state was saved from another set of prepared objects") from None
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    version, keys, gauss = random.getstate()
+    kind, words, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": (version, list(keys), gauss),
+        "numpy": (kind, torch.from_numpy(words.astype(np.int64)), position, has_gauss, cached),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, words, *rest = state["numpy"]
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

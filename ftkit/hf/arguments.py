@@ -1,0 +1,38 @@
+"""`TrainingArguments` with one more field.
+
+`ftkit="auto"` (the default) trains on ftkit's engine, a mapping or a YAML file forces parts of it, None leaves the Trainer
+as it is. The field holds plain data, as Trainer saves its arguments, and is settable from the command line through
+`HfArgumentParser` (a mapping as JSON). `ArgumentsMixin` adds it to other argument classes (TRL's SFTConfig, DPOConfig).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import transformers
+
+from ftkit.hf.settings import EngineSettings
+
+
+@dataclass
+class ArgumentsMixin:
+    """Adds `ftkit` to a subclass of `transformers.TrainingArguments`: `class C(ArgumentsMixin, SFTConfig)`."""
+
+    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "ftkit"]
+
+    ftkit: dict | str | None = field(
+        default="auto",
+        metadata={"help": "ftkit's engine: 'auto', a mapping (JSON on the command line), a .yaml file, or None for off."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.ftkit in ("none", "None", "off"):
+            self.ftkit = None
+        if self.ftkit is not None:
+            EngineSettings.of(self.ftkit)
+
+
+@dataclass
+class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
+    """`transformers.TrainingArguments` with `ftkit`."""

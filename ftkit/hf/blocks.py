@@ -1,0 +1,220 @@
+"""What ftkit knows of Hugging Face models: where the blocks are, which arguments are caches, what an adapter is.
+
+transformers 5 marks every block that may be recomputed as a `GradientCheckpointingLayer`; each instance that is not inside
+another is a unit. Models that mark none fall back to the classes in `_no_split_modules`. In a forward that a backward
+will follow, caches become None: a cache filled again in recomputation would give wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import psutil
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.shard import Units
+from ftkit.engine.shard import shard as shard_blocks
+from ftkit.errors import UserError
+from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
+from ftkit.plan.memory import GIB, Shape, choose
+
+CPU_SHARE = 0.8
+"""Part of the free RAM that ranks of a CPU run may use together, where no memory is granted by number."""
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the blocks in order of execution.
+
+    Raises:
+        UserError: if the model has none.
+    """
+    found = _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer))
+    if not found:
+        names = {name for m in model.modules() if isinstance(m, PreTrainedModel) for name in m._no_split_modules or ()}
+        found = _outermost(model, lambda module: type(module).__name__ in names)
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no recomputable blocks (no GradientCheckpointingLayer, no _no_split_modules): "
+            "give ftkit.shard(blocks=[...]) the modules that repeat"
+        )
+    return found
+
+
+def _outermost(model: nn.Module, is_block: Any) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if is_block(module) and id(module) not in seen:
+            found.append((name, module))
+            seen.update(map(id, module.modules()))
+    return found
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's arguments with each cache replaced by None, and without the loss's item count.
+
+    (Models hand `num_items_in_batch` down to their blocks among the other keywords; no block reads it.)
+
+    Raises:
+        RuntimeError: for a cache that holds something: training on top of a prompt's cache is not supported.
+    """
+    return tuple(map(_no_cache, args)), {
+        key: _no_cache(value) for key, value in kwargs.items() if key != "num_items_in_batch"
+    }
+
+
+def _no_cache(value: Any) -> Any:
+    if not isinstance(value, (Cache, EncoderDecoderCache)):
+        return value
+    if value.get_seq_length() > 0:
+        raise RuntimeError(
+            "a block was given a filled key/value cache while gradients are on; use torch.no_grad() for generation, or "
+            "pass no past_key_values in training"
+        )
+    return None
+
+
+def is_adapter(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a parameter of a PEFT model belongs to an adapter (and not to a copy made by modules_to_save)."""
+    parts = name.split(".")
+    return any(part.startswith(("lora_", "ia3_", "prompt_", "vera_", "adapter_")) for part in parts)
+
+
+def adapter_switches(module: nn.Module) -> Hashable:
+    """Return the active adapters of every adapted layer in a block."""
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters)
+        for layer in module.modules()
+        if isinstance(layer, BaseTunerLayer)
+    )
+
+
+def units_of(model: nn.Module) -> Units | None:
+    """Return the units of a model that was sharded, else None."""
+    units = getattr(type(model), "_ftkit", None)
+    return units if isinstance(units, Units) and units.model is model else None
+
+
+def shard(
+    model: nn.Module,
+    settings: EngineSettings | Mapping[str, Any] | str = "auto",
+    *,
+    device: torch.device | None = None,
+    blocks: list[tuple[str, nn.Module]] | None = None,
+    micro_batch_tokens: int = 2048,
+    accumulation_steps: int = 1,
+    comm: Communicator | None = None,
+) -> Units:
+    """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
+
+    Args:
+        model: on any device, or on meta from `ftkit.load_model`. Its forward keeps working, now with sharded weights.
+        settings: see `EngineSettings`.
+        device: where to compute; None: this process's current CUDA device, else the CPU.
+        blocks: (name, module) of the units; None finds them.
+        micro_batch_tokens: tokens of one forward on one rank, for the memory estimate behind "auto".
+        accumulation_steps: micro-batches a step; more than one sums gradients in fp32 unless told otherwise.
+        comm: the ranks; None takes the default process group, or one rank where there is none.
+
+    Returns:
+        The units: give them to `ftkit.ShardedAdamW`, `ftkit.save_checkpoint`, `ftkit.save_model`.
+
+    Raises:
+        UserError: if the settings or the model cannot be used, or nothing fits.
+
+    Cost: each rank keeps its shards (N/W at stage 3); a collective or two.
+    """
+    settings = EngineSettings.of(settings)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    blocks = blocks if blocks is not None else find_blocks(model)
+    comm = comm or Communicator(device)
+    dtype = DTYPES.get(settings.dtype)
+    check_dtype(dtype or next(model.parameters()).dtype, device)
+    policy = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
+    units = shard_blocks(
+        model,
+        blocks,
+        comm=comm,
+        policy=policy,
+        entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
+        whole=is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False,
+        arguments=without_caches,
+        fingerprint=adapter_switches,
+    )
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
+            module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
+    return units
+
+
+def _policy(
+    settings: EngineSettings,
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    comm: Communicator,
+    dtype: torch.dtype | None,
+    tokens: int,
+    accumulation_steps: int,
+) -> Policy:
+    """Return the policy: what is forced, and for the rest the fastest way that fits on every rank."""
+    shape = _shape(model, blocks, comm.world_size, dtype, tokens)
+    granted = settings.device_gib * GIB if settings.device_gib else _granted_bytes(comm)
+    choice = choose(
+        shape,
+        int(min(comm.all(granted))),
+        stage=None if settings.stage == "auto" else settings.stage,
+        activations=None if settings.activations == "auto" else settings.activations,
+        weights=None if settings.weights == "auto" else settings.weights,
+    )
+    wide = settings.gradient_dtype == "fp32" or (settings.gradient_dtype == "auto" and accumulation_steps > 1)
+    return Policy(
+        stage=choice.stage,
+        activations=choice.activations,
+        weights=choice.weights,
+        compute_dtype=dtype,
+        gradient_dtype=torch.float32 if wide else None,
+        prefetch=settings.prefetch,
+        debug=settings.debug,
+    )
+
+
+def _granted_bytes(comm: Communicator) -> float:
+    """Return what this rank may use: the free device memory less a reserve, or its share of the free RAM."""
+    if comm.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(comm.device)
+        return free - 0.06 * total
+    return CPU_SHARE * psutil.virtual_memory().available / comm.world_size
+
+
+def _shape(
+    model: nn.Module, blocks: list[tuple[str, nn.Module]], world_size: int, dtype: torch.dtype | None, tokens: int
+) -> Shape:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    parameters = list(model.parameters())
+    return Shape(
+        numel=sum(p.numel() for p in parameters),
+        trainable_numel=sum(p.numel() for p in parameters if p.requires_grad),
+        widest_numel=max(sum(p.numel() for p in block.parameters()) for _, block in blocks),
+        leaf_numel=max((p.numel() for p in parameters if id(p) not in inside), default=0),
+        blocks=len(blocks),
+        hidden=getattr(text, "hidden_size", 0) or max(p.shape[-1] for p in parameters if p.dim() > 1),
+        vocabulary=getattr(text, "vocab_size", 0) or 0,
+        tokens=tokens,
+        itemsize=(dtype or parameters[0].dtype).itemsize,
+        world_size=world_size,
+    )

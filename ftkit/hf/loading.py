@@ -1,0 +1,390 @@
+"""From a folder to a sharded model, without a whole copy in any rank.
+
+The model is built on the meta device. After sharding, each rank reads its own byte ranges of the folder's safetensors
+files straight into its shards (any stored dtype). What the folder lacks is initialised block by block with the model's own
+`_init_weights`, the same on all ranks, and reported; what it has too much is reported. Buffers that no file holds (rotary
+tables) are made by transformers' own initialisation.
+
+Refused: pickled weights, folders that lack most of the model, shapes that differ, and checkpoints whose tensors
+transformers would have to cut or merge (mixtures of experts): load those with from_pretrained and shard the result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import cached_file
+
+from ftkit.engine.shard import Units
+from ftkit.engine.storage import TensorFile
+from ftkit.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+TASKS = {"causal-lm": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM"}
+"""Task of a recipe to the transformers class that builds its model."""
+
+
+@dataclass
+class LoadReport:
+    """What a load found: tensor names that were missing and initialised anew, and names in the folder nobody wanted."""
+
+    initialised: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+def load_model(
+    folder: str | os.PathLike[str] | None,
+    *,
+    task: str = "causal-lm",
+    config: PretrainedConfig | Mapping[str, Any] | str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | None = None,
+    adapter: PeftConfig | None = None,
+    **config_changes: Any,
+) -> PreTrainedModel:
+    """Build a model on the meta device; `ftkit.shard` and the Trainer then stream its weights into shards.
+
+    Args:
+        folder: a local folder or hub name with config.json and safetensors; None builds from `config` without weights.
+        task: "causal-lm" or "seq2seq".
+        config: replaces the folder's configuration: an object, its fields with `model_type`, or a path.
+        revision: of the hub name.
+        trust_remote_code: run Python from the folder. Off: a folder that needs it is refused.
+        dtype: of the parameters; None takes what the configuration says.
+        adapter: a PEFT configuration to add; only its parameters then train.
+        config_changes: fields of the configuration to set.
+
+    Returns:
+        The model in eval mode, as from_pretrained gives it, its parameters on meta. (Where its weights will come from is
+        noted on it for `load_weights`.)
+
+    Raises:
+        UserError: for a folder without configuration or safetensors weights, before anything is allocated.
+
+    Cost: the module tree; no weights.
+    """
+    if task not in TASKS:
+        raise UserError(f"task is {task!r}, one of {', '.join(TASKS)} is needed")
+    source = None if folder is None else os.fspath(folder)
+    settled = _config(source, config, revision, trust_remote_code)
+    for key, value in config_changes.items():
+        setattr(settled, key, value)
+    files = [] if source is None or config is not None else find_weights(source, revision)
+    with torch.device("meta"):
+        model = getattr(transformers, TASKS[task]).from_config(
+            settled, trust_remote_code=trust_remote_code, **({"dtype": dtype} if dtype else {})
+        )
+    _make_buffers(model)
+    if files and model.can_generate():
+        model.generation_config = _generation_config(source, revision, model)
+    model.config._name_or_path = source or ""
+    weights_model = model
+    if adapter is not None:
+        with torch.device("meta"):
+            model = get_peft_model(model, adapter)
+    model._ftkit_source = WeightSource(weights_model, files)
+    return model.eval()
+
+
+@dataclass
+class WeightSource:
+    """Where the weights of a model on meta will come from: the (inner) model that the folder describes, and its files."""
+
+    model: PreTrainedModel
+    files: list[Path]
+
+
+def find_weights(source: str, revision: str | None = None) -> list[Path]:
+    """Return the safetensors files of a local folder or hub name.
+
+    Raises:
+        UserError: if there are none, naming the way to convert pickled weights where those are there instead.
+    """
+    if os.path.isdir(source):
+        folder = Path(source)
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            return _indexed(index)
+        if (folder / "model.safetensors").is_file():
+            return [folder / "model.safetensors"]
+        pickles = [path.name for path in folder.glob("*.bin")] + [path.name for path in folder.glob("*.pt")]
+        if pickles:
+            raise UserError(
+                f"{folder}: its weights are pickles ({pickles[0]}), which can run code when read. Convert the folder "
+                "where you trust it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+            )
+        raise UserError(f"{folder}: no weights (model.safetensors or model.safetensors.index.json)")
+    try:
+        index_path = cached_file(
+            source, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        if index_path is None:
+            return [Path(cached_file(source, "model.safetensors", revision=revision))]
+        names = sorted(set(json.loads(Path(index_path).read_text())["weight_map"].values()))
+        return [Path(cached_file(source, name, revision=revision)) for name in names]
+    except OSError as error:
+        raise UserError(f"{source}: neither a folder nor a model that could be fetched ({error})") from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not a weight index ({error})") from error
+    files = [index.parent / str(name) for name in names]
+    for path in files:
+        if path.parent != index.parent:
+            raise UserError(f"{index}: names a file outside its folder: {path.name}")
+        if not path.is_file():
+            raise UserError(f"{index}: names {path.name}, which is not in the folder")
+    return files
+
+
+def load_weights(units: Units, files: list[Path] | None = None, *, init_missing: bool = True) -> LoadReport:
+    """Stream weights into a sharded model. A collective only where tensors are missing.
+
+    Args:
+        units: of a model from `load_model`.
+        files: safetensors files; None takes what `load_model` found (nothing: all weights are initialised).
+        init_missing: initialise what no file has; False raises for it.
+
+    Raises:
+        UserError: for wrong shapes, merged tensors, or files that share no tensor with the model.
+
+    Cost: reads this rank's byte ranges once; 8 MiB, and one unit where tensors are initialised.
+    """
+    source: WeightSource = units.model._ftkit_source
+    files = source.files if files is None else files
+    report = LoadReport()
+    wanted = {segment.name for flat in units.flats for segment in flat.layout.segments}
+    prefix = next((n for n, m in units.model.named_modules() if m is source.model), "")
+    with ExitStack() as stack:
+        opened = [stack.enter_context(TensorFile(path)) for path in files]
+        places, report.unused = _places(source.model, opened, prefix, wanted, units.aliases)
+        _check_shapes(units, places)
+        if opened and not places:
+            raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(source.model).__name__}")
+        for flat in units.flats:
+            base, stop = (0, flat.layout.numel) if flat.full is not None else flat.layout.shard_range(flat.rank)
+            out = flat.full if flat.full is not None else flat.shard
+            for span in flat.layout.spans(base, stop):
+                place = places.get(span.segment.name)
+                if place is not None:
+                    target = out[span.start - base : span.stop - base]
+                    place[0].read(place[1], span.start - span.segment.start, target)
+                    report.bytes_read += (span.stop - span.start) * place[0].entries[place[1]].dtype.itemsize
+        _load_buffers(source.model, places, prefix)
+    missing = wanted - set(places)
+    expected_anew = {n for n in missing if _is_adapter_name(n)}
+    report.initialised = sorted(missing - expected_anew) if files else []
+    if report.initialised and not init_missing:
+        raise UserError(f"{len(report.initialised)} tensors are in no file, first {report.initialised[0]}")
+    _initialise(units, missing)
+    units.rewritten()
+    if files:
+        _say(report, files)
+    return report
+
+
+def _say(report: LoadReport, files: list[Path]) -> None:
+    if report.initialised:
+        logger.warning("%s: %d tensors missing, initialised anew: %s", files[0].parent, len(report.initialised),
+                       ", ".join(report.initialised[:8]))
+    if report.unused:
+        logger.warning("%s: %d tensors not used: %s", files[0].parent, len(report.unused), ", ".join(report.unused[:8]))
+
+
+def _is_adapter_name(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+_Places = dict[str, tuple[TensorFile, str]]
+
+
+def _places(
+    model: PreTrainedModel, opened: list[TensorFile], prefix: str, wanted: set[str], aliases: Mapping[str, str]
+) -> tuple[_Places, list[str]]:
+    """Return for each wanted tensor the file and the name under which it lies there, and the names left over."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    meta = {name: tensor for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    own = _own_names(wanted, aliases, prefix)
+    buffers = {name for name, _ in model.named_buffers()}
+    places: _Places = {}
+    unused: list[str] = []
+    for file in opened:
+        for key in file.entries:
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, {**meta, **own})
+            if pattern is not None and name in own:
+                raise UserError(
+                    f"{file.path}: {key} must be cut or merged on load, which ftkit.load_model does not do: load the model "
+                    "with from_pretrained() and give it to the Trainer"
+                )
+            target = own.get(name)
+            if target is not None:
+                places.setdefault(target, (file, key))
+            elif name in buffers:
+                places[f"buffer:{name}"] = (file, key)
+            elif name not in meta:
+                unused.append(key)
+    return places, unused
+
+
+def _own_names(wanted: set[str], aliases: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Return names as the folder's model has them -> names on the lines, through PEFT's wrapping and ties."""
+
+    def plain(name: str) -> str:
+        if prefix:
+            name = name.removeprefix(prefix + ".")
+        return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+    own = {plain(name): name for name in wanted if ".modules_to_save." not in name}
+    own.update({plain(alias): name for alias, name in aliases.items()})
+    return own
+
+
+def _check_shapes(units: Units, places: _Places) -> None:
+    wrong = []
+    for flat in units.flats:
+        for segment in flat.layout.segments:
+            if segment.name in places:
+                file, key = places[segment.name]
+                if file.entries[key].shape != segment.shape:
+                    wrong.append(f"{key} is {list(file.entries[key].shape)}, the model needs {list(segment.shape)}")
+    if wrong:
+        file = next(iter(places.values()))[0]
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise UserError(f"{file.path.parent}: shapes differ from config.json: {'; '.join(wrong[:3])}{more}")
+
+
+# --- what no file holds
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers of a model on meta their values: memory first, then transformers' own initialisation."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                persistent = key not in module._non_persistent_buffers_set
+                module.register_buffer(key, torch.zeros(buffer.shape, dtype=buffer.dtype), persistent=persistent)
+        module._is_hf_initialized = False
+    model.initialize_weights()  # parameters are on meta, where this writes nothing
+
+
+def _load_buffers(model: PreTrainedModel, places: _Places, prefix: str) -> None:
+    for name, buffer in model.named_buffers():
+        place = places.get(f"buffer:{name}")
+        if place is not None and place[0].entries[place[1]].shape == tuple(buffer.shape):
+            place[0].read(place[1], 0, buffer.view(-1))
+
+
+def _initialise(units: Units, missing: set[str]) -> None:
+    """Initialise the tensors in `missing` with the models' own rules: a line at a time, the same on every rank."""
+    if not missing:
+        return
+    device = units.comm.device
+    for flat in units.flats:
+        names = [segment.name for segment in flat.layout.segments]
+        if not missing.intersection(names):
+            continue
+        full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=device)
+        modules = _owners_of(units.model, flat)
+        fresh = {}
+        for index, (parameter, segment) in enumerate(zip(flat.parameters, flat.layout.segments)):
+            value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
+            value._is_hf_initialized = segment.name not in missing
+            fresh[index] = value
+        _swap(modules, flat, fresh)
+        try:
+            for module, initialiser in modules.values():
+                module._is_hf_initialized = False
+                initialiser(module)
+        finally:
+            _swap(modules, flat, dict(enumerate(flat.parameters)))
+        base, stop = (0, flat.layout.numel) if flat.full is not None else flat.layout.shard_range(flat.rank)
+        out = flat.full if flat.full is not None else flat.shard
+        for span in flat.layout.spans(base, stop):
+            if span.segment.name in missing:
+                out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
+
+
+def _owners_of(model: nn.Module, flat: Any) -> dict[int, tuple[nn.Module, Any]]:
+    """Return the modules that hold the line's parameters, each with the `_init_weights` that is responsible for it."""
+    ids = set(map(id, flat.parameters))
+    owners: dict[int, tuple[nn.Module, Any]] = {}
+
+    def walk(module: nn.Module, initialiser: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            initialiser = module._init_weights
+        for child in module.children():
+            walk(child, initialiser)
+        if any(id(p) in ids for p in module._parameters.values() if p is not None):
+            reset = initialiser if not hasattr(module, "reset_lora_parameters") else _reset_adapter
+            owners[id(module)] = (module, reset)
+
+    walk(model, lambda module: None)
+    return owners
+
+
+def _reset_adapter(module: Any) -> None:
+    for name in module.active_adapters:
+        module.reset_lora_parameters(name, init_lora_weights=True)
+
+
+def _swap(modules: dict[int, tuple[nn.Module, Any]], flat: Any, values: dict[int, nn.Parameter]) -> None:
+    """Register `values` in place of what the line's places hold now."""
+    current = getattr(flat, "_swapped", None) or {id(p): i for i, p in enumerate(flat.parameters)}
+    for module, _ in modules.values():
+        for key, parameter in list(module._parameters.items()):
+            if id(parameter) in current:
+                module._parameters[key] = values[current[id(parameter)]]
+    flat._swapped = {id(value): index for index, value in values.items()}
+
+
+def _config(
+    source: str | None, config: PretrainedConfig | Mapping[str, Any] | str | None, revision: str | None, trust: bool
+) -> PretrainedConfig:
+    if isinstance(config, PretrainedConfig):
+        return config
+    try:
+        if isinstance(config, Mapping):
+            fields = dict(config)
+            if "model_type" not in fields:
+                raise UserError("model.config: model_type is missing (llama, gpt2, t5, ...)")
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        where = config or source
+        if where is None:
+            raise UserError("a model needs a folder, a hub name or a config")
+        loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source or config}: no model configuration that transformers can read ({error})") from error
+    if getattr(loaded, "quantization_config", None):
+        raise UserError(f"{where}: a quantised model; ftkit trains full-precision bases only")
+    return loaded
+
+
+def _generation_config(source: str | None, revision: str | None, model: PreTrainedModel) -> Any:
+    try:
+        return transformers.GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:
+        return model.generation_config

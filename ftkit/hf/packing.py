@@ -1,0 +1,140 @@
+"""Several samples in one sequence, each as if it were alone.
+
+A packed sequence is samples end to end, `position_ids` starting at 0 with each of them, and no attention mask. From
+that, transformers builds a block-diagonal mask for every row of the batch (eager and sdpa attention; `masking_utils.
+find_packed_sequence_indices`), but only if the model hands `position_ids` to its mask, if no cache is made
+(`use_cache=False`, which the collator therefore sends), and if attention is the only thing that mixes tokens. Models
+with ALiBi, convolutions or recurrent states do not meet that, and nothing in transformers says so: their samples simply
+see each other. So isolation is not assumed: `check_isolation` asks the model itself.
+
+Best fit, longest first: each sample goes into the fullest sequence that still has room. It is within a few percent of
+full for ordinary data and costs O(n log n). It puts samples of different lengths together, not neighbours of a file.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from ftkit.errors import UserError
+from ftkit.hf.samples import IGNORED_LABEL
+
+PACKED_COLUMNS = datasets.Features(
+    {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels", "position_ids")}
+)
+PROBE_TOKENS = 8
+
+
+def best_fit(lengths_tokens: Sequence[int], sequence_tokens: int, seed: int) -> list[list[int]]:
+    """Share samples out to sequences, best fit decreasing.
+
+    Args:
+        lengths_tokens: (N,) tokens of each sample, each at most sequence_tokens
+        sequence_tokens: room of a sequence, in tokens
+        seed: orders samples of equal length
+
+    Returns:
+        One list of sample numbers a sequence; every sample is in exactly one.
+    """
+    lengths = np.asarray(lengths_tokens, dtype=np.int64)
+    assert not len(lengths) or lengths.max() <= sequence_tokens, "a sample is longer than a sequence"
+    shuffled = np.random.RandomState(seed % 2**32).permutation(len(lengths))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    sequences: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # the keys of by_room that have sequences, ascending
+    for number in order.tolist():
+        length = int(lengths[number])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            room, sequence = sequence_tokens, len(sequences)
+            sequences.append([])
+        else:
+            room = rooms[at]
+            sequence = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        sequences[sequence].append(number)
+        left = room - length
+        if left:
+            if not by_room.setdefault(left, []):
+                bisect.insort(rooms, left)
+            by_room[left].append(sequence)
+    return sequences
+
+
+def fill(batch: dict[str, list], samples: datasets.Dataset) -> dict[str, list]:
+    """Write the sequences of a batch: tokens, labels and restarting positions.
+
+    Args:
+        batch: column `members`, the numbers of the samples of each sequence
+        samples: columns `input_ids` and `labels`, in numpy format
+
+    Returns:
+        Columns input_ids, labels and position_ids, int32, at most sequence_tokens long.
+    """
+    filled: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": []}
+    for members in batch["members"]:
+        parts = [samples[int(member)] for member in members]
+        filled["input_ids"].append(np.concatenate([part["input_ids"] for part in parts]))
+        labels = [np.concatenate([[IGNORED_LABEL], part["labels"][1:]]) for part in parts]
+        filled["labels"].append(np.concatenate(labels))
+        filled["position_ids"].append(np.concatenate([np.arange(len(part["input_ids"])) for part in parts]))
+    return filled
+
+
+def check_isolation(model: Any) -> None:
+    """Refuse a model in which packed samples see each other, by asking it.
+
+    Two rows are run that differ in their first sample only; the logits of the second sample must agree. How far they
+    differ where the rows are one sample each says what a leak would look like.
+
+    Args:
+        model: a causal language model of transformers, on its device, sharded or not; its mode is restored
+
+    Raises:
+        UserError: the second sample saw the first; the family and its attention are named
+
+    Cost: two forward passes of 2 × 16 tokens; with a sharded model a collective, so that all ranks must call it.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    numbers = torch.arange(PROBE_TOKENS)
+    first, other, second = ((numbers * step + start) % vocabulary for step, start in ((7, 3), (5, 11), (3, 2)))
+    ids = torch.stack([torch.cat([first, second]), torch.cat([other, second])]).to(model.device)
+    packed = torch.cat([numbers, numbers]).expand(2, -1).to(model.device)
+    whole = torch.arange(2 * PROBE_TOKENS).expand(2, -1).to(model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            leak = second_sample_difference(model, ids, packed)
+            unpacked = second_sample_difference(model, ids, whole)
+    except TypeError as error:
+        raise refused(model, f"its forward does not take position_ids ({error})") from error
+    finally:
+        model.train(was_training)
+    if leak > 0.05 * unpacked:
+        raise refused(
+            model, f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})"
+        )
+
+
+def second_sample_difference(model: Any, ids: torch.Tensor, position_ids: torch.Tensor) -> float:
+    """Return the largest difference of the two rows' logits in their second half; ids and positions are (2, 2P)."""
+    logits = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits.float()
+    rows = logits[:, PROBE_TOKENS:]
+    return (rows[0] - rows[1]).abs().max().item()
+
+
+def refused(model: Any, reason: str) -> UserError:
+    """Return the error for a family that cannot be packed."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    return UserError(
+        f"data.packing: {model.config.model_type} with {attention} attention does not keep packed samples apart: "
+        f"{reason}. Set data.packing: false, or attn_implementation: sdpa where another one is in use."
+    )

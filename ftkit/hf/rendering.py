@@ -1,0 +1,282 @@
+"""From a conversation to token ids, and to the spans of them that are answers.
+
+Three ways, chosen by the tokenizer and reported:
+
+    marked   its chat template has `{% generation %}` marks: the template's author says what is an answer
+    prefix   its chat template has none: the conversation is rendered up to each answer (with the header that asks for
+             one) and through it; the tokens between the two are the answer, its end-of-turn token included
+    plain    it has no chat template: question, glue and answer follow each other as they are, then the end-of-sequence
+             token: `{bos}{question}{glue}{answer}{eos}`, again for each further turn, bos only at the front
+
+Everything is checked on tokens: a text that begins like another can still be cut into other tokens, and then the model
+would be trained on a prompt that it never sees when it is asked. Where the check fails the template is refused by name;
+a mask that is nearly right is silent. Two habits are understood: templates that drop the reasoning of earlier turns
+(Qwen3), where an answer is found by its text and by the ending it has when it is last; and templates that put eos after
+the last turn only (Phi-3).
+
+The cost: with `prefix`, a conversation of n answers is rendered and cut into tokens 2n + 1 times.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ftkit.errors import UserError
+from ftkit.hf.formats import BadRowError, Conversation
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as tokens.
+
+    Args:
+        ids: token ids of the whole, T of them
+        answers: spans [start, stop) of ids, in tokens, that the assistant said
+    """
+
+    ids: list[int]
+    answers: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The way a tokenizer turns conversations into tokens.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, slow or fast
+        way: marked | prefix | plain
+        lead: special tokens that the tokenizer puts before a text (bos, or none)
+        tail: special tokens that end an answer or a text (eos)
+    """
+
+    tokenizer: Any
+    way: str
+    lead: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Rendering:
+        """Choose the way for a tokenizer.
+
+        Raises:
+            UserError: no chat template and no token that ends an answer either
+        """
+        bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+        dressed = tokenizer("a")["input_ids"]
+        at = next((i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare), 0)
+        lead, tail = tuple(dressed[:at]), tuple(dressed[at + len(bare) :])
+        if tokenizer.eos_token_id is not None:
+            tail = (tokenizer.eos_token_id,)
+        if tokenizer.chat_template:
+            template = tokenizer.get_chat_template()
+            marked = GENERATION_MARK.search(template) and tokenizer.is_fast
+            return cls(tokenizer, "marked" if marked else "prefix", lead, tail)
+        if not tail:
+            raise UserError(
+                f"tokenizer {name_of(tokenizer)}: has neither a chat template nor an end-of-sequence token, so no "
+                "answer would end. Set tokenizer.eos_token or tokenizer.chat_template and save the folder."
+            )
+        return cls(tokenizer, "plain", lead, tail)
+
+    def text(self, text: str) -> Rendered:
+        """Return plain text as tokens: bos if the tokenizer gives one, the text, eos; all of it is to be learned."""
+        ids = [*self.lead, *self.cut(text)]
+        if tuple(ids[-len(self.tail) :]) != self.tail:
+            ids += self.tail
+        ids = self.without_double_bos(Rendered(ids)).ids
+        return Rendered(ids, [(0, len(ids))])
+
+    def conversation(self, conversation: Conversation, *, find_answers: bool = True) -> Rendered:
+        """Return a conversation as tokens, with the spans of its answers.
+
+        Args:
+            conversation: turns with at least one answer
+            find_answers: False where every token is trained on; then any template will do, and all is one span
+
+        Raises:
+            BadRowError: the template refuses this row
+            UserError: the template cannot be masked exactly
+        """
+        try:
+            if not find_answers:
+                ids = self.plain(conversation).ids if self.way == "plain" else self.cut(self.whole(conversation))
+                ids = self.without_double_bos(Rendered(ids)).ids
+                return Rendered(ids, [(0, len(ids))])
+            render = {"marked": self.marked, "prefix": self.prefix, "plain": self.plain}[self.way]
+            return self.without_double_bos(render(conversation))
+        except (jinja2.TemplateError, TypeError, UnicodeError) as error:
+            raise BadRowError(f"the chat template of {name_of(self.tokenizer)} refuses it: {error}") from error
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens after which the model is to answer: what it saw before an answer when it was trained."""
+        if self.way == "plain":
+            return self.without_double_bos(self.plain(conversation)).ids
+        return self.without_double_bos(Rendered(self.cut(self.render(conversation, ask=True)))).ids
+
+    def pair(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        """Return the encoder's tokens and the label tokens for an encoder-decoder model.
+
+        Args:
+            conversation: its last assistant turn is the answer; what comes after that is an error of the row
+
+        Returns:
+            Token ids of everything before the last answer, and of that answer with its end token.
+
+        Raises:
+            BadRowError: the conversation does not end with an answer, or nothing precedes it
+        """
+        *before, last = conversation.turns
+        if last["role"] != "assistant" or not before:
+            raise BadRowError("must end with an answer to something, for an encoder-decoder model")
+        if self.way == "plain":
+            question = conversation.glue.join(turn["content"] for turn in before)
+            source = self.tokenizer(question)["input_ids"]
+        else:
+            source = self.cut(self.render(Conversation(tuple(before), conversation.tools), ask=True))
+        target = self.tokenizer(text_target=last["content"])["input_ids"]
+        if tuple(target[-len(self.tail) :]) != self.tail:
+            target = [*target, *self.tail]
+        return source, target
+
+    def cut(self, text: str) -> list[int]:
+        """Cut a text into token ids, without any special token around it."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def render(self, conversation: Conversation, turns: int | None = None, *, ask: bool = False) -> str:
+        """Return the text of the first turns of a conversation, with the header of an answer if asked."""
+        return self.tokenizer.apply_chat_template(
+            list(conversation.turns[:turns]), tools=conversation.tools, tokenize=False, add_generation_prompt=ask
+        )
+
+    def whole(self, conversation: Conversation) -> str:
+        """Return the text of a whole conversation, `complete`."""
+        return self.complete(self.render(conversation), conversation)
+
+    def complete(self, whole: str, conversation: Conversation) -> str:
+        """Return the text of a whole conversation, having checked that what the answers say is in it.
+
+        Raises:
+            UserError: it is not (templates that expect the parts of a picture leave plain text out, silently)
+        """
+        for number, turn in enumerate(conversation.turns, 1):
+            last_words = turn["content"].strip()[-20:]
+            if turn["role"] == "assistant" and "tool_calls" not in turn and last_words not in whole:
+                raise UserError(
+                    f"the chat template of {name_of(self.tokenizer)} leaves out what turn {number} says (near "
+                    f"{last_words!r}), so the model would not be trained on it. Give the tokenizer a template for text."
+                )
+        return whole
+
+    def without_double_bos(self, rendered: Rendered) -> Rendered:
+        """Drop the second of two beginning-of-sequence tokens: one came from the tokenizer, one stood in the text."""
+        bos, ids = self.tokenizer.bos_token_id, rendered.ids
+        if bos is None or ids[:2] != [bos, bos] or bos == self.tokenizer.eos_token_id:
+            return rendered
+        spans = [(max(start - 1, 0), max(stop - 1, 0)) for start, stop in rendered.answers]
+        return self.without_double_bos(Rendered(ids[1:], spans))
+
+    def marked(self, conversation: Conversation) -> Rendered:
+        """Take the answers from the template's own marks; a token belongs to a mark that it overlaps."""
+        tokenizer = self.tokenizer
+        texts, marks = render_jinja_template(
+            conversations=[[dict(turn) for turn in conversation.turns]],
+            tools=conversation.tools,
+            chat_template=tokenizer.get_chat_template(tools=conversation.tools),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        whole = self.complete(texts[0], conversation)
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = [(min(start, stop - 1), stop) for start, stop in encoded["offset_mapping"]]
+        answers = []
+        for first, last in marks[0]:
+            inside = [i for i, (start, stop) in enumerate(offsets) if start < last and stop > first]
+            if inside:
+                answers.append((inside[0], inside[-1] + 1))
+        return Rendered(encoded["input_ids"], answers)
+
+    def prefix(self, conversation: Conversation) -> Rendered:
+        """Find the answers by rendering the conversation up to each of them and through it."""
+        whole = self.whole(conversation)
+        ids = self.cut(whole)
+        answers = []
+        for number, turn in enumerate(conversation.turns):
+            if turn["role"] != "assistant":
+                continue
+            if number == 0:
+                raise BadRowError("begins with an answer to nothing; the chat template cannot be rendered before it")
+            asked = self.render(conversation, number, ask=True)
+            end = self.end_of_answer(conversation, number, whole, asked)
+            answers.append((self.tokens_before(len(asked), whole, ids), self.tokens_before(end, whole, ids)))
+        return Rendered(ids, answers)
+
+    def end_of_answer(self, conversation: Conversation, number: int, whole: str, asked: str) -> int:
+        """Return where, in characters of the whole, the answer `number` ends, its end-of-turn token included.
+
+        Raises:
+            UserError: the template renders the conversation up to the answer otherwise than inside the whole
+        """
+        through = self.render(conversation, number + 1)
+        if not (whole.startswith(asked) and through.startswith(asked)):
+            raise self.refusal(f"asks for turn {number + 1} otherwise than it renders it")
+        closed = self.tokenizer.eos_token or ""
+        for text in (through, through.removesuffix(closed)):  # some close the whole conversation with eos (Phi-3)
+            if whole.startswith(text):
+                return len(text)
+        # Rewritten once another question follows: find the text, and after it the ending it has as the last answer.
+        text = conversation.turns[number]["content"].strip()
+        at, ending = whole.find(text, len(asked)), through[through.rfind(text) + len(text) :]
+        later = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant" and i > number]
+        limit = len(self.render(conversation, later[0], ask=True)) if later else len(whole)
+        stop = at + len(text) + len(ending)
+        found = text and text in through and at >= 0 and stop <= limit
+        if found and ending and whole.startswith(ending, at + len(text)):
+            return stop
+        raise self.refusal(f"renders turn {number + 1} otherwise once more turns follow")
+
+    def tokens_before(self, end: int, whole: str, ids: list[int]) -> int:
+        """Return how many tokens of the whole make up its first `end` characters, having checked that they do.
+
+        Raises:
+            UserError: the tokens of the beginning are not the beginning of the tokens
+        """
+        head = self.cut(whole[:end])
+        if ids[: len(head)] != head:
+            near = whole[max(end - 20, 0) : end + 10]
+            raise self.refusal(f"lets a token reach across the edge of an answer (near {near!r})")
+        return len(head)
+
+    def refusal(self, reason: str) -> UserError:
+        """Return the error that names the template."""
+        return UserError(
+            f"the chat template of {name_of(self.tokenizer)} {reason}, so its answers cannot be told apart from the "
+            "questions exactly. Give the tokenizer a template with {% generation %} marks, or set data.loss_on: all."
+        )
+
+    def plain(self, conversation: Conversation) -> Rendered:
+        """Put question, glue and answer one after the other, each answer closed by eos."""
+        ids, answers, question = list(self.lead), [], ""
+        for turn in conversation.turns:
+            if turn["role"] != "assistant":
+                question += turn["content"] + conversation.glue
+                continue
+            head = self.cut(question) if question else []
+            both = self.cut(question + turn["content"])
+            # Where a token would reach across the edge, the answer is cut alone: the prompt stays as it is when asked.
+            said = both[len(head) :] if both[: len(head)] == head else self.cut(turn["content"])
+            answers.append((len(ids) + len(head), len(ids) + len(head) + len(said) + len(self.tail)))
+            ids += [*head, *said, *self.tail]
+            question = ""
+        return Rendered(ids + (self.cut(question) if question else []), answers)
+
+
+def name_of(tokenizer: Any) -> str:
+    """Return how a tokenizer is called in a message."""
+    return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

@@ -1,0 +1,107 @@
+"""What a user may say about the engine: `TrainingArguments(ftkit=...)`, `ftkit.Accelerator(ftkit=...)`, a recipe's `engine:`.
+
+Everything defaults to "auto"; what is said is forced. `"auto"` alone means all defaults, a string that ends in .yaml
+is a file with these keys, and None switches ftkit off.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from ftkit.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine's settings.
+
+    Args:
+        stage: ZeRO stage 0 to 3, in the field's sense, or "auto".
+        activations: "recompute", "keep" or "auto". weights: "free", "hold" or "auto" (see `ftkit.engine.flat.Policy`).
+        dtype: compute dtype "fp32", "bf16", "fp16"; "auto" takes the Trainer's fp16/bf16 flags, else the model's own.
+        gradient_dtype: "fp32", "compute", or "auto": fp32 where a step has several micro-batches.
+        prefetch, debug: see `Policy`.
+        device_gib: memory granted on each rank's device, GiB; None: what is free at the start, less a reserve.
+    """
+
+    stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    activations: Literal["auto", "recompute", "keep"] = "auto"
+    weights: Literal["auto", "free", "hold"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    gradient_dtype: Literal["auto", "fp32", "compute"] = "auto"
+    prefetch: bool = True
+    debug: bool = False
+    device_gib: float | None = None
+
+    @classmethod
+    def of(cls, value: EngineSettings | Mapping[str, Any] | str) -> EngineSettings:
+        """Read settings from what a user gave.
+
+        Raises:
+            UserError: for an unknown key (with the nearest known one), a value out of its range, an unreadable file.
+        """
+        if isinstance(value, EngineSettings):
+            return value
+        if isinstance(value, str):
+            value = {} if value == "auto" else _file(value)
+        known = {field.name for field in fields(cls)}
+        for key in value:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"ftkit settings: unknown key {key!r}{hint} Known: {', '.join(sorted(known))}")
+        settings = cls(**value)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        allowed = {
+            "stage": ("auto", 0, 1, 2, 3),
+            "activations": ("auto", "recompute", "keep"),
+            "weights": ("auto", "free", "hold"),
+            "dtype": ("auto", *DTYPES),
+            "gradient_dtype": ("auto", "fp32", "compute"),
+            "prefetch": (True, False),
+            "debug": (True, False),
+        }
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                listed = ", ".join(map(str, values))
+                raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
+        if self.device_gib is not None and not self.device_gib > 0:
+            raise UserError(f"ftkit settings: device_gib is {self.device_gib!r}, a positive number is needed")
+
+
+def _file(path: str) -> Mapping[str, Any]:
+    if not path.endswith((".yaml", ".yml", ".json")):
+        raise UserError(f"ftkit settings: {path!r} is neither 'auto' nor a .yaml file")
+    try:
+        value = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"ftkit settings: {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"ftkit settings: {path}: a mapping of settings is needed")
+    return value
+
+
+def check_dtype(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Refuse a compute dtype that the hardware does not have.
+
+    Raises:
+        UserError: for bf16 on a CUDA device below compute capability 8.0 (torch says it can: it emulates).
+    """
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise UserError(
+                f"bf16 needs compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}: use fp16"
+            )

@@ -1,0 +1,319 @@
+"""`Trainer` on ftkit's engine: the loop is Hugging Face's, untouched; the places where weights and state are met are ours.
+
+`TrainerMixin` overrides what the loop calls to place, wrap, optimize, save and load a model, and nothing of the loop itself,
+so callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's) keep working. With `ftkit=None` every
+override steps aside. What the engine does not support is refused when the Trainer is built, and a run whose engine is not
+in place when training begins stops there: there is no silent DDP.
+
+Two things differ from the stock Trainer on purpose. A model whose loss ignores `num_items_in_batch` (a BERT classifier)
+gets the gradient of one rank, where stock multiplies it by the number of ranks; and checkpoints are written under a temporary
+name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
+from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.shard import Units
+from ftkit.errors import UserError
+from ftkit.hf.accelerator import Accelerator, sharded_optimizer
+from ftkit.hf.arguments import TrainingArguments
+from ftkit.hf.blocks import units_of
+from ftkit.hf.loading import load_weights
+from ftkit.hf.saving import save_config, save_model
+from ftkit.hf.settings import EngineSettings
+
+ENGINE_FOLDER = "ftkit"
+"""Folder inside a Trainer checkpoint that holds the engine's files."""
+
+
+class EngineCheck(TrainerCallback):
+    """Stops a run that asked for the engine and would train without it."""
+
+    def __init__(self, trainer: TrainerMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare what will train with what was asked for."""
+        optimizer = self.trainer.sharded_optimizer
+        if units_of(self.trainer.model) is None or optimizer is None or optimizer.units.model is not self.trainer.model:
+            raise UserError(
+                "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
+                "accelerator. Call super() there, or set ftkit=None"
+            )
+
+
+class TrainerMixin:
+    """Puts ftkit's engine under a `transformers.Trainer` subclass: `class T(TrainerMixin, SFTTrainer)`.
+
+    Raises:
+        UserError: where the arguments ask for what the engine does not support.
+    """
+
+    # --- building
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the accelerator as the Trainer does, then give it the engine."""
+        super().create_accelerator_and_postprocess()
+        if not hasattr(self.args, "ftkit"):
+            raise UserError(
+                f"{type(self.args).__name__} has no field 'ftkit': use ftkit.TrainingArguments, or "
+                f"class C(ftkit.ArgumentsMixin, {type(self.args).__name__})"
+            )
+        self._counts_items: bool | None = None
+        if self.args.ftkit is None:
+            return
+        _refuse(self.args)
+        settings = EngineSettings.of(self.args.ftkit)
+        if self.args.activation_checkpointing and settings.activations == "auto":
+            settings = EngineSettings(**{**vars(settings), "activations": "recompute"})
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.adopt(
+            settings,
+            micro_batch_tokens=self.args.per_device_train_batch_size * _sequence_tokens(self.args, self.model),
+            accumulation_steps=self.args.gradient_accumulation_steps,
+        )
+        self._engine_check = EngineCheck(self)
+
+    @property
+    def engine_is_on(self) -> bool:
+        """Whether this Trainer runs on ftkit's engine."""
+        return isinstance(self.accelerator, Accelerator)
+
+    @property
+    def units(self) -> Units | None:
+        """The units of the model, once it is sharded."""
+        return units_of(self.model)
+
+    @property
+    def sharded_optimizer(self) -> ShardedOptimizer | None:
+        """The optimizer behind accelerate's wrapper, once there is one."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.engine_is_on:  # sharding places weights itself; a whole model may not fit
+            super()._move_model_to_device(model, device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Shard the model, let the Trainer (or the user) make the optimizer, and exchange it for its sharded form."""
+        if not self.engine_is_on:
+            return super().create_optimizer(model)
+        if self._engine_check not in self.callback_handler.callbacks:
+            self.add_callback(self._engine_check)
+        if hasattr(self.model, "gradient_checkpointing_disable"):
+            self.model.gradient_checkpointing_disable()  # the engine recomputes blocks itself
+        units = self.accelerator.sharded(self.model)
+        if self.sharded_optimizer is None:
+            super().create_optimizer(model)
+            self.optimizer = sharded_optimizer(self.optimizer, units)
+        return self.optimizer
+
+    # --- a step
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Compute the loss as the Trainer does; at the first step find out whether it depends on `num_items_in_batch`."""
+        undecided = self._counts_items is None and self.engine_is_on and torch.is_grad_enabled()
+        if not (undecided and torch.is_tensor(num_items_in_batch) and self.model_accepts_loss_kwargs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        count = num_items_in_batch.detach().float().clone().requires_grad_()
+        loss, outputs = super().compute_loss(model, inputs, True, count)
+        (used,) = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
+        self._counts_items = used is not None or self.compute_loss_func is not None
+        if not self._counts_items:
+            self.model_accepts_loss_kwargs = False  # a mean over this rank's micro-batch: neither divide nor multiply
+            if self.args.average_tokens_across_devices:
+                loss = loss / self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
+        counted = self.model_accepts_loss_kwargs and self._counts_items is not False and "labels" in inputs
+        if not (self.engine_is_on and counted and self.args.average_tokens_across_devices):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = super().prediction_step(
+            model, self._without_repeated(inputs), prediction_loss_only, ignore_keys
+        )
+        if loss is not None:  # each rank's is its part of the batch's sum, times the ranks, over the batch's count
+            loss = self.accelerator.reduce(loss, "mean")
+        return loss, logits, labels
+
+    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with the labels of repeated samples masked; accelerate drops their outputs itself."""
+        state = self.accelerator.gradient_state
+        if not (state.end_of_dataloader and state.remainder > 0):
+            return inputs
+        labels = inputs["labels"].clone()
+        first_repeated = state.remainder - self.args.process_index * len(labels)
+        labels[max(first_repeated, 0) :] = -100
+        return {**inputs, "labels": labels}
+
+    # --- saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint folder under a temporary name; rename it when every rank has written all of it."""
+        if not self.engine_is_on:
+            return super()._save_checkpoint(model, trial)
+        run_folder = Path(self._get_output_dir(trial=trial))
+        name = f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        temporary, final = run_folder / f".{name}.writing", run_folder / name
+        comm = self.accelerator.sharded(self.model).comm
+        with rank_zero(comm) as first:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+        self._writing, self._checkpointing = temporary, not self.args.save_only_model
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._writing, self._checkpointing = None, False
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == temporary:
+            self.state.best_model_checkpoint = str(final)
+        comm.barrier()
+        with rank_zero(comm) as first:
+            if first:
+                self.state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
+                if final.exists():  # the same step again, after a resume from before it
+                    shutil.rmtree(final)
+                (temporary / name).rename(final)
+                temporary.rmdir()
+                rotate_checkpoints(
+                    output_dir=str(run_folder),
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                    use_mtime=True,
+                )
+
+    _writing: Path | None = None
+    _checkpointing = False
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._writing) if self._writing is not None else super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Save the model from all ranks: a Hugging Face folder, or beside a sharded checkpoint only what is small."""
+        if not self.engine_is_on:
+            return super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        units = self.accelerator.sharded(self.model)
+        if not self._checkpointing or isinstance(self.model, PeftModel):
+            save_model(units, folder, self.sharded_optimizer)
+        with rank_zero(units.comm) as first:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+                if self._checkpointing and isinstance(self.model, PreTrainedModel):
+                    save_config(self.model, folder)
+                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.engine_is_on:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_checkpoint(
+            Path(output_dir, ENGINE_FOLDER),
+            self.accelerator.sharded(self.model),
+            self.sharded_optimizer,
+            frozen=not isinstance(self.model, PeftModel),
+        )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
+
+    # --- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Leave a checkpoint of ours for later, when the model is sharded; load weights of others now."""
+        if not self.engine_is_on:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if Path(resume_from_checkpoint, ENGINE_FOLDER, MANIFEST).is_file():
+            return
+        raise UserError(
+            f"{resume_from_checkpoint}: no checkpoint of ftkit's engine ({ENGINE_FOLDER}/{MANIFEST} is missing). A stock "
+            "checkpoint's optimizer state cannot be resumed; to start from its weights, give the folder as the model"
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.engine_is_on:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        frozen = not isinstance(self.model, PeftModel)
+        load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=frozen)
+        scheduler = folder / transformers.trainer.SCHEDULER_NAME
+        if not scheduler.is_file():
+            raise UserError(f"{folder}: {scheduler.name} is missing; the learning rate could not go on where it was")
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        if not self.engine_is_on:
+            return super()._load_best_model()
+        folder = Path(self.state.best_model_checkpoint)
+        units = self.accelerator.sharded(self.model)
+        if (folder / ENGINE_FOLDER / MANIFEST).is_file():
+            load_checkpoint(folder / ENGINE_FOLDER, units, frozen=not isinstance(self.model, PeftModel))
+        else:
+            load_weights(units, sorted(folder.glob("*.safetensors")), init_missing=False)
+
+
+def _sequence_tokens(args: Any, model: Any) -> int:
+    """Return the tokens of one sequence, for the memory estimate: what the arguments say, else the model's limit or 2048."""
+    said = getattr(args, "max_length", None) or getattr(args, "max_seq_length", None)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return int(said or min(limit or 2048, 2048))
+
+
+def _refuse(args: Any) -> None:
+    """Raise for arguments that the engine cannot honour."""
+    refused = {
+        "deepspeed": "it is another engine",
+        "fsdp": "it is another engine",
+        "parallelism_config": "tensor, context and pipeline parallelism are not supported",
+        "auto_find_batch_size": "it would rebuild a sharded model; give memory instead (ftkit={'device_gib': ...})",
+        "torch_compile": "compiled blocks are not supported",
+        "use_liger_kernel": "it patches blocks that the engine has taken over",
+        "fp16_full_eval": "evaluation uses the compute dtype already",
+        "bf16_full_eval": "evaluation uses the compute dtype already",
+        "enable_jit_checkpoint": "ranks would save at different steps",
+    }
+    for name, reason in refused.items():
+        if getattr(args, name, None):
+            raise UserError(f"{name}={getattr(args, name)!r} cannot be used with ftkit's engine: {reason}. Set ftkit=None to "
+                            "train without it")
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process sees {args.n_gpu} GPUs, and the Trainer would copy the model to all of them: start one rank a GPU "
+            f"(torchrun --nproc-per-node {args.n_gpu} ...) or `ftkit finetune`"
+        )
+    if not args.accelerator_config.even_batches:
+        raise UserError("accelerator_config.even_batches=False: ranks with fewer batches would leave the others waiting")
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` on ftkit's engine. Takes `ftkit.TrainingArguments`."""
+
+    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, args if args is not None else TrainingArguments("tmp_trainer"), **kwargs)

@@ -1,0 +1,223 @@
+"""Starts the ranks of one box, or joins an outer job as one of its ranks.
+
+The ranks are processes of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`, the layer its agent
+stands on), which meet at a store that this process holds on the loopback, so no port is guessed. `watch` looks after
+them: when one fails the others are ended and *its* error is raised, and one that no longer answers is named. Ctrl-C and
+SIGTERM reach the ranks once, as SIGINT, and mean "save and end at the next step"; the second one kills.
+
+It refuses to restart ranks (a run resumes from its checkpoint, by the user's word) and knows nothing of training. What
+it costs: torch imported once more, in the process that only waits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ftkit.errors import UserError
+from ftkit.outer import threads_per_rank
+from ftkit.watch import BEAT_SECONDS, Watch, counted_signals
+
+
+@dataclass
+class Stop:
+    """Whether the user asked this rank to end; read at each step."""
+
+    asked: bool = False
+
+    def listen(self, *numbers: signal.Signals) -> None:
+        """Take these signals as the wish to end, from now on; SIGHUP only where `nohup` has not silenced it."""
+
+        def ask(number: int, frame: Any) -> None:
+            self.asked = True
+
+        for number in numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, ask)
+
+
+def check_ranks(ranks: int, gpus: int) -> None:
+    """Refuse more ranks than GPUs, before anything is started.
+
+    Args:
+        ranks: Processes of this box.
+        gpus: Usable GPUs; with 0 the ranks run on the CPU, as many as one likes.
+
+    Raises:
+        UserError: Two ranks would share a GPU.
+    """
+    if gpus and ranks > gpus:
+        raise UserError(
+            f"{ranks} ranks were asked for and this box has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
+            f"its own; use --nproc {gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+
+
+def join(entry: str, args: tuple[Any, ...]) -> Any:
+    """Run the work of one rank in this process, under an outer launcher.
+
+    Args:
+        entry: `module:function`; it is called as `function(stop, *args)`.
+        args: Its arguments.
+
+    Returns:
+        What it returns.
+    """
+    stop = Stop()
+    stop.listen(signal.SIGINT, signal.SIGTERM)
+    return _work(entry, args, stop)
+
+
+def start(
+    entry: str,
+    args: tuple[Any, ...],
+    ranks: int,
+    *,
+    environ: Mapping[str, str],
+    say: Callable[[str], None] = lambda text: None,
+) -> Any:
+    """Start the ranks of this box, wait for all of them, and return what rank 0 returned.
+
+    Args:
+        entry: `module:function`, called in each rank as `function(stop, *args)`. A name, so that this process need not
+            import what the ranks import.
+        args: Its arguments; they are pickled.
+        ranks: Number of processes.
+        environ: The environment; what the user set in it about threads and interfaces is left alone.
+        say: Shows a line to the user.
+
+    Raises:
+        UserError: A rank refused the user's input.
+        RankError: A rank died, raised, or stopped answering.
+        StoppedError: The user ended the run at once.
+
+    Cost: the other ranks are gone at most a few seconds after the first failed; a stopped rank is named within 30 s.
+    """
+    threads = None if "OMP_NUM_THREADS" in environ else threads_per_rank(ranks)
+    with tempfile.TemporaryDirectory(prefix="ftkit-ranks-") as name, _quiet_launcher(), counted_signals() as asked:
+        folder = Path(name)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with _deaf_to_interrupts():
+            context = start_processes(
+                name="rank",
+                entrypoint=_rank,
+                args={rank: (entry, args, rank, folder, threads) for rank in range(ranks)},
+                envs={rank: _environment(rank, ranks, store.port, threads, environ) for rank in range(ranks)},
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+                start_method="spawn",
+            )
+        watch = Watch(context, folder, ranks, say, asked)
+        try:
+            return watch.wait()
+        finally:
+            watch.kill()
+            context.close(signal.SIGKILL, timeout=10)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Ignore SIGINT while ranks are started: they inherit that, so none dies of Ctrl-C before it listens for it.
+
+    The launcher would install handlers that raise; it is asked to leave those signals to `counted_signals`.
+    """
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    asked_for = os.environ.get(variable)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+    os.environ[variable] = "SIGQUIT"
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if asked_for is not None:
+            os.environ[variable] = asked_for
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
+
+
+def _environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "ftkit",
+    }
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if "GLOO_SOCKET_IFNAME" not in environ and os.path.exists("/sys/class/net/lo"):
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one box: a host name that resolves nowhere must not matter
+    return variables
+
+
+def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: int | None) -> Any:
+    """Be one rank: answer once a second, listen for the wish to end, do the work."""
+    launcher = os.getppid()
+    stop = Stop()
+    stop.listen(signal.SIGINT, signal.SIGHUP)
+    threading.Thread(target=_beat, args=(folder / f"rank-{rank}.beat",), daemon=True).start()
+    if threads is not None:  # torch came with the launcher's own import, before OMP_NUM_THREADS was set in here
+        torch.set_num_threads(threads)
+    try:
+        result = _work(entry, args, stop)
+    except BaseException as error:
+        if isinstance(error, UserError):
+            (folder / f"rank-{rank}.refused").write_text(str(error), encoding="utf-8")
+        # The error is on file. A regular exit would tear down a process group that the others still hold, and abort.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if isinstance(error, UserError) else 1)
+    if os.getppid() != launcher:  # it was killed: nobody will fetch the result, and this process would wait for that
+        os._exit(1)
+    return result
+
+
+def _work(entry: str, args: tuple[Any, ...], stop: Stop) -> Any:
+    """Call the entry, write its error where the launcher looks for it, and leave the process group if it ended well."""
+    module, _, function = entry.partition(":")
+    result = record(getattr(importlib.import_module(module), function))(stop, *args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def _beat(path: Path) -> None:
+    while True:
+        try:
+            path.touch()
+        except OSError:  # the folder is gone: the launcher has ended
+            return
+        time.sleep(BEAT_SECONDS)
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Keep the launcher's own log of a failure off the screen; the cause is shown once, by us."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,81 @@
+"""What the environment says about an outer job: torchrun's or Slurm's, of which this process is one rank.
+
+Under `torchrun` or `srun` ftkit starts nothing; `outer_job` says with which variables this process joins. It is a pure
+function of the environment, and it knows no torch: the number of threads must be in place before torch is imported.
+
+It refuses half an outer job (RANK without an address to meet at) instead of waiting for ranks that never come. What it
+costs: `RANK` or `SLURM_PROCID` left over in a shell is taken seriously.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from ftkit.errors import UserError
+
+
+def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the variables with which this process joins an outer job as one rank, or None without one.
+
+    Args:
+        environ: The environment of this process.
+
+    Raises:
+        UserError: An outer launcher left out what is needed to join.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise UserError(
+                f"RANK and WORLD_SIZE are set, so this is a rank of an outer job, but {' and '.join(missing)} "
+                "is not: start it with torchrun or srun, or unset RANK and WORLD_SIZE to let ftkit start its own ranks"
+            )
+        local = {"LOCAL_RANK": environ.get("LOCAL_RANK", "0"), "LOCAL_WORLD_SIZE": environ.get("LOCAL_WORLD_SIZE", "1")}
+        return {**local, **_threads_of_torchrun(environ)}
+    # A batch script has SLURM_PROCID and SLURM_NTASKS too; only inside srun is there a step.
+    in_batch_script = "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & set(environ)
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    if "SLURM_PROCID" not in environ or tasks == "1" or in_batch_script:
+        return None
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if not hosts and "MASTER_ADDR" not in environ:
+        raise UserError("SLURM_PROCID is set but not SLURM_JOB_NODELIST: set MASTER_ADDR to the first host of the job")
+    node = int(environ.get("SLURM_NODEID", "0"))
+    on_nodes = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(_tasks_per_node(on_nodes)[node]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
+        # All ranks of a job must agree without talking; the job number keeps two jobs of a host apart.
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000),
+    }
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a Slurm list such as `gpu[03-05,9],login1`: gpu03."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", hosts)
+    return "".join(part or "" for part in match.groups()) if match else hosts
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's `2(x3),1` to [2, 2, 2, 1]."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+
+
+def _threads_of_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Undo torchrun's default of one thread a rank, which idles all cores but one."""
+    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" in environ and local_ranks > 1 and environ.get("OMP_NUM_THREADS") == "1":
+        return {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))}
+    return {}
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Return the cores this process may use, divided among the ranks of the box; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)

@@ -1,0 +1,203 @@
+"""What a run tells while it trains: metrics.jsonl, a progress bar, and whether the user asked it to end.
+
+All three are callbacks of the HF Trainer. `MetricsLog` writes one JSON object a logging step, the same keys in each, so
+that a reader needs no cases. `ProgressBar` shows the same numbers; on a terminal as a bar, otherwise as some twenty
+lines. `EndOnRequest` lets all ranks agree, once a step, to save and end: a rank that heard the signal later must not
+enter another step alone.
+
+It refuses nothing. What it costs: one all-reduce of a single number a step, and a file opened a logging step.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+from ftkit.run_folder import RunFolder, json_line
+
+GIB = 1 << 30
+PLAIN_LINES = 20
+
+
+def peak_device_bytes() -> int:
+    """Return the most bytes of GPU memory that this process ever held; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def peak_host_bytes() -> int:
+    """Return the most bytes of host memory that this process ever had resident."""
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl.
+
+    Args:
+        step: Optimizer steps done.
+        epoch: Passes over the data done.
+        loss: Mean training loss since the last line, nats a label token.
+        grad_norm: Global norm before clipping.
+        learning_rate: Of the last step.
+        tokens: Tokens seen since the beginning, all ranks together, without padding.
+        tokens_per_second: Since the last line.
+        loss_scale: Of fp16, else None.
+        peak_device_bytes: Of rank 0.
+        peak_host_bytes: Of rank 0.
+    """
+
+    step: int
+    epoch: float | None
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens: int
+    tokens_per_second: float | None
+    loss_scale: float | None
+    peak_device_bytes: int
+    peak_host_bytes: int
+
+
+class MetricsLog(TrainerCallback):
+    """Write metrics.jsonl and hand each line on.
+
+    Args:
+        folder: Of the run.
+        loss_scale: Returns the loss scale of fp16, or None.
+        show: Called with each line.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        loss_scale: Callable[[], float | None],
+        show: Callable[[StepMetrics], None] = lambda metrics: None,
+    ):
+        self.folder, self.loss_scale, self.show = folder, loss_scale, show
+        self.since: tuple[float, int] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Drop the lines that this run is about to write again."""
+        if state.is_world_process_zero:
+            self.folder.keep_metrics_until(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock at the first step: evaluation before it is not training time."""
+        if self.since is None:
+            self.since = (time.perf_counter(), state.num_input_tokens_seen)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave evaluation out of the tokens a second."""
+        self.since = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Write a line for a training step; other logs (evaluation, the end) are not lines."""
+        if not state.is_world_process_zero or "loss" not in logs:
+            return
+        now, tokens = time.perf_counter(), int(state.num_input_tokens_seen)
+        before, tokens_before = self.since or (now, tokens)
+        self.since = (now, tokens)
+        metrics = StepMetrics(
+            step=state.global_step,
+            epoch=state.epoch,
+            loss=logs["loss"],
+            grad_norm=logs.get("grad_norm"),
+            learning_rate=logs.get("learning_rate"),
+            tokens=tokens,
+            tokens_per_second=(tokens - tokens_before) / (now - before) if now > before else None,
+            loss_scale=self.loss_scale(),
+            peak_device_bytes=peak_device_bytes(),
+            peak_host_bytes=peak_host_bytes(),
+        )
+        with open(self.folder.metrics, "a", encoding="utf-8") as file:
+            file.write(json_line(vars(metrics)) + "\n")
+        self.show(metrics)
+
+
+class ProgressBar(TrainerCallback):
+    """Show the steps on rank 0's terminal.
+
+    Args:
+        console: Where to.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.bar: Progress | None = None
+        self.steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Draw the bar."""
+        self.steps = state.max_steps
+        if state.is_world_process_zero and self.console.is_terminal:
+            columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+            self.bar = Progress(*columns, TextColumn("{task.fields[numbers]}"), console=self.console)
+            self.bar.add_task("training", total=state.max_steps, completed=state.global_step, numbers="")
+            self.bar.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar on."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the bar as it is."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show the numbers of a logging step."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], numbers=line_of(metrics))
+        elif metrics.step in (1, self.steps) or metrics.step % max(1, self.steps // PLAIN_LINES) == 0:
+            self.console.print(f"step {metrics.step}/{self.steps}  {line_of(metrics)}")
+
+
+def line_of(metrics: StepMetrics) -> str:
+    """Return the numbers of a step as a person reads them."""
+    parts = [
+        _named("loss", metrics.loss, ".4f"),
+        _named("grad norm", metrics.grad_norm, ".3f"),
+        _named("lr", metrics.learning_rate, ".2e"),
+        _named("tokens/s", metrics.tokens_per_second, ",.0f"),
+        _named("scale", metrics.loss_scale, ".0f"),
+        f"GPU {metrics.peak_device_bytes / GIB:.1f} GiB" if metrics.peak_device_bytes else "",
+        f"host {metrics.peak_host_bytes / GIB:.1f} GiB",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _named(name: str, value: float | None, form: str) -> str:
+    return "" if value is None else f"{name} {value:{form}}"
+
+
+class EndOnRequest(TrainerCallback):
+    """Save and end after a step, on all ranks alike, once any of them was asked to.
+
+    Args:
+        asked: Whether this rank was asked.
+        any_rank: Returns whether a flag is true on any rank; a collective.
+    """
+
+    def __init__(self, asked: Callable[[], bool], any_rank: Callable[[bool], bool]):
+        self.asked, self.any_rank = asked, any_rank
+        self.ended_at_step: int | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask all ranks; if one was asked, save and end here."""
+        if self.any_rank(self.asked()) and state.global_step < state.max_steps:
+            self.ended_at_step = state.global_step
+            control.should_save = True
+            control.should_training_stop = True
+        return control

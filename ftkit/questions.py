@@ -1,0 +1,69 @@
+"""The questions that a run answers before and after, so that a person can see what it learned.
+
+They come from the recipe's `show`: written there, or taken from the first rows of a file in any of the formats that
+training reads; then the answer that stands in the file is shown beside the model's. What it refuses: a file of plain
+text, which holds no questions. What it costs: the first rows of the file are read in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from ftkit.errors import UserError
+from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row
+from ftkit.hf.rows import Source
+from ftkit.recipe import Show
+
+ROWS_LOOKED_AT = 50
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and the answer that the data have for it.
+
+    Args:
+        turns: Dictionaries with role and content; the last is to be answered.
+        expected: The answer in the data, or "".
+        glue: What stands between question and answer where the tokenizer has no chat template.
+    """
+
+    turns: tuple[dict, ...]
+    expected: str = ""
+    glue: str = "\n"
+
+    @property
+    def text(self) -> str:
+        """The last turn, as a person reads it."""
+        return self.turns[-1]["content"]
+
+
+def questions(show: Show) -> list[Question]:
+    """Return the questions of a recipe.
+
+    Raises:
+        UserError: The file has no row with a question and an answer.
+    """
+    if show.path is None:
+        return [Question(({"role": "user", "content": prompt},)) for prompt in show.prompts]
+    found = list(islice(_of_file(show.path), show.count))
+    if not found:
+        raise UserError(f"show.path: {show.path} has no row with a question and an answer; write show.prompts instead")
+    return found
+
+
+def _of_file(path: str) -> Iterator[Question]:
+    rows = []
+    for row in islice(Source(path=path).rows(), ROWS_LOOKED_AT):
+        with suppress(BadRowError):  # training and evaluation report those
+            rows.append(parse_record(row.record))
+    kind = detect(rows, path)
+    for row in rows:
+        with suppress(BadRowError):
+            content = read_row(row, kind)
+            if isinstance(content, Conversation):
+                last = max(number for number, turn in enumerate(content.turns) if turn["role"] == "assistant")
+                if last:
+                    yield Question(content.turns[:last], content.turns[last]["content"], content.glue)

@@ -1,0 +1,143 @@
+"""The folder of a run: what lies where, and writing it so that a reader never finds half a file.
+
+    recipe.yaml             the recipe with every default spelled out
+    metrics.jsonl           one JSON object a logging step
+    summary.json            what came of it
+    eval_per_example.json   loss of each held-out row, before and after
+    checkpoint-N/           what --resume continues from
+    model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
+
+It refuses a place that cannot be written, before any rank is started, and to mix a new run with the checkpoints of an
+old one. What it costs: an old run must be resumed, moved or deleted, never silently overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the results of one run lie.
+
+    Args:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a logging step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came of the run."""
+        return self.path / "summary.json"
+
+    @property
+    def per_example(self) -> Path:
+        """Loss of each held-out row, before and after."""
+        return self.path / "eval_per_example.json"
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face folder."""
+        return self.path / "model"
+
+    def checkpoints(self) -> list[Path]:
+        """Return the complete checkpoints, oldest first."""
+        found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+    def prepare(self, resume: str | None) -> Path | None:
+        """Make the folder, or refuse it, and find the checkpoint to continue from.
+
+        Args:
+            resume: None, `auto` (the last checkpoint, or the beginning if there is none), or a checkpoint folder.
+
+        Returns:
+            The checkpoint, or None to start from the beginning.
+
+        Raises:
+            UserError: The folder cannot be written; the checkpoint is not there; a new run would mix with an old one.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with "
+                "--set output.dir=PATH"
+            ) from None
+        found = self.checkpoints()
+        if resume is None:
+            if found:
+                raise UserError(
+                    f"output.dir: {self.path} holds {found[-1].name} of an earlier run; continue it with --resume "
+                    "auto, delete its checkpoints, or choose another folder with --set output.dir=PATH"
+                )
+            return None
+        if resume == "auto":
+            return found[-1] if found else None
+        path = Path(os.path.expanduser(resume))
+        if not path.is_dir():
+            known = ", ".join(str(each) for each in found) or "none"
+            raise UserError(f"--resume: no such checkpoint folder: {path}; checkpoints of this run: {known}")
+        return path
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop the lines of metrics.jsonl after a step: a resumed run writes them again."""
+        if self.metrics.exists():
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _step(line) <= step]
+            write(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # cut off by the end of an earlier run
+        return float("inf")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all; numbers that JSON has no word for (NaN, infinity) become null."""
+    write(path, json.dumps(_plain(content), indent=1) + "\n")
+
+
+def json_line(content: Any) -> str:
+    """Return one line of JSON, with null for NaN and infinity."""
+    return json.dumps(_plain(content))
+
+
+def _plain(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {str(key): _plain(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_plain(value) for value in content]
+    if isinstance(content, float) and (content != content or content in (float("inf"), float("-inf"))):
+        return None
+    return content

@@ -1,0 +1,106 @@
+"""What came of a run: summary.json, and the same for the eye.
+
+It refuses nothing. What it costs: one exchange of two numbers between the ranks, at the end.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ftkit.held_out import read_before, write_rows
+from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
+from ftkit.recipe_trainer import RecipeTrainer
+from ftkit.run_folder import RunFolder
+
+PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
+
+
+def summarise(trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str) -> dict[str, Any]:
+    """Return what summary.json holds, and write the loss of each held-out row; all ranks take part.
+
+    Args:
+        trainer: After the last evaluation.
+        folder: Of the run.
+        seconds: Of training, the evaluations in between included.
+        dtype: Of compute: fp32, bf16 or fp16.
+    """
+    peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
+    noted = trainer.held_out
+    before = noted[0] if noted and noted[0].step == 0 else read_before(folder.per_example)
+    after = noted[-1] if noted else None
+    if trainer.is_world_process_zero() and after is not None:
+        write_rows(folder.per_example, before, after)
+    return {
+        "world_size": trainer.args.world_size,
+        "steps": trainer.state.global_step,
+        "seconds": seconds,
+        "tokens": int(trainer.state.num_input_tokens_seen),
+        "train_loss": _mean_loss(trainer.state.log_history),
+        "eval_loss_before": before.loss if before else None,
+        "eval_loss_after": after.loss if after else None,
+        "eval_before": before.summary() if before else None,
+        "eval_after": after.summary() if after else None,
+        "evaluations": [each.summary() for each in noted],
+        "peaks_per_rank": peaks,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a result depends on."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def _mean_loss(history: list[dict[str, Any]]) -> float | None:
+    losses = [line["loss"] for line in history if "loss" in line]
+    return float(np.mean(losses)) if losses else None
+
+
+def show_answers(console: Console, records: list[dict[str, str]]) -> None:
+    """Show each question with the answers before and after, and the one that stands in the data."""
+    for record in records:
+        console.print(f"\n[bold]{escape(record['question'])}[/]")
+        for name in ("before", "after", "expected"):
+            if record[name]:
+                console.print(f"  [dim]{name:>8}:[/] {escape(record[name])}")
+
+
+def show_summary(console: Console, summary: dict[str, Any], folder: RunFolder) -> None:
+    """Show the summary as a table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _lines(summary, folder):
+        table.add_row(f"[bold]{name}[/]", escape(value))
+    console.print()
+    console.print(table)
+
+
+def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
+    seconds, tokens = summary["seconds"], summary["tokens"]
+    speed = f"{tokens / seconds:,.0f} tokens/s" if seconds else ""
+    ranks = f"{summary['world_size']} rank{'s' * (summary['world_size'] > 1)}"
+    lines = [("steps", f"{summary['steps']} on {ranks}, {seconds:.1f} s, {speed}")]
+    if summary["train_loss"] is not None:
+        lines.append(("train loss", f"{summary['train_loss']:.4f}"))
+    before, after = summary["eval_loss_before"], summary["eval_loss_after"]
+    if before is not None and after is not None:
+        change = 100 * (after / before - 1)
+        rows = summary["eval_after"]["rows"]
+        lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {rows} rows"))
+    elif after is not None:
+        lines.append(("held-out loss", f"{after:.4f}"))
+    peak = max(each["host_bytes"] for each in summary["peaks_per_rank"])
+    lines.append(("peak a rank", f"host {peak / GIB:.2f} GiB"))
+    device_peak = max(each["device_bytes"] for each in summary["peaks_per_rank"])
+    if device_peak:
+        lines[-1] = ("peak a rank", f"GPU {device_peak / GIB:.2f} GiB, host {peak / GIB:.2f} GiB")
+    return [*lines, ("model", str(folder.model)), ("results", str(folder.path))]

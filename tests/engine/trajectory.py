@@ -1,0 +1,205 @@
+"""One training run twice: on the engine, spread over ranks, and in plain PyTorch, in one process.
+
+Both sides see the same global batches, learning rates (they change every step) and parameter groups. A run is recorded
+as its losses, its gradient norms before clipping, and its weights at the end; `differences` says where two records part.
+Comparisons are written so that a NaN fails them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.shard import Units, shard
+from tests.engine import families
+
+STEPS = 10
+MAX_NORM = 1.0
+"""Below the gradient norm of every family at every step, so that clipping always acts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The settings of one run."""
+
+    family: str
+    world: int = 1
+    stage: int = 3
+    activations: str = "recompute"
+    weights: str = "free"
+    prefetch: bool = True
+    debug: bool = False
+    accumulation: int = 1
+    clip: bool = True
+    groups: int = 1
+    optimizer: str = "adamw"
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.family, f"W{self.world}", f"stage{self.stage}", self.activations, self.weights]
+        words += [f"acc{self.accumulation}", f"{self.groups}groups", self.optimizer]
+        words += [name for name in ("prefetch", "debug", "clip") if getattr(self, name)]
+        return "-".join(words)
+
+    @property
+    def plain(self) -> Row:
+        """What matters to the run in plain PyTorch: one reference serves many rows."""
+        return Row(self.family, clip=self.clip, groups=self.groups, optimizer=self.optimizer, changes=self.changes)
+
+    @property
+    def policy(self) -> Policy:
+        """The engine's share of the settings."""
+        return Policy(
+            stage=self.stage,
+            activations=self.activations,
+            weights=self.weights,
+            prefetch=self.prefetch,
+            debug=self.debug,
+        )
+
+
+@dataclass
+class Record:
+    """What a run did."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def shard_model(model: nn.Module, policy: Policy, comm: Communicator | None = None, **settings: Any) -> Units:
+    """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
+    comm = comm or Communicator(torch.device("cpu"))
+    return shard(model, families.blocks(model), comm=comm, policy=policy, entries=families.entries(model), **settings)
+
+
+def groups_of(model: nn.Module, row: Row) -> list[dict[str, Any]]:
+    """Return the parameter groups: one, or two with their own decay and learning rate."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if row.groups == 1:
+        return [{"params": [p for _, p in named]}]
+    decayed = [p for _, p in named if p.dim() > 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in named if p.dim() < 2], "lr": 5e-4}]
+
+
+def learning_rate(step: int) -> float:
+    """Return the factor on every group's learning rate: warm-up, then decay."""
+    return min(1.0, (step + 1) / 3) * (1 - step / (2 * STEPS))
+
+
+def split(rows: dict[str, Tensor], parts: int, index: int) -> dict[str, Tensor]:
+    """Return part `index` of `parts` of a batch."""
+    return {name: tensor.tensor_split(parts)[index] for name, tensor in rows.items()}
+
+
+PLAIN = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
+}
+OURS: dict[str, Callable[[Units, Iterable[Any]], ShardedOptimizer]] = {
+    "adamw": lambda units, groups: ShardedAdamW(units, groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
+    "sgd": lambda units, groups: ShardedSGD(units, groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
+}
+
+
+def run_plain(row: Row, model: nn.Module | None = None, steps: int = STEPS) -> Record:
+    """Train in plain PyTorch, the global batch in one piece."""
+    model = model or families.build(row.family, **dict(row.changes))
+    optimizer = PLAIN[row.optimizer](groups_of(model, row))
+    scheduler = LambdaLR(optimizer, learning_rate)
+    record = Record()
+    for step in range(steps):
+        rows = families.batch(row.family, step)
+        torch.manual_seed(step)
+        loss = families.token_loss(model, rows, families.label_tokens(rows))
+        loss.backward()
+        limit = MAX_NORM if row.clip else torch.inf
+        norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], limit)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        record.losses.append(loss.item())
+        record.norms.append(norm.item())
+    record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return record
+
+
+def run_sharded(row: Row, model: nn.Module | None = None, steps: int = STEPS, **settings: Any) -> Record:
+    """Train on the engine; every rank of a world of `row.world` calls this."""
+    model = model or families.build(row.family, **dict(row.changes))
+    units = shard_model(model, row.policy, **settings)
+    assert units.comm.world_size == row.world
+    optimizer = OURS[row.optimizer](units, groups_of(model, row))
+    scheduler = LambdaLR(optimizer, learning_rate)
+    record = Record()
+    for step in range(steps):
+        rows = families.batch(row.family, step)
+        tokens = families.label_tokens(rows)
+        total = torch.zeros(())
+        torch.manual_seed(step)
+        for micro in range(row.accumulation):
+            own = split(split(rows, row.accumulation, micro), row.world, units.comm.rank)
+            loss = families.token_loss(model, own, tokens)
+            (loss * row.world).backward()
+            total += loss.detach()
+        norm = optimizer.clip_grad_norm_(MAX_NORM).item() if row.clip else optimizer.grad_norm()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        record.losses.append(units.comm.sum(total).item())
+        record.norms.append(norm)
+    record.weights = units.state_dict()
+    return record
+
+
+def relative(ours: Tensor, plain: Tensor) -> float:
+    """Return the norm of the difference by the norm of `plain`."""
+    distance = torch.linalg.vector_norm(ours.double() - plain.double())
+    return float(distance / torch.linalg.vector_norm(plain.double()).clamp_min(1e-30))
+
+
+def differences(ours: Record, plain: Record, *, limit: float = 1e-5, tensor_limit: float = 1e-4) -> list[str]:
+    """Return where two runs part by more than they may; nothing if they agree.
+
+    Args:
+        limit: relative, on every loss and gradient norm and on all weights together.
+        tensor_limit: relative, on every tensor.
+    """
+    found = []
+    for kind in ("losses", "norms"):
+        for step, (one, other) in enumerate(zip(getattr(ours, kind), getattr(plain, kind), strict=True)):
+            if not abs(one - other) <= limit * abs(other):
+                found.append(f"{kind}[{step}]: {one!r}, plain PyTorch has {other!r}")
+    if ours.weights.keys() != plain.weights.keys():
+        return [*found, f"other names: {sorted(ours.weights.keys() ^ plain.weights.keys())}"]
+    distance = size = 0.0
+    for name, tensor in plain.weights.items():
+        one, other = families.determined(name, ours.weights[name]), families.determined(name, tensor)
+        if one is None or other is None:
+            continue
+        if not relative(one, other) <= tensor_limit:
+            found.append(f"{name}: {relative(one, other):.1e} away")
+        distance += float((one.double() - other.double()).square().sum())
+        size += float(other.double().square().sum())
+    if not (distance / size) ** 0.5 <= limit:
+        found.append(f"all weights: {(distance / size) ** 0.5:.1e} away")
+    return found
+
+
+def same_on_all_ranks(records: list[Record]) -> bool:
+    """Whether every rank has the very same record, bit for bit."""
+    first = records[0]
+    return all(
+        dataclasses.astuple(r)[:2] == dataclasses.astuple(first)[:2]
+        and all(torch.equal(r.weights[n], t) for n, t in first.weights.items())
+        for r in records
+    )

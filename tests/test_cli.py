@@ -1,0 +1,237 @@
+"""The door: its commands, and that every fault of the user's is one screen, exit code 2 and no traceback."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ftkit import cli
+
+SCREEN_LINES = 24
+TEMPLATE = (
+    "{{- bos_token }}{%- for message in messages %}{%- if message['role'] == 'assistant' %}"
+    "{{- 'A:' }}{% generation %}{{- message['content'] + eos_token }}{% endgeneration %}"
+    "{%- else %}{{- 'Q:' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'A:' }}{%- endif %}"
+)
+RECIPE = """\
+model: {{name: {model}}}
+data: {{path: {data}, sequence_tokens: 32, cache_dir: {cache}}}
+train: {{batch_tokens: 128, max_steps: 2}}
+output: {{dir: {out}}}
+"""
+
+
+def leave(*arguments):
+    """Run a command in this process; returns its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(argument) for argument in arguments])
+    return caught.value.code or 0
+
+
+def refusal(capsys, *arguments):
+    """Run a command that must be refused; returns what it said."""
+    code = leave(*arguments)
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert code == 2, text
+    assert "Traceback" not in text
+    assert len(text.splitlines()) <= SCREEN_LINES
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Make a Llama of a few thousand parameters with a tokenizer of bytes and a chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<begin>", "<end>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["1+1?"], trainer)
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<begin>", eos_token="<end>", chat_template=TEMPLATE
+    )
+    whole.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(whole),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def places(tmp_path, base):
+    """Return a way to write a recipe for the small model and some rows, with changes."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1?", "completion": str(n + 1)}) + "\n" for n in range(8)))
+
+    def write(**changes):
+        chosen = {"model": base, "data": rows, "cache": tmp_path / "cache", "out": tmp_path / "out"}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(RECIPE.format(**{**chosen, **changes}))
+        return path
+
+    return write
+
+
+def test_recipes_are_listed_shown_and_copied(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert leave("recipes", "list") == 0
+    assert "tiny-cpu" in capsys.readouterr().out
+    assert leave("recipes", "show", "tiny-cpu") == 0
+    shown = capsys.readouterr().out
+    assert leave("recipes", "copy", "tiny-cpu") == 0
+    assert (tmp_path / "tiny-cpu.yaml").read_text() == shown
+    capsys.readouterr()
+    assert "is there already" in refusal(capsys, "recipes", "copy", "tiny-cpu")
+    assert "cannot be written" in refusal(capsys, "recipes", "copy", "tiny-cpu", "/proc/nothing/x.yaml")
+
+
+def test_the_door_opens_quickly():
+    code = (
+        "import sys; import ftkit.cli; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--set", "train.epoch=3"), "train.epoch: unknown key (did you mean 'epochs'?)"),
+        (("--set", "optimizer.lr=fast"), "--set optimizer.lr=fast: optimizer.lr: found 'fast', needs a number"),
+        (("--set", "data.path=nowhere.jsonl"), "data.path: no such file or folder: nowhere.jsonl"),
+        (("--set", "model.name=./nowhere"), "model.name: no such file or folder: ./nowhere"),
+        (("--set", "model.load_in_8bit=true"), "quantised bases are not supported"),
+        (("--set", "output.dir=/proc/nothing"), "output.dir: /proc/nothing cannot be written"),
+        (("--resume", "/nowhere"), "--resume: no such checkpoint folder: /nowhere"),
+        (("--nproc", "zero"), "--nproc"),
+        (("--frobnicate",), "No such option"),
+    ],
+)
+def test_faults_of_the_recipe(capsys, places, arguments, words):
+    assert words in refusal(capsys, "finetune", places(), *arguments)
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    assert "no packaged recipe of that name" in refusal(capsys, "finetune", "nowhere.yaml")
+
+
+def test_an_output_folder_below_a_file(capsys, places, tmp_path):
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refusal(capsys, "finetune", places(out=tmp_path / "file" / "out"))
+
+
+def test_more_ranks_than_gpus(capsys, places, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    text = refusal(capsys, "finetune", places(), "--nproc", "3")
+    assert "3 ranks were asked for and this box has 2 usable GPUs" in text
+
+
+def test_an_old_run_is_not_overwritten(capsys, places, tmp_path):
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    assert "holds checkpoint-7 of an earlier run" in refusal(capsys, "finetune", places())
+
+
+def test_half_an_outer_job_is_refused(capsys, places, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "MASTER_ADDR and MASTER_PORT is not" in refusal(capsys, "finetune", places())
+
+
+@pytest.fixture
+def as_a_rank(monkeypatch):
+    """Make this process the only rank of an outer job, so that a command's work is done in it."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_dry_run(capsys, places):
+    assert leave("finetune", places(), "--dry-run", "--nproc", "2") == 0
+    said = capsys.readouterr().out
+    assert "step: 128 tokens = 2 ranks x 2 sequences x 1 micro-batches x 32 tokens" in said
+    assert "steps: 2, 2 an epoch of 8 sequences" in said
+    assert "parameters" in said
+
+
+def rows_of(path, *rows):
+    path.write_text("".join(row + "\n" for row in rows))
+    return path
+
+
+def test_faults_of_the_data(capsys, places, tmp_path):
+    good = '{"prompt": "1+1?", "completion": "2"}'
+    empty = rows_of(tmp_path / "empty.jsonl")
+    assert "empty.jsonl" in refusal(capsys, "finetune", places(data=empty), "--dry-run")
+    without = rows_of(tmp_path / "without.jsonl", good, '{"prompt": "1+1?", "completion": ""}')
+    assert "without.jsonl:2" in refusal(capsys, "finetune", places(data=without), "--dry-run")
+    broken = rows_of(tmp_path / "broken.jsonl", good, "{")
+    assert "broken.jsonl:2" in refusal(capsys, "finetune", places(data=broken), "--dry-run")
+    few = rows_of(tmp_path / "few.jsonl", good)
+    assert "1 sequences and one step takes 4" in refusal(capsys, "finetune", places(data=few), "--dry-run")
+
+
+def test_a_batch_that_cannot_be_divided(capsys, places):
+    text = refusal(capsys, "finetune", places(), "--dry-run", "--nproc", "3")
+    assert "a step has 4 sequences" in text
+    assert "set train.batch_tokens to 96" in text
+
+
+def test_folders_that_are_no_model(capsys, places, base, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert "no tokenizer could be loaded" in refusal(capsys, "finetune", places(model=bare), "--dry-run")
+    shutil.copytree(base, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    text = refusal(capsys, "finetune", places(model=tmp_path / "weightless"), "--dry-run")
+    assert "weightless: no weights" in text
+
+
+def test_generate(capsys, base, tmp_path):
+    assert leave("generate", base, "1+1?", "--max-new-tokens", "3") == 0
+    capsys.readouterr()
+    assert leave("generate", base, "1+1?", "2+2?", "--max-new-tokens", "3") == 0
+    assert "> 2+2?" in capsys.readouterr().out
+    assert "cannot be loaded" in refusal(capsys, "generate", tmp_path, "1+1?")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": ""}')
+    assert "base_model_name_or_path is empty" in refusal(capsys, "generate", tmp_path, "1+1?")
+
+
+def test_generate_with_an_adapter(capsys, base, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules="all-linear"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert leave("generate", tmp_path / "adapter", "1+1?", "--max-new-tokens", "3") == 0

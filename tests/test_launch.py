@@ -1,0 +1,246 @@
+"""Ranks that work, raise, are killed, stopped or asked to end; and joining an outer job.
+
+The workers know torch only. They are named, not handed over: a spawned process imports this file.
+"""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ftkit import launch, watch
+from ftkit.errors import UserError
+from ftkit.outer import first_host, outer_job, threads_per_rank
+from ftkit.watch import Failure, RankError, StoppedError, explain
+
+HERE = __name__
+
+
+def start(function, *args, ranks=2, environ=None, say=lambda text: None):
+    return launch.start(f"{HERE}:{function.__name__}", args, ranks, environ=environ or {}, say=say)
+
+
+def children():
+    return [child for child in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(child)]
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "resource_tracker"
+
+
+def join_world():
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def add_up(stop, number):
+    rank = join_world()
+    total = torch.tensor(float(number + rank))
+    dist.all_reduce(total)
+    return {"total": total.item(), "threads": torch.get_num_threads(), "asked": stop.asked}
+
+
+def raise_on_rank_1(stop):
+    if join_world() == 1:
+        raise KeyError("the row that is not there")
+    dist.all_reduce(torch.ones(1))
+
+
+def refuse_on_rank_1(stop):
+    if join_world() == 1:
+        raise UserError("data.jsonl:3: the row has no text")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on_rank_1(stop, number):
+    if join_world() == 1:
+        os.kill(os.getpid(), number)
+    dist.all_reduce(torch.ones(1))
+
+
+def leave_on_rank_1(stop):
+    if join_world() == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_for_the_end(stop, folder, obey):
+    rank = join_world()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    while True:
+        asked = torch.tensor(float(stop.asked and obey))
+        dist.all_reduce(asked)
+        if asked.item() > 0:
+            return f"saved by {rank}"
+        time.sleep(0.05)
+
+
+def when_ready(folder, action, ranks=2):
+    """Start a thread that acts once every rank is at work."""
+
+    def act():
+        paths = [Path(folder) / f"pid-{rank}" for rank in range(ranks)]
+        while not all(path.exists() and path.read_text() for path in paths):
+            time.sleep(0.05)
+        action([int(path.read_text()) for path in paths])
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_ranks_work_together_and_rank_0_answers():
+    result = start(add_up, 3)
+    assert result == {"total": 7.0, "threads": threads_per_rank(2), "asked": False}
+    assert not children()
+
+
+def test_an_exception_is_told_once_with_its_rank_and_traceback():
+    with pytest.raises(RankError) as caught:
+        start(raise_on_rank_1)
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert "rank 1" in text
+    assert "KeyError: 'the row that is not there'" in text
+    assert "in raise_on_rank_1" in text
+    assert len(text.splitlines()) < 25
+
+
+def test_a_refusal_in_a_rank_is_the_users_error():
+    with pytest.raises(UserError, match=r"data\.jsonl:3: the row has no text"):
+        start(refuse_on_rank_1)
+
+
+def test_a_killed_rank_is_named_and_the_others_end():
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
+        start(die_on_rank_1, signal.SIGKILL)
+    assert caught.value.rank == 1
+    assert time.monotonic() - began < 20
+    assert not children()
+
+
+def test_a_rank_that_leaves_without_a_word_is_named():
+    with pytest.raises(RankError, match=r"rank 1 .*exit code 0 before its work was done"):
+        start(leave_on_rank_1)
+
+
+def test_a_stopped_rank_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", 3.0)
+    when_ready(tmp_path, lambda pids: os.kill(pids[1], signal.SIGSTOP))
+    with pytest.raises(RankError, match=r"rank 1 .*its process is stopped"):
+        start(wait_for_the_end, str(tmp_path), True)
+    assert not children()
+
+
+def test_one_ctrl_c_lets_the_ranks_end_cleanly(tmp_path):
+    said = []
+    when_ready(tmp_path, lambda pids: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    assert start(wait_for_the_end, str(tmp_path), True, say=said.append) == "saved by 0"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_counted_and_handlers_restored(number):
+    before = signal.getsignal(number)
+    with watch.counted_signals() as asked:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+    assert asked.times == 2
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_kills(tmp_path):
+    def twice(pids):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    when_ready(tmp_path, twice)
+    with pytest.raises(StoppedError):
+        start(wait_for_the_end, str(tmp_path), False)
+    assert not children()
+
+
+def test_the_cause_goes_before_its_consequences():
+    lost = Failure(1, "RuntimeError: [1.2.3.4] Connection closed by peer", "Traceback\n", time_ns=1)
+    own = Failure(1, "IndexError: 7", "Traceback\n", time_ns=2)
+    killed = Failure(-9)
+    pids = {0: 10, 1: 11, 2: 12}
+    assert explain({0: lost, 1: own, 2: killed}, pids).rank == 2
+    assert explain({0: lost, 1: own}, pids).rank == 1
+    assert explain({0: lost, 1: Failure(3)}, pids).rank == 1
+    assert explain({0: Failure(-6), 1: own}, pids).rank == 1
+    assert explain({0: Failure(-6, own.message), 2: killed}, pids).rank == 2
+    assert isinstance(explain({0: lost, 1: Failure(2, refusal="no text", time_ns=3)}, pids), UserError)
+
+
+def test_more_ranks_than_gpus_are_refused():
+    launch.check_ranks(4, 0)
+    launch.check_ranks(2, 2)
+    with pytest.raises(UserError, match=r"3 ranks .* 2 usable GPUs.*--nproc 2"):
+        launch.check_ranks(3, 2)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+
+
+def test_torchrun_is_joined():
+    assert outer_job({}) is None
+    assert outer_job({**TORCHRUN, "MASTER_PORT": "1"}) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(UserError, match="MASTER_PORT is not"):
+        outer_job(TORCHRUN)
+
+
+def test_torchruns_single_thread_is_undone():
+    environ = {**TORCHRUN, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    assert outer_job(environ)["OMP_NUM_THREADS"] == str(threads_per_rank(2))
+
+
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x3)",
+    "SLURM_JOB_NODELIST": "gpu[03-05],login1",
+}
+
+
+def test_slurm_is_joined():
+    assert outer_job(SLURM) == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "30123",
+    }
+    assert outer_job({**SLURM, "MASTER_ADDR": "b", "MASTER_PORT": "7"})["MASTER_ADDR"] == "b"
+
+
+def test_a_slurm_batch_script_starts_its_own_ranks():
+    batch = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
+    assert outer_job(batch) is None
+    assert outer_job({**SLURM, "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu7", "gpu7"), ("a,b", "a"), ("gpu[03-05,9],x", "gpu03"), ("n[12,14]", "n12"), ("r[1-2]-ib,x", "r1-ib")],
+)
+def test_first_host(hosts, first):
+    assert first_host(hosts) == first

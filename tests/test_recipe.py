@@ -1,0 +1,237 @@
+"""Recipes: what is understood, what is refused, and where the refusal points."""
+
+import pickle
+
+import pytest
+import yaml
+
+from ftkit import recipe
+from ftkit.errors import UserError
+from ftkit.recipe import RecipeError, load, packaged, parse, split_batch
+
+SMALL = """\
+model: {name: some/model}
+data: {name: some/set, sequence_tokens: 128}
+train: {batch_tokens: 1536}
+output: {dir: runs/x}
+"""
+
+
+def problems(text, *overrides):
+    with pytest.raises(RecipeError) as caught:
+        parse(text, "r.yaml", list(overrides))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_defaults_and_round_trip():
+    read = parse(SMALL, "r.yaml")
+    assert read.optimizer.betas == (0.9, 0.95)
+    assert read.engine.stage == "auto"
+    assert parse(read.dump(), "resolved.yaml") == read
+    assert list(yaml.safe_load(read.dump())) == list(recipe.Recipe.model_fields)
+    assert pickle.loads(pickle.dumps(read)) == read
+    with pytest.raises(ValueError, match="frozen"):
+        read.task = "seq2seq"
+
+
+def test_the_example_of_the_design():
+    text = """
+model:     {name: meta-llama/Llama-2-13b-hf}
+data:      {path: data/alpaca.jsonl, sequence_tokens: 2048, packing: true}
+train:     {batch_tokens: 262144, epochs: 3, seed: 17}
+optimizer: {lr: 2.0e-5, betas: [0.9, 0.95], weight_decay: 0.1, warmup_steps: 30, schedule: cosine, max_grad_norm: 1.0}
+adapter:   null
+memory:    {device_gib: 14.5, host_gib: 300, nvme_dir: null}
+output:    {dir: runs/llama2-13b, save_every_steps: 100, keep: 2}
+"""
+    read = parse(text, "r.yaml", check_files=False)
+    assert read.memory.host_gib == 300
+    assert read.adapter is None
+    assert read.data.all_sources[0].path == "data/alpaca.jsonl"
+
+
+def test_numbers_that_yaml_1_1_takes_for_text():
+    read = parse(SMALL + "optimizer: {lr: 2e-5, eps: 1E-9, weight_decay: 1e+2}\n", "r.yaml", ["optimizer.lr=3e-4"])
+    assert (read.optimizer.lr, read.optimizer.eps, read.optimizer.weight_decay) == (3e-4, 1e-9, 100.0)
+
+
+def test_all_problems_at_once_with_their_lines():
+    text = """\
+model:
+  name: some/model
+  revison: main
+data: {name: some/set, packing: maybe, sequence_tokens: -1}
+trian: {epochs: 2}
+optimizer:
+  lr: fast
+  schedule: cosin
+  betas: [0.9]
+"""
+    found = problems(text, "engine.stage=7", "train.lr=1")
+    assert found == [
+        "r.yaml:1: output: is missing",
+        "r.yaml:3: model.revison: unknown key (did you mean 'revision'?)",
+        "r.yaml:4: data.sequence_tokens: found -1, needs greater than 0",
+        "r.yaml:4: data.packing: found 'maybe', needs true or false",
+        "r.yaml:5: trian: unknown key (did you mean 'train'?)",
+        "r.yaml:7: optimizer.lr: found 'fast', needs a number",
+        "r.yaml:8: optimizer.schedule: found 'cosin', needs 'cosine', 'linear' or 'constant' (did you mean 'cosine'?)",
+        "r.yaml:9: optimizer.betas.1: is missing",
+        "--set train.lr=1: train.lr: unknown key (did you mean 'optimizer.lr'?)",
+        "--set engine.stage=7: engine.stage: found 7, needs 'auto', 0, 1, 2 or 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {name: a, load_in_4bit: true}", "r.yaml:1: model.load_in_4bit: quantised bases are not supported"),
+        ("model: {name: a, quantization: nf4}", "quantised bases are not supported"),
+        ("launcher: mpi", "r.yaml:1: launcher: other launchers are not supported"),
+        ("model: {config: {model_type: llama, quantization_config: {}}, tokenizer: t}", "quantised bases"),
+        ("memory: {nvme_dir: /nvme}", "memory.nvme_dir: the NVMe tier is not built yet"),
+        ("model: {tokenizer: t}", "model: needs `name`"),
+        ("model: {config: {model_type: llama}}", "needs a `tokenizer`"),
+        ("model: {config: c.json, tokenizer: t}", "model.config: no such file or folder: c.json"),
+        ("model: {name: ./nowhere}", "model.name: no such file or folder: ./nowhere"),
+        ("data: {path: a.jsonl, name: b}", "data.path: no such file or folder: a.jsonl"),
+        ("data: {sequence_tokens: 5}", "needs exactly one of `path`"),
+        ("data: {sources: [{path: a.jsonl, weight: 0}]}", "data.sources.0.weight: found 0, needs greater than 0"),
+        ("eval: {share: 1.5}", "eval.share: found 1.5, needs less than 1"),
+        ("eval: {}", "eval: needs one of `path`"),
+        ("eval: {share: 0.1, metrics: [loss, bleu]}", "eval.metrics.1: found 'bleu'"),
+        ("eval: {share: 0.1, every_steps: 5, every_epoch: true}", "found both"),
+        ("adapter: {rank: true}", "adapter.rank: found true, needs a number"),
+        ("adapter: {targets: 7}", "adapter.targets: found 7, needs 'all-linear' or a list"),
+        ("engine: {micro_batch: big}", "engine.micro_batch: found 'big', needs 'auto' or a whole number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr: found nan, needs a finite number"),
+        ("optimizer: [1]", "optimizer: found [1], needs a section with keys"),
+        ("model: {name: 7}", "model.name: found 7, needs text (quote it)"),
+        ("train: {epochs: 1}\ntrain: {epochs: 2}", "r.yaml:2: train: given twice, first on line 1"),
+        ("show: {prompts: [], max_new_tokens: 5}", "show: needs one of `prompts`"),
+        ("a: [", "r.yaml:1: not readable as YAML"),
+        ("a: &x [*x]", "an alias refers to a section that contains it"),
+        ("- a", "found a list, needs sections"),
+        ("a: 2024-13-45", "not readable as YAML"),
+        ("", "model: is missing"),
+    ],
+)
+def test_refusals(text, words):
+    found = problems(text)
+    assert any(words in problem for problem in found), found
+
+
+def test_checks_of_the_whole():
+    (found,) = problems(SMALL, "train.batch_tokens=1000")
+    assert "set train.batch_tokens to 1024" in found
+    (found,) = problems(SMALL, "task=seq2seq", "data.packing=true")
+    assert "data.packing works with task: causal-lm only" in found
+
+
+def test_overrides():
+    settings = ["adapter.rank=8", "data.split=test", "model.tokenizer=~/t", "output.report_to=tensorboard"]
+    read = parse(SMALL + "adapter: null\n", "r.yaml", settings, check_files=False)
+    assert read.adapter.rank == 8
+    assert read.data.split == "test"
+    assert not read.model.tokenizer.startswith("~")
+    assert read.output.report_to == ("tensorboard",)
+    listed = "model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a}, {name: b, weight: 2}]}\n"
+    assert parse(listed, "r.yaml", ["data.sources.1.weight=3"]).data.sources[1].weight == 3
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("optimizer.lr", "needs the form key.sub=value"),
+        ("=3", "needs the form key.sub=value"),
+        ("train.batch_tokens.x=3", "--set train.batch_tokens.x=3: train.batch_tokens: found 1536, needs a section"),
+        ("data.sources.4.weight=1", "needs a section"),
+        ("output.dir=[", "not readable as YAML"),
+    ],
+)
+def test_overrides_that_fit_nowhere(assignment, words):
+    text = SMALL.replace("name: some/set", "sources: [{name: a}]")
+    assert any(words in problem for problem in problems(text, assignment))
+
+
+def test_an_empty_section_has_its_defaults():
+    assert parse(SMALL + "engine:\noptimizer:\n", "r.yaml").engine == recipe.Engine()
+
+
+def test_merge_keys_and_anchors_keep_their_lines():
+    text = SMALL + "optimizer: &o {lr: 1e-3}\nadapter: {<<: {rank: 4}, alpha: x}\n"
+    assert problems(text) == ["r.yaml:6: adapter.alpha: found 'x', needs a number"]
+
+
+def test_paths(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    text = "model: {name: bundled/tiny-base}\ndata: {path: ~/rows.jsonl}\noutput: {dir: o}\n"
+    read = parse(text, "r.yaml", check_files=False)
+    assert read.data.path == str(tmp_path / "rows.jsonl")
+    assert read.model.name.endswith("tiny-base")
+    assert not read.model.name.startswith("bundled")
+    assert yaml.safe_load(read.dump())["model"]["name"] == "bundled/tiny-base"
+
+
+def test_several_data_sets():
+    read = parse("model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a}, {name: b, weight: 2}]}", "r.yaml")
+    assert [source.name for source in read.data.all_sources] == ["a", "b"]
+    single = parse(SMALL, "r.yaml").data.all_sources
+    assert [source.name for source in single] == ["some/set"]
+    assert "weight" not in single[0].model_fields_set
+
+
+def test_files_and_names(tmp_path):
+    with pytest.raises(RecipeError, match=r"no packaged recipe of that name \(did you mean 'tiny-cpu'\?\)"):
+        load("tiny-cpv")
+    with pytest.raises(RecipeError, match="is a folder"):
+        load(str(tmp_path))
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"model: {name: \xe9}")
+    with pytest.raises(RecipeError, match="not readable"):
+        load(str(path))
+    with pytest.raises(RecipeError) as caught:
+        load("nothing-of-this")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_packaged_recipes_are_found_and_valid():
+    assert "tiny-cpu" in packaged()
+    for name in packaged():
+        load(name)
+
+
+@pytest.mark.parametrize(
+    ("forced", "ranks", "expected"),
+    [
+        ({}, 1, (12, 1)),
+        ({}, 3, (4, 1)),
+        ({"micro_batch": 2}, 2, (2, 3)),
+        ({"accumulation": 3}, 2, (2, 3)),
+        ({"micro_batch": 3, "accumulation": 2}, 2, (3, 2)),
+    ],
+)
+def test_the_batch_is_divided(forced, ranks, expected):
+    settings = [f"engine.{key}={value}" for key, value in forced.items()]
+    assert split_batch(parse(SMALL, "r.yaml", settings), ranks) == expected
+
+
+def test_long_sequences_accumulate():
+    text = SMALL.replace("128", "2048").replace("1536", str(2048 * 12))
+    assert split_batch(parse(text, "r.yaml"), 1) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("forced", "ranks", "words"),
+    [
+        ({}, 5, r"12 sequences .*1536 / .*128.*5 ranks x micro_batch auto x accumulation auto.* to 1280"),
+        ({"micro_batch": 5}, 2, r"micro_batch 5.* to 1280"),
+        ({"micro_batch": 2, "accumulation": 2}, 2, r"2 ranks x micro_batch 2 x accumulation 2.* to 1024"),
+    ],
+)
+def test_batches_that_cannot_be_divided(forced, ranks, words):
+    settings = [f"engine.{key}={value}" for key, value in forced.items()]
+    with pytest.raises(UserError, match=words):
+        split_batch(parse(SMALL, "r.yaml", settings), ranks)
