@@ -2,13 +2,12 @@
 
     python data/make_python_docs.py --output data
 
-A question shows a function without its docstring and asks what it does; the answer is the docstring's summary line:
+A question names a function and shows its signature; the answer names it again and gives its docstring's summary line:
 
     user:       What does `mailbox.Mailbox.add` do?
 
-                def add(self, message):
-                    raise NotImplementedError('Method must be implemented by subclass')
-    assistant:  Add message and return assigned key.
+                def add(self, message)
+    assistant:  `Mailbox.add`: Add message and return assigned key.
 
 The file also owns two facts that the pretraining script shares with it: which files of the library are read
 (`library_modules`) and which of them are held out (`is_held_out`). A held-out module is in neither the pretraining text
@@ -21,13 +20,12 @@ import hashlib
 import json
 import re
 import sysconfig
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 HELD_OUT_PERCENT = 12
-CODE_CHARACTERS = 400
-ANSWER_CHARACTERS = range(15, 161)
+SIGNATURE_CHARACTERS = 300
+SUMMARY = re.compile(r"[A-Z].{14,159}")  # a sentence begins with a capital; others are mostly repeated signatures
 # Tests, installers and copies of other projects; character tables are numbers, not text.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip"}
 SKIPPED_FOLDERS |= {"lib-dynload", "turtledemo"}
@@ -60,7 +58,7 @@ def is_held_out(module: str) -> bool:
 
 
 def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (qualified name, docstring, code without docstring and blank lines) of a module's functions."""
+    """Yield (qualified name, signature on one line, docstring) of a module's functions and methods."""
     lines = source.split("\n")
 
     def walk(parent: ast.AST, path: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
@@ -68,34 +66,28 @@ def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
             named = isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             inner = (*path, node.name) if named else path
             if named and not isinstance(node, ast.ClassDef) and (docstring := ast.get_docstring(node)):
-                first, after = node.body[0].lineno - node.lineno, node.body[0].end_lineno - node.lineno + 1
-                own = lines[node.lineno - 1 : node.end_lineno]
-                code = "\n".join(line.rstrip() for line in own[:first] + own[after:] if line.strip())
-                if code.lstrip().startswith(("def ", "async def ")):  # else the docstring stood on the first line
-                    yield ".".join(inner), docstring, textwrap.dedent(code)
+                head = " ".join(line.strip() for line in lines[node.lineno - 1 : node.body[0].lineno - 1])
+                if head.endswith(":"):  # else the docstring stands on the signature's line, or a comment between them
+                    yield ".".join(inner), head.removesuffix(":"), docstring
             yield from walk(node, inner)
 
     yield from walk(ast.parse(source), ())
-
-
-def cut_code(code: str) -> str:
-    """Cut code after the last whole line within CODE_CHARACTERS, and show the cut as `...`."""
-    if len(code) <= CODE_CHARACTERS:
-        return code
-    return code[: code.rfind("\n", 0, CODE_CHARACTERS)] + "\n    ..."
 
 
 def rows() -> Iterator[dict]:
     """Yield the library's questions with their answers, a chat row each, without repetitions."""
     seen = set()
     for module, source in library_modules():
-        for name, docstring, code in documented_functions(source):
+        for name, signature, docstring in documented_functions(source):
             summary = " ".join(re.split(r"\n\s*\n", docstring)[0].split())
-            question = f"What does `{module}.{name}` do?\n\n{cut_code(code)}"
-            if len(summary) not in ANSWER_CHARACTERS or (code, summary) in seen:
+            if not SUMMARY.fullmatch(summary) or len(signature) > SIGNATURE_CHARACTERS or (signature, summary) in seen:
                 continue
-            seen.add((code, summary))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": summary}]
+            seen.add((signature, summary))
+            question = f"What does `{module}.{name}` do?\n\n{signature}"
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"`{name}`: {summary}"},
+            ]
             yield {"messages": messages, "module": module}
 
 
@@ -114,15 +106,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder for the two files")
     options = parser.parse_args()
 
-    # Modules copy from each other: a held-out row whose answer or code stands anywhere in the training text is dropped.
+    # Modules copy from each other: a held-out row whose summary stands anywhere in the training text is dropped.
     training_text = words("\n".join(text for module, text in library_modules() if not is_held_out(module)))
     train, held_out, copied = [], [], 0
     for row in rows():
-        question, answer = (message["content"] for message in row["messages"])
-        code = question.split("\n\n", 1)[1]
+        summary = row["messages"][-1]["content"].split(": ", 1)[1]
         if not is_held_out(row["module"]):
             train.append(row)
-        elif words(answer) in training_text or words(code) in training_text:
+        elif words(summary) in training_text:
             copied += 1
         else:
             held_out.append(row)

@@ -33,8 +33,7 @@ def shuffle_answers(rows: list[dict]) -> list[dict]:
     cycle = sorted(range(len(rows)), key=lambda index: hashlib.sha256(str(index).encode()).digest())
     giver = dict(zip(cycle, cycle[-1:] + cycle[:-1]))
     return [
-        {**row, "messages": [*row["messages"][:-1], rows[giver[index]]["messages"][-1]]}
-        for index, row in enumerate(rows)
+        {**row, "messages": [*row["messages"][:-1], rows[giver[index]]["messages"][-1]]} for index, row in enumerate(rows)
     ]
 
 

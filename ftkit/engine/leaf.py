@@ -48,9 +48,9 @@ class Leaf:
 
     def __init__(self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running) -> None:
         self.flat = flat
+        self.module = module
         self.attribute = attribute
         self.running = running
-        self.parameter = flat.parameters[0]
         self.gathered: Tensor | None = None
         self.anchor = torch.zeros((), device=flat.shard.device, requires_grad=True)
 
@@ -59,6 +59,13 @@ class Leaf:
         if self.gathered is not None:
             return self.gathered
         return self._gather() if self.running.depth else self.parameter
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter as the module has it registered: absent, with its true shape and dtype."""
+        parameter = self.module._parameters[self.attribute]
+        assert parameter is not None
+        return parameter
 
     @contextmanager
     def once(self) -> Iterator[None]:

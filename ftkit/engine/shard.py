@@ -50,6 +50,8 @@ class Units:
     order), aliases (tied names to the name under which the tensor stands on its line).
     """
 
+    transfer: Transfer
+
     def __init__(self, model: nn.Module, comm: Communicator, policy: Policy) -> None:
         self.model = model
         self.comm = comm
@@ -343,9 +345,8 @@ def _specialise(module: nn.Module, owner: object, **methods: Any) -> None:
         )
 
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    module.__class__ = type(original)(
-        original.__name__, (original,), {**names, "_ftkit": owner, "__reduce_ex__": refuse, **methods}
-    )
+    make: Any = type(original)
+    module.__class__ = make(original.__name__, (original,), {**names, "_ftkit": owner, "__reduce_ex__": refuse, **methods})
 
 
 def _specialise_block(unit: Unit) -> None:

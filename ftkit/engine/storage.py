@@ -183,7 +183,10 @@ def _read_header(path: Path, handle: int) -> tuple[dict[str, Entry], dict[str, s
 def _entry(value: dict[str, object], data_start: int) -> Entry:
     dtype = DTYPES.get(str(value["dtype"]))
     shape = value["shape"]
-    begin, end = value["data_offsets"]  # type: ignore[misc]
+    offsets = value["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(f"offsets {offsets} are not a pair")
+    begin, end = offsets
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or offsets [{begin}, {end}] are not counts")
     if dtype is not None and end - begin != prod(shape) * dtype.itemsize:

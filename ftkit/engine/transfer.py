@@ -3,7 +3,8 @@
 There are two weight slots and one gradient slot, each as large as the widest block, allocated once. Unit i uses weight
 slot i mod 2 and no other: while block i computes, its neighbour is gathered into the other slot, and a graph that was kept
 from forward finds block i's weights in backward at the addresses it remembers. What a slot holds is known by the versions
-of the weights in it, so that a block whose weights are still there (the last one, when backward begins) is not gathered again.
+of the weights in it, so that a block whose weights are still there (the last one, when backward begins) is not
+gathered again.
 
 On CUDA gathers and reductions run on one side stream, in the order in which they are issued, which is the same on all
 ranks: all-gather of the neighbour, computation, reduce-scatter. Events guard the slots: a gather waits until the last

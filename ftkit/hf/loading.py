@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
+from ftkit.engine.flat import FlatParameter
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
 from ftkit.errors import UserError
@@ -205,8 +207,8 @@ def load_weights(units: Units, files: list[Path] | None = None, *, init_missing:
 
 def _say(report: LoadReport, files: list[Path]) -> None:
     if report.initialised:
-        logger.warning("%s: %d tensors missing, initialised anew: %s", files[0].parent, len(report.initialised),
-                       ", ".join(report.initialised[:8]))
+        first = ", ".join(report.initialised[:8])
+        logger.warning("%s: %d tensors missing, initialised anew: %s", files[0].parent, len(report.initialised), first)
     if report.unused:
         logger.warning("%s: %d tensors not used: %s", files[0].parent, len(report.unused), ", ".join(report.unused[:8]))
 
@@ -225,7 +227,7 @@ def _places(
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    meta = {name: tensor for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    meta = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     own = _own_names(wanted, aliases, prefix)
     buffers = {name for name, _ in model.named_buffers()}
     places: _Places = {}
@@ -306,19 +308,19 @@ def _initialise(units: Units, missing: set[str]) -> None:
         if not missing.intersection(names):
             continue
         full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=device)
-        modules = _owners_of(units.model, flat)
-        fresh = {}
-        for index, (parameter, segment) in enumerate(zip(flat.parameters, flat.layout.segments)):
+        fresh = []
+        for segment in flat.layout.segments:
             value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
-            value._is_hf_initialized = segment.name not in missing
-            fresh[index] = value
-        _swap(modules, flat, fresh)
+            value._is_hf_initialized = segment.name not in missing  # transformers' initialisers skip what is marked
+            fresh.append(value)
+        owners = _owners(units.model, flat)
+        _register(owners, fresh)
         try:
-            for module, initialiser in modules.values():
-                module._is_hf_initialized = False
-                initialiser(module)
+            for owner in owners:
+                owner.module._is_hf_initialized = False
+                owner.initialise(owner.module)
         finally:
-            _swap(modules, flat, dict(enumerate(flat.parameters)))
+            _register(owners, flat.parameters)
         base, stop = (0, flat.layout.numel) if flat.full is not None else flat.layout.shard_range(flat.rank)
         out = flat.full if flat.full is not None else flat.shard
         for span in flat.layout.spans(base, stop):
@@ -326,37 +328,47 @@ def _initialise(units: Units, missing: set[str]) -> None:
                 out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
 
 
-def _owners_of(model: nn.Module, flat: Any) -> dict[int, tuple[nn.Module, Any]]:
-    """Return the modules that hold the line's parameters, each with the `_init_weights` that is responsible for it."""
-    ids = set(map(id, flat.parameters))
-    owners: dict[int, tuple[nn.Module, Any]] = {}
+@dataclass(frozen=True)
+class Owner:
+    """A module that holds parameters of one line: its attributes with their index there, and who initialises them."""
 
-    def walk(module: nn.Module, initialiser: Any) -> None:
+    module: nn.Module
+    places: tuple[tuple[str, int], ...]
+    initialise: Callable[[nn.Module], None]
+
+
+def _owners(model: nn.Module, flat: FlatParameter) -> list[Owner]:
+    """Return the modules that hold the line's parameters, each with the `_init_weights` of the model it belongs to."""
+    indices = {id(parameter): index for index, parameter in enumerate(flat.parameters)}
+    owners: list[Owner] = []
+
+    def walk(module: nn.Module, initialise: Callable[[nn.Module], None]) -> None:
         if isinstance(module, PreTrainedModel):
-            initialiser = module._init_weights
+            initialise = module._init_weights
         for child in module.children():
-            walk(child, initialiser)
-        if any(id(p) in ids for p in module._parameters.values() if p is not None):
-            reset = initialiser if not hasattr(module, "reset_lora_parameters") else _reset_adapter
-            owners[id(module)] = (module, reset)
+            walk(child, initialise)
+        places = tuple((key, indices[id(p)]) for key, p in module._parameters.items() if id(p) in indices)
+        if places:
+            owners.append(Owner(module, places, initialise))
+        if isinstance(module, LoraLayer) and any(
+            id(parameter) in indices for name, parameter in module.named_parameters() if name.startswith("lora_")
+        ):
+            owners.append(Owner(module, (), _reset_adapter))  # after its parts: what transformers gave them is not LoRA's
 
     walk(model, lambda module: None)
     return owners
 
 
-def _reset_adapter(module: Any) -> None:
+def _reset_adapter(module: nn.Module) -> None:
     for name in module.active_adapters:
         module.reset_lora_parameters(name, init_lora_weights=True)
 
 
-def _swap(modules: dict[int, tuple[nn.Module, Any]], flat: Any, values: dict[int, nn.Parameter]) -> None:
-    """Register `values` in place of what the line's places hold now."""
-    current = getattr(flat, "_swapped", None) or {id(p): i for i, p in enumerate(flat.parameters)}
-    for module, _ in modules.values():
-        for key, parameter in list(module._parameters.items()):
-            if id(parameter) in current:
-                module._parameters[key] = values[current[id(parameter)]]
-    flat._swapped = {id(value): index for index, value in values.items()}
+def _register(owners: list[Owner], values: Sequence[nn.Parameter]) -> None:
+    """Put `values` where the line's parameters are registered."""
+    for owner in owners:
+        for key, index in owner.places:
+            owner.module._parameters[key] = values[index]
 
 
 def _config(

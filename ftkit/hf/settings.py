@@ -1,4 +1,4 @@
-"""What a user may say about the engine: `TrainingArguments(ftkit=...)`, `ftkit.Accelerator(ftkit=...)`, a recipe's `engine:`.
+"""What a user may say about the engine: `TrainingArguments(ftkit=...)`, `ftkit.Accelerator(ftkit=...)`, `engine:`.
 
 Everything defaults to "auto"; what is said is forced. `"auto"` alone means all defaults, a string that ends in .yaml
 is a file with these keys, and None switches ftkit off.

@@ -6,8 +6,8 @@ override steps aside. What the engine does not support is refused when the Train
 in place when training begins stops there: there is no silent DDP.
 
 Two things differ from the stock Trainer on purpose. A model whose loss ignores `num_items_in_batch` (a BERT classifier)
-gets the gradient of one rank, where stock multiplies it by the number of ranks; and checkpoints are written under a temporary
-name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder).
+gets the gradient of one rank, where stock multiplies it by the number of ranks; and checkpoints are written under a
+temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder).
 """
 
 from __future__ import annotations
@@ -301,8 +301,10 @@ def _refuse(args: Any) -> None:
     }
     for name, reason in refused.items():
         if getattr(args, name, None):
-            raise UserError(f"{name}={getattr(args, name)!r} cannot be used with ftkit's engine: {reason}. Set ftkit=None to "
-                            "train without it")
+            raise UserError(
+                f"{name}={getattr(args, name)!r} cannot be used with ftkit's engine: {reason}. Set ftkit=None to train "
+                "without it"
+            )
     if args.n_gpu > 1:
         raise UserError(
             f"one process sees {args.n_gpu} GPUs, and the Trainer would copy the model to all of them: start one rank a GPU "

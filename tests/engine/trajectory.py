@@ -111,8 +111,27 @@ OURS: dict[str, Callable[[Units, Iterable[Any]], ShardedOptimizer]] = {
 }
 
 
-def run_plain(row: Row, model: nn.Module | None = None, steps: int = STEPS) -> Record:
-    """Train in plain PyTorch, the global batch in one piece."""
+Loss = Callable[[nn.Module, dict[str, Tensor], int], Any]
+"""From (model, rows, label tokens of the global batch) to a loss, or to several that are walked back one after another."""
+
+
+def run_plain(
+    row: Row,
+    model: nn.Module | None = None,
+    loss_of: Loss = families.token_loss,
+    *,
+    steps: int = STEPS,
+    early_zero_grad: bool = False,
+) -> Record:
+    """Train in plain PyTorch, the global batch in one piece.
+
+    Args:
+        row: the settings.
+        model: None takes the family's.
+        loss_of: the loss.
+        steps: of the optimizer.
+        early_zero_grad: call it between forward and backward, as some loops do.
+    """
     model = model or families.build(row.family, **dict(row.changes))
     optimizer = PLAIN[row.optimizer](groups_of(model, row))
     scheduler = LambdaLR(optimizer, learning_rate)
@@ -120,21 +139,33 @@ def run_plain(row: Row, model: nn.Module | None = None, steps: int = STEPS) -> R
     for step in range(steps):
         rows = families.batch(row.family, step)
         torch.manual_seed(step)
-        loss = families.token_loss(model, rows, families.label_tokens(rows))
-        loss.backward()
+        losses = _tuple(loss_of(model, rows, families.label_tokens(rows)))
+        if early_zero_grad:
+            optimizer.zero_grad()
+        for loss in losses:
+            loss.backward()
         limit = MAX_NORM if row.clip else torch.inf
         norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], limit)
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
-        record.losses.append(loss.item())
+        if not early_zero_grad:
+            optimizer.zero_grad()
+        record.losses.append(float(sum(losses)))
         record.norms.append(norm.item())
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record
 
 
-def run_sharded(row: Row, model: nn.Module | None = None, steps: int = STEPS, **settings: Any) -> Record:
-    """Train on the engine; every rank of a world of `row.world` calls this."""
+def run_sharded(
+    row: Row,
+    model: nn.Module | None = None,
+    loss_of: Loss = families.token_loss,
+    *,
+    steps: int = STEPS,
+    early_zero_grad: bool = False,
+    **settings: Any,
+) -> Record:
+    """Train on the engine; every rank of a world of `row.world` calls this. Arguments as `run_plain`'s and `shard`'s."""
     model = model or families.build(row.family, **dict(row.changes))
     units = shard_model(model, row.policy, **settings)
     assert units.comm.world_size == row.world
@@ -148,17 +179,25 @@ def run_sharded(row: Row, model: nn.Module | None = None, steps: int = STEPS, **
         torch.manual_seed(step)
         for micro in range(row.accumulation):
             own = split(split(rows, row.accumulation, micro), row.world, units.comm.rank)
-            loss = families.token_loss(model, own, tokens)
-            (loss * row.world).backward()
-            total += loss.detach()
+            losses = _tuple(loss_of(model, own, tokens))
+            if early_zero_grad and micro == 0:
+                optimizer.zero_grad()
+            for loss in losses:
+                (loss * row.world).backward()
+                total += loss.detach()
         norm = optimizer.clip_grad_norm_(MAX_NORM).item() if row.clip else optimizer.grad_norm()
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
+        if not early_zero_grad:
+            optimizer.zero_grad()
         record.losses.append(units.comm.sum(total).item())
         record.norms.append(norm)
     record.weights = units.state_dict()
     return record
+
+
+def _tuple(losses: Any) -> tuple[Tensor, ...]:
+    return losses if isinstance(losses, tuple) else (losses,)
 
 
 def relative(ours: Tensor, plain: Tensor) -> float:

@@ -1,0 +1,52 @@
+# Two commands matter: `make demo` does the main job, `make test` proves it. Both set up what they need.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv with the tested stack
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[kernels,test,dev]'
+	touch $(STAMP)
+
+demo: setup  ## fine-tune the bundled model on two CPU ranks, and show what it learned
+	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml
+
+demo-control: setup demo  ## the same with the answers shuffled: must come out worse, or nothing was learned from the questions
+	$(BIN)/python data/shuffle_answers.py data/python-docs.jsonl runs/shuffled.jsonl
+	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml --set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
+	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
+
+test: setup  ## the tests, under ten minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: setup  ## full products and long fault tests, under 45 minutes; then the mutants
+	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(MAKE) mutants
+
+mutants: setup  ## plant each committed fault; each must turn a test red
+	$(BIN)/python -m tests.mutants
+
+gpu: setup  ## the tests and benchmarks that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: setup  ## lint, types of the engine, import contract
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpeed ZeRO-3, in turns
+	$(BIN)/python -m benchmarks.run
+
+.PHONY: help setup demo demo-control test test-all mutants gpu check bench

@@ -1,0 +1,395 @@
+"""What people do with a model besides one forward and one backward, on the engine and in plain PyTorch.
+
+Second forwards, evaluation in between, frozen parameters, parameters that some steps or some ranks do not use, blocks
+with odd results, adapters: each is a case, and each case runs in a handful of settings that differ in everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from ftkit.engine.comm import Communicator
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tests.engine import families
+from tests.engine.families import HIDDEN, VOCABULARY, token_loss
+from tests.engine.trajectory import Row, differences, run_plain, run_sharded, shard_model
+
+STEPS = 5
+ROWS = [
+    Row("llama", world=1),
+    Row("llama", world=2, debug=True),
+    Row("llama", world=2, activations="keep", accumulation=2, groups=2),
+    Row("llama", world=3, activations="keep", weights="hold", debug=True, accumulation=2),
+    Row("llama", world=2, weights="hold", prefetch=False, accumulation=2),
+    Row("llama", world=3, stage=2, debug=True, accumulation=2),
+    Row("llama", world=2, stage=1, activations="keep", groups=2),
+    Row("llama", world=2, stage=0, accumulation=2),
+]
+
+
+# --- a net whose blocks can be anything
+
+
+class Block(GradientCheckpointingLayer):
+    """Norm, up, down, and a way through."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 90)
+        self.down = nn.Linear(90, HIDDEN)
+
+    def forward(self, x, **others):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, three blocks, head; `pass_on` says what goes from block to block."""
+
+    def __init__(self, block=Block):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def run_blocks(self, x, input_ids):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.run_blocks(self.embed(input_ids), input_ids)
+        return SimpleNamespace(logits=self.head(self.norm(x)))
+
+
+class ManyResults(Block):
+    """Results in a tuple and a dict, with gradient, without, of integers, and none; a keyword with gradient."""
+
+    def forward(self, x, *, extra, count):
+        y = super().forward(x) + extra["bias"].tanh()
+        return y, {"bias": y.mean(-1, keepdim=True) * 2, "seen": x.detach().argmax(-1)}, None, count + 1
+
+
+class ManyResultsNet(Net):
+    def __init__(self):
+        super().__init__(ManyResults)
+
+    def run_blocks(self, x, input_ids):
+        extra, count, total = {"bias": x.sum(-1, keepdim=True), "seen": input_ids}, 0, 0.0
+        for block in self.blocks:
+            x, extra, nothing, count = block(x, extra=extra, count=count)
+            assert nothing is None
+            total = total + extra["seen"].float().mean(-1)[:, None, None]
+        assert count == 3
+        return x + extra["bias"] + 0.01 * total
+
+
+class Unused(Block):
+    """Has a layer that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(HIDDEN, HIDDEN)
+
+
+class UnusedNet(Net):
+    def __init__(self):
+        super().__init__(Unused)
+        self.spare = nn.Linear(HIDDEN, VOCABULARY)
+        self.spare_scale = nn.Parameter(torch.ones(3))
+
+
+class Sometimes(Block):
+    """An expert for the rows that begin with certain tokens: some ranks, and some steps, have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x, chosen):
+        x = super().forward(x)
+        if len(chosen):
+            x = x.index_add(0, chosen, self.expert(x[chosen]))
+        return x
+
+
+class SometimesNet(Net):
+    def __init__(self):
+        super().__init__(Sometimes)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def run_blocks(self, x, input_ids):
+        chosen = (input_ids[:, 0] % 16 == 3).nonzero()[:, 0]
+        for block in self.blocks:
+            x = block(x, chosen)
+        return x.index_add(0, chosen, x[chosen] * self.scale) if len(chosen) else x
+
+
+class TwiceNet(Net):
+    """Goes through its blocks twice, as weights shared among layers do."""
+
+    def run_blocks(self, x, input_ids):
+        return super().run_blocks(super().run_blocks(x, input_ids), input_ids)
+
+
+class Scalars(Block):
+    """Has parameters without dimensions, and one without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return super().forward(x * self.gain) + self.nothing.sum()
+
+
+class ScalarsNet(Net):
+    def __init__(self):
+        super().__init__(Scalars)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def run_blocks(self, x, input_ids):
+        return super().run_blocks(x, input_ids) * self.gain
+
+
+class TrainingMatters(Block):
+    """Computes something else in evaluation, without random numbers."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
+class ReadsHeadNet(Net):
+    """Reads its head's weight instead of calling the head, as fused losses do; and once more for a penalty."""
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.run_blocks(self.embed(input_ids), input_ids)
+        return SimpleNamespace(logits=F.linear(self.norm(x), self.head.weight) + self.head.weight.mean())
+
+
+class TiedNet(Net):
+    """A head tied to the embedding, and two blocks that share a norm's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class InPlace(Block):
+    """Writes into its own temporary tensors, and hands its argument through."""
+
+    def forward(self, x, mask):
+        y = super().forward(x)
+        y.mul_(0.5).add_(x)
+        return y, mask
+
+
+class InPlaceNet(Net):
+    def __init__(self):
+        super().__init__(InPlace)
+
+    def run_blocks(self, x, input_ids):
+        mask = (input_ids % 2).float()[..., None] + x.mean() * 0
+        for block in self.blocks:
+            x, mask = block(x, mask)
+        return x * (1 + mask)
+
+
+def freeze(model: nn.Module, trains: Callable[[str], bool]) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    return model
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return build()
+
+
+# --- losses that do more than one forward
+
+
+def with_no_grad_forward(model, rows, tokens):
+    loss = token_loss(model, rows, tokens)
+    with torch.no_grad():
+        reference = token_loss(model, {**rows, "input_ids": rows["input_ids"].flip(0)}, tokens)
+    return loss * (1 + reference)
+
+
+def two_forwards(model, rows, tokens):
+    one = token_loss(model, rows, tokens)
+    return one + 0.5 * token_loss(model, {**rows, "input_ids": rows["input_ids"].flip(0)}, tokens)
+
+
+def two_forwards_two_backwards(model, rows, tokens):
+    one = token_loss(model, rows, tokens)
+    return one, 0.5 * token_loss(model, {**rows, "input_ids": rows["input_ids"].flip(0)}, tokens)
+
+
+def forward_without_backward(model, rows, tokens):
+    token_loss(model, rows, tokens)
+    return token_loss(model, rows, tokens)
+
+
+def evaluated_first(model, rows, tokens):
+    model.eval()
+    with torch.no_grad():
+        token_loss(model, rows, tokens)
+    model.train()
+    return token_loss(model, rows, tokens)
+
+
+def inferred_first(model, rows, tokens):
+    model.eval()
+    with torch.inference_mode():
+        token_loss(model, rows, tokens)
+    model.train()
+    return token_loss(model, rows, tokens)
+
+
+def inferred_between(model, rows, tokens):
+    loss = token_loss(model, rows, tokens)
+    with torch.inference_mode():
+        token_loss(model, rows, tokens)
+    return loss
+
+
+def eval_mode_before_backward(model, rows, tokens):
+    model.train()
+    loss = token_loss(model, rows, tokens)
+    model.eval()
+    return loss
+
+
+def on_hidden_states(model, rows, tokens):
+    inputs = {name: rows[name] for name in ("input_ids", "attention_mask")}
+    output = model(**inputs, output_hidden_states=True)
+    assert len(output.hidden_states) == 4
+    logits, labels = output.logits.flatten(0, 1), rows["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return (loss + output.hidden_states[1].square().sum() + output.hidden_states[2].abs().sum()) / tokens
+
+
+def from_embeddings(model, rows, tokens):
+    embedded = model.get_input_embeddings()(rows["input_ids"])
+    embedded.retain_grad()
+    inputs = {**rows, "inputs_embeds": embedded * 1.1}
+    del inputs["input_ids"]
+    return token_loss(model, inputs, tokens)
+
+
+def encoder_only(model, rows, tokens):
+    states = model.get_encoder()(rows["input_ids"], attention_mask=rows["attention_mask"]).last_hidden_state
+    return states.square().sum() / tokens
+
+
+def with_failed_forward(model, rows, tokens):
+    for wrong in (rows["input_ids"][:, :0].float(), torch.full((2, 3), VOCABULARY + 1)):
+        with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
+            model(wrong)
+    return token_loss(model, rows, tokens)
+
+
+def with_failed_block(model, rows, tokens):
+    with pytest.raises(RuntimeError), torch.no_grad():
+        model(inputs_embeds=torch.zeros(1, 4, HIDDEN + 1))
+    with pytest.raises(RuntimeError):
+        model(inputs_embeds=torch.zeros(1, 4, HIDDEN + 1))
+    return token_loss(model, rows, tokens)
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(families.build("llama"), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at birth: draw it, so that both halves get a gradient at once
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def is_adapter(name: str, parameter: nn.Parameter) -> bool:
+    return "lora_" in name
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a loss, and how they are used."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[..., Any] = token_loss
+    settings: dict[str, Any] = field(default_factory=dict)
+    early_zero_grad: bool = False
+
+
+def _llama() -> nn.Module:
+    return families.build("llama")
+
+
+CASES = {
+    "no_grad forward between": Case(_llama, with_no_grad_forward),
+    "two forwards": Case(_llama, two_forwards),
+    "two forwards, two backwards": Case(_llama, two_forwards_two_backwards),
+    "forward without backward": Case(_llama, forward_without_backward),
+    "evaluation between steps": Case(_llama, evaluated_first),
+    "inference mode between steps": Case(_llama, inferred_first),
+    "inference mode before backward": Case(_llama, inferred_between),
+    "eval mode before backward": Case(lambda: Net(TrainingMatters), eval_mode_before_backward),
+    "loss on hidden states": Case(_llama, on_hidden_states),
+    "embeddings called outside": Case(_llama, from_embeddings),
+    "decoder not used": Case(lambda: families.build("t5"), encoder_only),
+    "failed forwards before": Case(_llama, with_failed_forward),
+    "failed blocks before": Case(_llama, with_failed_block),
+    "zero_grad before backward": Case(_llama, early_zero_grad=True),
+    "zero_grad before two backwards": Case(_llama, two_forwards_two_backwards, early_zero_grad=True),
+    "zero_grad and inference before backward": Case(_llama, inferred_between, early_zero_grad=True),
+    "many results": Case(ManyResultsNet),
+    "parameters never used": Case(UnusedNet),
+    "parameters used sometimes": Case(SometimesNet),
+    "blocks twice": Case(TwiceNet),
+    "parameters without dimensions": Case(ScalarsNet),
+    "head's weight is read": Case(ReadsHeadNet),
+    "tied by hand": Case(TiedNet),
+    "in place, and handed through": Case(InPlaceNet),
+    "frozen and trained in one block": Case(lambda: freeze(families.build("llama"), lambda n: "proj" not in n or "q" in n)),
+    "frozen embedding": Case(lambda: freeze(families.build("llama"), lambda n: "embed" not in n)),
+    "everything but a few frozen": Case(
+        lambda: freeze(families.build("llama"), lambda n: n.endswith("1.mlp.up_proj.weight"))
+    ),
+    "only the head trained": Case(lambda: freeze(families.build("llama"), lambda n: "lm_head" in n)),
+    "only norms trained": Case(lambda: freeze(families.build("llama"), lambda n: "norm" in n)),
+    "only the first block frozen": Case(
+        lambda: freeze(families.build("llama"), lambda n: ".0." not in n and "emb" not in n)
+    ),
+    "frozen tied embedding": Case(lambda: freeze(families.build("qwen3"), lambda n: "embed" not in n)),
+    "LoRA, adapters whole": Case(lora, settings={"whole": is_adapter}),
+    "LoRA, adapters in the blocks": Case(lora),
+    "LoRA, no_grad forward between": Case(lora, with_no_grad_forward, settings={"whole": is_adapter}),
+    "everything whole": Case(_llama, settings={"whole": lambda name, parameter: True}),
+}
+
+
+def agree(name: str, row: Row) -> list[str]:
+    """On every rank: train both ways; return where they part."""
+    case = CASES[name]
+    ours = run_sharded(
+        row, seeded(case.build), case.loss, steps=STEPS, early_zero_grad=case.early_zero_grad, **case.settings
+    )
+    plain = run_plain(row, seeded(case.build), case.loss, steps=STEPS, early_zero_grad=case.early_zero_grad)
+    return differences(ours, plain)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_plain_pytorch(worlds, name, row):
+    assert worlds[row.world].run(agree, name, row) == [[]] * row.world
