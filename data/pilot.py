@@ -10,14 +10,12 @@ It is the measurement behind the figures in README.md and needs no recipe.
 import argparse
 import json
 import math
-import tempfile
 from pathlib import Path
 
 import torch
+from ftkit.bundled.shuffle_answers import shuffle_answers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from ftkit.bundled.shuffle_answers import shuffle_answers
 
 HERE = Path(__file__).parent
 IGNORED = -100
@@ -55,9 +53,9 @@ def answer_losses(model: PreTrainedModel, rows: list[dict], tokenizer: PreTraine
     losses = []
     for row in rows:
         batch = collate([encode(row, tokenizer)], tokenizer.pad_token_id)
-        logits_TV = model(input_ids=batch["input_ids"]).logits[0, :-1].float()
-        labels_T = batch["labels"][0, 1:]
-        loss = cross_entropy(logits_TV[labels_T != IGNORED], labels_T[labels_T != IGNORED], reduction="none")
+        logits = model(input_ids=batch["input_ids"]).logits[0, :-1].float()
+        labels = batch["labels"][0, 1:]
+        loss = cross_entropy(logits[labels != IGNORED], labels[labels != IGNORED], reduction="none")
         name = row["messages"][-1]["content"].split(": ", 1)[0] + ":"
         split = len(tokenizer(name)["input_ids"])
         losses.append(torch.stack([loss.mean(), loss[:split].mean(), loss[split:].mean()]))
@@ -109,6 +107,7 @@ def mean_and_error(values: torch.Tensor) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, default=HERE / "tiny-base")
+    parser.add_argument("--output", type=Path, default=Path("runs/pilot"), help="folder for both models")
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--batch-rows", type=int, default=32, help="rows a step, over all ranks")
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -117,17 +116,16 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     train, held_out = read_rows(HERE / "python-docs.jsonl"), read_rows(HERE / "python-docs-heldout.jsonl")
-    folders = {"before": options.base}
-    with tempfile.TemporaryDirectory(prefix="pilot-") as scratch:
-        for name, rows in (("true", train), ("shuffled", shuffle_answers(train))):
-            folders[name] = Path(scratch) / name
-            fine_tune(rows, options.base, folders[name], options)
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-            return
-        losses = {}
-        for name, folder in folders.items():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            losses[name] = answer_losses(model, held_out, tokenizer)
+    # One path for all ranks: each writes its share of the weights.
+    folders = {"before": options.base, "true": options.output / "true", "shuffled": options.output / "shuffled"}
+    fine_tune(train, options.base, folders["true"], options)
+    fine_tune(shuffle_answers(train), options.base, folders["shuffled"], options)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        return
+    losses = {}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        losses[name] = answer_losses(model, held_out, tokenizer)
     for part, what in enumerate(("answer", "name", "summary")):
         before, true, shuffled = (losses[name][part] for name in ("before", "true", "shuffled"))
         difference = shuffled - true

@@ -9,12 +9,12 @@ training.
 import argparse
 import json
 import platform
-import tempfile
+import shutil
 from pathlib import Path
 
 import torch
 from ftkit.bundled.make_python_docs import is_held_out, library_modules
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -105,16 +105,15 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def save_as_bf16(trained: Path, output: Path) -> None:
-    """Copy a trained folder's weights to `output` as bf16 and correct the dtype its config states."""
+def save_as_bf16(trained: Path, output: Path) -> int:
+    """Copy a trained folder's model to `output` with its weights in bf16, and return the number of parameters."""
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(trained / "model.safetensors").items()}
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    (output / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     config = json.loads((trained / "config.json").read_text())
     config["dtype"] = "bfloat16"
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = trained / "generation_config.json"
-    if generation.exists():
-        (output / "generation_config.json").write_text(generation.read_text())
+    shutil.copyfile(trained / "generation_config.json", output / "generation_config.json")
+    return sum(tensor.numel() for tensor in weights.values())
 
 
 def main() -> None:
@@ -130,54 +129,54 @@ def main() -> None:
     else:
         from ftkit import Trainer, TrainingArguments
 
-    options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tiny-base-") as scratch:
-        arguments = TrainingArguments(
-            output_dir=scratch,
-            max_steps=options.steps,
-            learning_rate=options.lr,
-            lr_scheduler_type="linear",
-            warmup_steps=100,
-            adam_beta2=0.95,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            logging_steps=20,
-            save_strategy="no",
-            report_to=[],
-            seed=17,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-        )
-        arguments.per_device_train_batch_size = options.batch_sequences // arguments.world_size
-        texts = pretraining_texts()
-        with arguments.main_process_first(desc="tokenizer"):
-            if arguments.process_index == 0:
-                train_tokenizer(texts).save_pretrained(options.output)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(options.output)
-        encoded = tokenizer([BEGIN + text + END for text in texts])["input_ids"]
-        data = PackedText(torch.tensor([token for text in encoded for token in text]))
-
-        torch.manual_seed(arguments.seed)
-        model = LlamaForCausalLM(model_config(tokenizer))
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
-        trainer.train()
-        trained = Path(scratch) / "trained"
-        trainer.save_model(str(trained))
+    scratch = options.output / "unfinished"  # one path for all ranks: each writes its share of the weights
+    arguments = TrainingArguments(
+        output_dir=str(scratch),
+        max_steps=options.steps,
+        learning_rate=options.lr,
+        lr_scheduler_type="linear",
+        warmup_steps=100,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        logging_steps=20,
+        save_strategy="no",
+        report_to=[],
+        seed=17,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+    )
+    arguments.per_device_train_batch_size = options.batch_sequences // arguments.world_size
+    texts = pretraining_texts()
+    with arguments.main_process_first(desc="tokenizer"):
         if arguments.process_index == 0:
-            save_as_bf16(trained, options.output)
-            facts = {
-                "trainer": f"{Trainer.__module__}.{Trainer.__qualname__}",
-                "world_size": arguments.world_size,
-                "steps": options.steps,
-                "step_tokens": options.batch_sequences * SEQUENCE_TOKENS,
-                "text_bytes": sum(len(text.encode()) for text in texts),
-                "text_tokens": data.sequences_BT.numel(),
-                "parameters": sum(tensor.numel() for tensor in load_file(trained / "model.safetensors").values()),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            }
-            lines = [facts, *trainer.state.log_history]
-            (options.output / "pretraining-log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            options.output.mkdir(parents=True, exist_ok=True)
+            train_tokenizer(texts).save_pretrained(options.output)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.output)
+    encoded = tokenizer([BEGIN + text + END for text in texts], verbose=False)["input_ids"]
+    data = PackedText(torch.tensor([token for text in encoded for token in text]))
+
+    torch.manual_seed(arguments.seed)
+    model = LlamaForCausalLM(model_config(tokenizer))
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(str(scratch))
+    if arguments.process_index == 0:
+        parameters = save_as_bf16(scratch, options.output)
+        facts = {
+            "trainer": f"{Trainer.__module__}.{Trainer.__qualname__}",
+            "world_size": arguments.world_size,
+            "step_tokens": options.batch_sequences * SEQUENCE_TOKENS,
+            "text_bytes": sum(len(text.encode()) for text in texts),
+            "text_tokens": data.sequences_BT.numel(),
+            "parameters": parameters,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        lines = [json.dumps(line) + "\n" for line in (facts, *trainer.state.log_history)]
+        (options.output / "pretraining-log.jsonl").write_text("".join(lines))
+        shutil.rmtree(scratch)
 
 
 if __name__ == "__main__":

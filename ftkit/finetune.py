@@ -12,11 +12,13 @@ a bare training would not make.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import datasets
 from rich.console import Console
 from rich.markup import escape
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -67,6 +69,8 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
     """
     folder = RunFolder(Path(recipe.output.dir))
     split_batch(recipe, ranks)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     tokenizer = load_tokenizer(recipe.model)
     rows = prepare_rows(recipe, tokenizer)
     asked = questions(recipe.show) if recipe.show else []

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def start(
     threads = None if "OMP_NUM_THREADS" in environ else threads_per_rank(ranks)
     with tempfile.TemporaryDirectory(prefix="ftkit-ranks-") as name, _quiet_launcher(), counted_signals() as asked:
         folder = Path(name)
+        _start_resource_tracker()
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with _deaf_to_interrupts():
             context = start_processes(
@@ -129,6 +131,15 @@ def start(
         finally:
             watch.kill()
             context.close(signal.SIGKILL, timeout=10)
+
+
+def _start_resource_tracker() -> None:
+    """Start multiprocessing's tracker without its complaint about locks of ranks that were ended, which it removes."""
+    sys.warnoptions.append("ignore:resource_tracker")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
 
 
 @contextmanager

@@ -1,27 +1,23 @@
 """The door: its commands, and that every fault of the user's is one screen, exit code 2 and no traceback."""
 
-import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from ftkit import cli
+from tests.tiny import make_base, write_rows
 
 SCREEN_LINES = 24
-TEMPLATE = (
-    "{{- bos_token }}{%- for message in messages %}{%- if message['role'] == 'assistant' %}"
-    "{{- 'A:' }}{% generation %}{{- message['content'] + eos_token }}{% endgeneration %}"
-    "{%- else %}{{- 'Q:' + message['content'] + eos_token }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- 'A:' }}{%- endif %}"
-)
 RECIPE = """\
 model: {{name: {model}}}
 data: {{path: {data}, sequence_tokens: 32, cache_dir: {cache}}}
@@ -50,45 +46,13 @@ def refusal(capsys, *arguments):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Make a Llama of a few thousand parameters with a tokenizer of bytes and a chat template."""
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<begin>", "<end>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["1+1?"], trainer)
-    whole = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<begin>", eos_token="<end>", chat_template=TEMPLATE
-    )
-    whole.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(whole),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
 def places(tmp_path, base):
     """Return a way to write a recipe for the small model and some rows, with changes."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+1?", "completion": str(n + 1)}) + "\n" for n in range(8)))
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
 
     def write(**changes):
         chosen = {"model": base, "data": rows, "cache": tmp_path / "cache", "out": tmp_path / "out"}
@@ -113,9 +77,7 @@ def test_recipes_are_listed_shown_and_copied(capsys, tmp_path, monkeypatch):
 
 
 def test_the_door_opens_quickly():
-    code = (
-        "import sys; import ftkit.cli; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
-    )
+    code = "import sys; import ftkit.cli; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -169,16 +131,38 @@ def test_half_an_outer_job_is_refused(capsys, places, monkeypatch):
 @pytest.fixture
 def as_a_rank(monkeypatch):
     """Make this process the only rank of an outer job, so that a command's work is done in it."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_PORT", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def test_weights_that_do_not_fit(capsys, places, base, tmp_path, as_a_rank):
+    short = tmp_path / "short"
+    shutil.copytree(base, short)
+    whole = (short / "model.safetensors").read_bytes()
+    (short / "model.safetensors").write_bytes(whole[:-100])
+    assert "model.safetensors" in refusal(capsys, "finetune", places(model=short))
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: torch.zeros(3, 32)}, short / "model.safetensors", metadata={"format": "pt"})
+    text = refusal(capsys, "finetune", places(model=short))
+    assert "shapes differ" in text
+    assert f"{name} is [3, 32], the model needs [64, 32]" in text
+
+
+def test_the_number_of_ranks_is_the_outer_jobs(capsys, places, as_a_rank):
+    assert "--nproc is for ranks that ftkit starts" in refusal(capsys, "finetune", places(), "--nproc", "2")
 
 
 def test_dry_run(capsys, places):

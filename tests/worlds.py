@@ -37,7 +37,7 @@ GRACE_SECONDS = 3.0
 """How long the other ranks may take to fail by themselves once one has failed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "transformers.modeling_utils"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft"])
 
 
 class RankFailure(AssertionError):

@@ -26,7 +26,6 @@ from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard, units_of
-from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import EngineSettings
 
 
@@ -41,7 +40,9 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
-    if isinstance(optimizer, torch.optim.AdamW):
+    if optimizer.state:
+        raise UserError(f"this {type(optimizer).__name__} has stepped already; its sharded form would begin anew: make a new one")
+    if type(optimizer) is torch.optim.AdamW:
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
         unsupported = ("nesterov", "maximize", "dampening")
@@ -117,8 +118,6 @@ class Accelerator(accelerate.Accelerator):
         units = units_of(model)
         if units is None:
             units = shard(model, self.settings, device=self.device, comm=Communicator(self.device), **self.shard_options)
-            if hasattr(model, "_ftkit_source"):
-                load_weights(units)
         return units
 
     def prepare_model(
@@ -167,7 +166,9 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale."""
         scales = {prepared.optimizer.loss_scale.value for prepared in self._optimizers}
-        if len(scales) == 1 and (scale := scales.pop()) != 1.0:
+        if len(scales) > 1:
+            raise UserError("fp16 with several prepared optimizers is not supported: a loss can have one loss scale")
+        if scales and (scale := scales.pop()) != 1.0:
             loss = loss * scale
         super().backward(loss, **kwargs)
 
@@ -178,8 +179,10 @@ class Accelerator(accelerate.Accelerator):
         """Clip the global norm exactly, at the step; return the norm before clipping, unscaled, on the device.
 
         Raises:
-            UserError: for another norm than 2, or parameters of no prepared optimizer.
+            UserError: for another norm than 2, before the last micro-batch of a step, or parameters of no prepared optimizer.
         """
+        if not self.sync_gradients:
+            raise UserError("clip_grad_norm_ in the middle of an accumulation: call it only `if accelerator.sync_gradients`")
         if norm_type != 2:
             raise UserError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
         wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -225,7 +228,7 @@ class Accelerator(accelerate.Accelerator):
                 torch.save({"step": self.step}, folder / "accelerator.pt")
         for number, (units, optimizer) in enumerate(self._engines()):
             save_checkpoint(folder / f"model_{number}", units, optimizer)
-        torch.save(_random_state(self.device), folder / f"random_{self.process_index}.pt")
+        torch.save(random_state(self.device), folder / f"random_{self.process_index}.pt")
         self.save_iteration += 1
         comm.barrier()
         return str(folder)
@@ -248,7 +251,7 @@ class Accelerator(accelerate.Accelerator):
         self.step = _load(folder / "accelerator.pt")["step"]
         own = folder / f"random_{self.process_index}.pt"
         if own.is_file():  # saved by fewer ranks: the others keep the state their seed gave them
-            _set_random_state(_load(own), self.device)
+            set_random_state(_load(own), self.device)
 
     def _engines(self) -> list[tuple[Units, ShardedOptimizer | None]]:
         """Return the prepared models' units, each with its optimizer if it has one."""
@@ -272,7 +275,8 @@ def _load(path: Path) -> Any:
         raise UserError(f"{path}: missing; the state was saved from another set of prepared objects") from None
 
 
-def _random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all random numbers of this process, as plain data."""
     version, keys, gauss = random.getstate()
     kind, words, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -285,7 +289,8 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go back to what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

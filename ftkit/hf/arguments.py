@@ -18,21 +18,24 @@ from ftkit.hf.settings import EngineSettings
 class ArgumentsMixin:
     """Adds `ftkit` to a subclass of `transformers.TrainingArguments`: `class C(ArgumentsMixin, SFTConfig)`."""
 
-    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "ftkit"]
-
     ftkit: dict | str | None = field(
         default="auto",
         metadata={"help": "ftkit's engine: 'auto', a mapping (JSON on the command line), a .yaml file, or None for off."},
     )
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Make the subclass a dataclass, and its parent's fields that hold mappings readable from the command line."""
+        super().__init_subclass__(**kwargs)
+        cls._VALID_DICT_FIELDS = [*getattr(cls, "_VALID_DICT_FIELDS", ()), "ftkit"]
+        dataclass(cls)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         if self.ftkit in ("none", "None", "off"):
             self.ftkit = None
         if self.ftkit is not None:
-            EngineSettings.of(self.ftkit)
+            EngineSettings.of(self.ftkit)  # raises for what it does not know
 
 
-@dataclass
 class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
     """`transformers.TrainingArguments` with `ftkit`."""

@@ -24,6 +24,7 @@ from ftkit.engine.flat import Policy
 from ftkit.engine.shard import Units
 from ftkit.engine.shard import shard as shard_blocks
 from ftkit.errors import UserError
+from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.plan.memory import GIB, Shape, choose
 
@@ -117,7 +118,8 @@ def shard(
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
     Args:
-        model: on any device, or on meta from `ftkit.load_model`. Its forward keeps working, now with sharded weights.
+        model: on any device, or on meta from `ftkit.load_model`: then its weights are streamed in (see
+            `ftkit.load_weights`). Its forward keeps working, now with sharded weights.
         settings: see `EngineSettings`.
         device: where to compute; None: this process's current CUDA device, else the CPU.
         blocks: (name, module) of the units; None finds them.
@@ -136,6 +138,9 @@ def shard(
     settings = EngineSettings.of(settings)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    source = getattr(model, "_ftkit_source", None)
+    if source is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)
     dtype = DTYPES.get(settings.dtype)
@@ -157,6 +162,8 @@ def shard(
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
+    if source is not None:
+        load_weights(units)
     return units
 
 

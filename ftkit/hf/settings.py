@@ -53,6 +53,8 @@ class EngineSettings:
             return value
         if isinstance(value, str):
             value = {} if value == "auto" else _file(value)
+        if not isinstance(value, Mapping):
+            raise UserError(f"ftkit settings: {value!r} is no 'auto', mapping or .yaml file")
         known = {field.name for field in fields(cls)}
         for key in value:
             if key not in known:
@@ -77,7 +79,7 @@ class EngineSettings:
             if getattr(self, key) not in values:
                 listed = ", ".join(map(str, values))
                 raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
-        if self.device_gib is not None and not self.device_gib > 0:
+        if self.device_gib is not None and not (isinstance(self.device_gib, (int, float)) and self.device_gib > 0):
             raise UserError(f"ftkit settings: device_gib is {self.device_gib!r}, a positive number is needed")
 
 

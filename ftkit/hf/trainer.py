@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,16 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.hf.accelerator import Accelerator, sharded_optimizer
+from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sharded_optimizer
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
 from ftkit.hf.loading import load_weights
@@ -73,7 +76,7 @@ class TrainerMixin:
                 f"{type(self.args).__name__} has no field 'ftkit': use ftkit.TrainingArguments, or "
                 f"class C(ftkit.ArgumentsMixin, {type(self.args).__name__})"
             )
-        self._counts_items: bool | None = None
+        self._counts_items: bool | None = None  # not known yet
         if self.args.ftkit is None:
             return
         _refuse(self.args)
@@ -114,8 +117,8 @@ class TrainerMixin:
             return super().create_optimizer(model)
         if self._engine_check not in self.callback_handler.callbacks:
             self.add_callback(self._engine_check)
-        if hasattr(self.model, "gradient_checkpointing_disable"):
-            self.model.gradient_checkpointing_disable()  # the engine recomputes blocks itself
+        if hasattr(self.model, "activation_checkpointing_disable"):
+            self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
         units = self.accelerator.sharded(self.model)
         if self.sharded_optimizer is None:
             super().create_optimizer(model)
@@ -124,6 +127,12 @@ class TrainerMixin:
 
     # --- a step
 
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
+        if self._drops_repeated:
+            epoch_iterator = map(self._without_repeated, epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -131,42 +140,55 @@ class TrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the loss as the Trainer does; at the first step find out whether it depends on `num_items_in_batch`."""
-        undecided = self._counts_items is None and self.engine_is_on and torch.is_grad_enabled()
-        if not (undecided and torch.is_tensor(num_items_in_batch) and self.model_accepts_loss_kwargs):
+        """Compute the loss as the Trainer does; the first time find out whether it depends on `num_items_in_batch`.
+
+        A loss that does not is a mean over one rank's micro-batch. The Trainer would multiply it by the ranks, and not
+        divide it by the micro-batches of a step; without the count it does neither wrong.
+        """
+        if not self.engine_is_on or not torch.is_tensor(num_items_in_batch):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        count = num_items_in_batch.detach().float().clone().requires_grad_()
-        loss, outputs = super().compute_loss(model, inputs, True, count)
-        (used,) = torch.autograd.grad(loss, [count], retain_graph=True, allow_unused=True)
-        self._counts_items = used is not None or self.compute_loss_func is not None
-        if not self._counts_items:
-            self.model_accepts_loss_kwargs = False  # a mean over this rank's micro-batch: neither divide nor multiply
-            if self.args.average_tokens_across_devices:
-                loss = loss / self.accelerator.num_processes
-        return (loss, outputs) if return_outputs else loss
+        if self._counts_items is None:
+            uses: list[Any] = []
+            random = random_state(self.accelerator.device)
+            answer = super().compute_loss(model, copy(inputs), return_outputs, watched(num_items_in_batch, uses))
+            self._counts_items = len(uses) > 0
+            if self._counts_items:
+                loss, *outputs = answer if return_outputs else (answer,)
+                return (loss.as_subclass(Tensor), *outputs) if return_outputs else loss.as_subclass(Tensor)
+            set_random_state(random, self.accelerator.device)
+            if self.loss_is_scaled_for_ga is None:
+                self.loss_is_scaled_for_ga = False
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch if self._counts_items else None)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
-        counted = self.model_accepts_loss_kwargs and self._counts_items is not False and "labels" in inputs
-        if not (self.engine_is_on and counted and self.args.average_tokens_across_devices):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, logits, labels = super().prediction_step(
-            model, self._without_repeated(inputs), prediction_loss_only, ignore_keys
-        )
+        given = self._without_repeated(inputs) if self._drops_repeated else inputs
+        answer = super().prediction_step(model, given, prediction_loss_only, ignore_keys)
+        if not self._drops_repeated:
+            return answer
+        if given is inputs and (given := self._without_repeated(inputs)) is not inputs:  # the first batch is the last
+            answer = super().prediction_step(model, given, prediction_loss_only, ignore_keys)
+        loss, logits, labels = answer
         if loss is not None:  # each rank's is its part of the batch's sum, times the ranks, over the batch's count
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
-    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    @property
+    def _drops_repeated(self) -> bool:
+        """Whether the loss is known to be a sum over the global batch's label tokens, so that labels can be masked."""
+        return self.engine_is_on and self._counts_items is True and self.args.average_tokens_across_devices
+
+    def _without_repeated(self, inputs: Any) -> Any:
         """Return the batch with the labels of repeated samples masked; accelerate drops their outputs itself."""
-        state = self.accelerator.gradient_state
-        if not (state.end_of_dataloader and state.remainder > 0):
+        if not isinstance(inputs, Mapping) or "labels" not in inputs:
+            return inputs
+        repeated = repeated_rows(self.accelerator, len(inputs["labels"]))
+        if repeated == 0:
             return inputs
         labels = inputs["labels"].clone()
-        first_repeated = state.remainder - self.args.process_index * len(labels)
-        labels[max(first_repeated, 0) :] = -100
+        labels[len(labels) - repeated :] = -100
         return {**inputs, "labels": labels}
 
     # --- saving
@@ -184,6 +206,7 @@ class TrainerMixin:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
         self._writing, self._checkpointing = temporary, not self.args.save_only_model
+        self._push_later = False
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -205,9 +228,19 @@ class TrainerMixin:
                     best_model_checkpoint=self.state.best_model_checkpoint,
                     use_mtime=True,
                 )
+        if self._push_later:
+            self._push_from_checkpoint(str(final))
 
     _writing: Path | None = None
     _checkpointing = False
+    _push_later = False
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint, once it has its final name: uploads read the folder while training goes on."""
+        if self._writing is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        else:
+            self._push_later = True
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._writing) if self._writing is not None else super()._get_output_dir(trial)
@@ -218,12 +251,13 @@ class TrainerMixin:
             return super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         units = self.accelerator.sharded(self.model)
-        if not self._checkpointing or isinstance(self.model, PeftModel):
+        pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END  # the hub wants weights at each save
+        if not self._checkpointing or isinstance(self.model, PeftModel) or pushed:
             save_model(units, folder, self.sharded_optimizer)
         with rank_zero(units.comm) as first:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
-                if self._checkpointing and isinstance(self.model, PreTrainedModel):
+                if self._checkpointing and not pushed and isinstance(self.model, PreTrainedModel):
                     save_config(self.model, folder)
                 tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
                 if tokenizer is not None:
@@ -279,6 +313,35 @@ class TrainerMixin:
             load_weights(units, sorted(folder.glob("*.safetensors")), init_missing=False)
 
 
+def watched(number: Tensor, uses: list[Any]) -> Tensor:
+    """Return `number` as a tensor that notes in `uses` every function that computes with it."""
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.__name__ != "__get__":  # to read its shape or device is no use
+                uses.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return number.as_subclass(Watched)
+
+
+def repeated_rows(accelerator: Any, rows: int) -> int:
+    """Return how many of the `rows` of this rank's present batch are repeated to fill the epoch's last global batch."""
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader:
+        return 0
+    sampler = getattr(state.active_dataloader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
+        sampler = sampler.batch_sampler
+    if type(sampler) is not BatchSampler or sampler.drop_last:
+        return 0  # a stream, or batches of uneven size: repeated samples count, as in the Trainer
+    left = len(sampler.sampler) % (rows * accelerator.num_processes)
+    if left == 0 or accelerator.num_processes == 1:
+        return 0
+    return rows - min(max(left - accelerator.process_index * rows, 0), rows)
+
+
 def _sequence_tokens(args: Any, model: Any) -> int:
     """Return the tokens of one sequence, for the memory estimate: what the arguments say, else the model's limit or 2048."""
     said = getattr(args, "max_length", None) or getattr(args, "max_seq_length", None)
@@ -298,6 +361,7 @@ def _refuse(args: Any) -> None:
         "fp16_full_eval": "evaluation uses the compute dtype already",
         "bf16_full_eval": "evaluation uses the compute dtype already",
         "enable_jit_checkpoint": "ranks would save at different steps",
+        "save_on_each_node": "all ranks write into one folder, which every machine must see",
     }
     for name, reason in refused.items():
         if getattr(args, name, None):
@@ -317,5 +381,5 @@ def _refuse(args: Any) -> None:
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` on ftkit's engine. Takes `ftkit.TrainingArguments`."""
 
-    def __init__(self, model: Any = None, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, args if args is not None else TrainingArguments("tmp_trainer"), **kwargs)
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        super().__init__(model, args if args is not None else TrainingArguments("tmp_trainer"), *others, **kwargs)

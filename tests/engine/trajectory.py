@@ -48,7 +48,7 @@ class Row:
         words = [self.family, f"W{self.world}", f"stage{self.stage}", self.activations, self.weights]
         words += [f"acc{self.accumulation}", f"{self.groups}groups", self.optimizer]
         words += [name for name in ("prefetch", "debug", "clip") if getattr(self, name)]
-        return "-".join(words)
+        return "-".join(word for word in words if word)
 
     @property
     def plain(self) -> Row:
@@ -121,15 +121,17 @@ def run_plain(
     loss_of: Loss = families.token_loss,
     *,
     steps: int = STEPS,
+    parts: int = 1,
     early_zero_grad: bool = False,
 ) -> Record:
-    """Train in plain PyTorch, the global batch in one piece.
+    """Train in plain PyTorch.
 
     Args:
         row: the settings.
         model: None takes the family's.
         loss_of: the loss.
         steps: of the optimizer.
+        parts: pieces in which the global batch is walked; autograd adds up their gradients.
         early_zero_grad: call it between forward and backward, as some loops do.
     """
     model = model or families.build(row.family, **dict(row.changes))
@@ -139,18 +141,21 @@ def run_plain(
     for step in range(steps):
         rows = families.batch(row.family, step)
         torch.manual_seed(step)
-        losses = _tuple(loss_of(model, rows, families.label_tokens(rows)))
-        if early_zero_grad:
-            optimizer.zero_grad()
-        for loss in losses:
-            loss.backward()
+        total = 0.0
+        for part in range(parts):
+            losses = _tuple(loss_of(model, split(rows, parts, part), families.label_tokens(rows)))
+            if early_zero_grad and part == 0:
+                optimizer.zero_grad()
+            for loss in losses:
+                loss.backward()
+                total += loss.item()
         limit = MAX_NORM if row.clip else torch.inf
         norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], limit)
         optimizer.step()
         scheduler.step()
         if not early_zero_grad:
             optimizer.zero_grad()
-        record.losses.append(float(sum(losses)))
+        record.losses.append(total)
         record.norms.append(norm.item())
     record.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return record

@@ -11,8 +11,7 @@ from tests.hf.runs import Outcome, Run, train
 from tests.worlds import World
 
 tests.worlds._context.set_forkserver_preload(
-    ["torch", "torch.distributed", "transformers.modeling_utils", "transformers.trainer", "accelerate", "peft"]
-    + ["transformers.models.llama.modeling_llama", "ftkit.hf.trainer", "ftkit.hf.accelerator"]
+    ["torch.distributed", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "ftkit.hf.trainer"]
 )
 
 

@@ -150,7 +150,8 @@ class Run:
 
     Args:
         model: makes it. rows, eval_rows: the data.
-        arguments: of TrainingArguments, beside `COMMON`. options: of the Trainer. mixin: goes before the Trainer class.
+        arguments: of TrainingArguments, beside `COMMON`. options: of the Trainer (`optimizers` is called with the model).
+        mixin: goes before the Trainer class.
         ftkit: engine settings of ours; "default" leaves the field alone.
         resume: folder for `resume_from_checkpoint`.
         before, after: called with the trainer around train(); what they return is in the outcome.
@@ -228,6 +229,8 @@ def make_trainer(kind: str, folder: str, run: Run) -> Any:
     options = dict(run.options)
     if "model_init" not in options:
         options["model"] = run.model()
+    if "optimizers" in options:
+        options["optimizers"] = options["optimizers"](options["model"])
     rows = token_rows(run.rows) if isinstance(run.rows, int) else run.rows()
     eval_rows = token_rows(run.eval_rows, seed=9) if run.eval_rows else None
     options.setdefault("eval_dataset", eval_rows)

@@ -1,10 +1,30 @@
-"""The stock Trainer on one rank and ours on several write the same log, by one import changed."""
+"""The stock Trainer on one rank and ours on several write the same log, by one import changed.
+
+Losses, gradient norms, learning rates, evaluation losses, metrics and weights, for what users do with a Trainer. The
+reference is transformers' own Trainer in one process with the same global batch. Where the random numbers or the order
+of samples depend on the number of ranks in the stock Trainer itself (noise, grouping by length), the reference is the
+stock Trainer on as many ranks. One deviation is on purpose, and tested as such: a loss that is a mean over a
+micro-batch keeps one rank's size.
+"""
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import ftkit
+from ftkit.hf.blocks import units_of
+from tests.hf import runs
+from tests.hf.runs import VOCABULARY, Run, assert_same_history, assert_same_weights, train
 
 BASE = Run(
     rows=45,
@@ -16,12 +36,332 @@ BASE = Run(
         "eval_steps": 3,
     },
 )
+"""Shuffled; four steps an epoch, of which the last has one whole micro-batch and one of three rows; evaluation of one
+whole batch and one of four rows."""
+SHORT = Run(rows=24, arguments={"gradient_accumulation_steps": 2})
+"""Two even steps."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_same_log_by_one_import_changed(ranks, worlds, stock, tmp_path):
-    ours = worlds[ranks].run(train, "ours", str(tmp_path), BASE)
+def changed(run: Run, **arguments: Any) -> Run:
+    """Return a run with other TrainingArguments."""
+    return replace(run, arguments={**run.arguments, **arguments})
+
+
+# --- the log
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (1, "default"),
+        (2, "default"),
+        (3, {"stage": 3}),
+        (2, {"stage": 0}),
+        (3, {"stage": 1, "activations": "keep"}),
+        (2, {"stage": 2, "gradient_dtype": "compute"}),
+        (2, {"stage": 3, "activations": "keep", "weights": "hold"}),
+        (3, {"stage": 3, "activations": "recompute", "weights": "free", "debug": True}),
+        (2, {"stage": 3, "activations": "keep", "weights": "free", "prefetch": False}),
+    ],
+)
+def test_the_same_log_by_one_import_changed(ranks, settings, worlds, stock, tmp_path):
+    ours = worlds[ranks].run(train, "ours", str(tmp_path), replace(BASE, ftkit=settings))
     theirs = stock(BASE)
+    assert len(theirs.column("loss")) == 8
+    assert len(theirs.column("eval_loss")) == 2
     for outcome in ours:
         assert_same_history(outcome, theirs)
     assert_same_weights(ours[0].weights, theirs.weights)
+
+
+def test_tied_weights(world2, stock, tmp_path):
+    run = replace(BASE, model=runs.tied_llama)
+    ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0]
+    assert_same_history(ours, stock(run))
+    assert_same_weights(ours.weights, stock(run).weights)
+
+
+def test_max_steps_stop_in_the_middle_of_an_epoch(world2, stock, tmp_path):
+    run = changed(BASE, max_steps=6, lr_scheduler_type="linear", logging_steps=2)
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run))
+    assert [line["step"] for line in ours.history if "loss" in line] == [2, 4, 6]
+
+
+def test_norms_are_logged_without_clipping(world2, stock, tmp_path):
+    run = changed(SHORT, max_grad_norm=0.0)
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
+
+
+def test_tokens_and_operations_are_counted(world2, stock, tmp_path):
+    run = replace(changed(SHORT, include_num_input_tokens_seen="all"), after=lambda_free_counts)
+    ours, theirs = world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0], stock(run)
+    assert_same_history(ours, theirs)
+    assert ours.column("num_input_tokens_seen")[-1] == 24 * runs.LENGTH
+    assert ours.after == theirs.after
+
+
+def lambda_free_counts(trainer):
+    return trainer.state.total_flos, trainer.model.num_parameters(), trainer.get_num_trainable_parameters()
+
+
+def test_reducing_on_a_plateau_drives_the_learning_rate(world2, stock, tmp_path):
+    run = changed(
+        BASE,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "threshold": 1.0},
+        eval_steps=1,
+        warmup_steps=0,
+    )
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run))
+    assert len(set(ours.column("learning_rate"))) > 3
+
+
+# --- resuming
+
+
+@pytest.fixture(scope="module")
+def checkpoints(world2, tmp_path_factory):
+    """The folder of a run on two ranks that saved in the middle of an epoch (3) and at the end of one (4)."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    world2.run(train, "ours", str(folder), replace(changed(BASE, save_strategy="steps", save_steps=1), ftkit={"stage": 3}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "ranks, step, settings",
+    [
+        (2, 3, {"stage": 3}),
+        (1, 3, "default"),
+        (3, 3, {"stage": 0}),
+        (3, 4, {"stage": 2}),
+        (1, 4, {"stage": 1, "activations": "keep"}),
+        (2, 7, {"stage": 1}),
+    ],
+)
+def test_resuming_on_other_ranks_and_stages_goes_on_as_if_nothing_happened(
+    ranks, step, settings, checkpoints, worlds, stock, tmp_path
+):
+    run = replace(BASE, resume=f"{checkpoints}/checkpoint-{step}", ftkit=settings)
+    ours = worlds[ranks].run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(BASE), leave_out=["train_loss"])  # of this call only, after a resume
+    assert_same_weights(ours.weights, stock(BASE).weights)
+
+
+def dropout_llama():
+    return runs.llama(attention_dropout=0.3)
+
+
+def test_random_numbers_go_on_where_they_were(world2, tmp_path):
+    run = replace(changed(BASE, save_strategy="steps", save_steps=3), model=dropout_llama, ftkit={"stage": 3})
+    whole = world2.run(train, "ours", str(tmp_path / "whole"), run)[0]
+    resumed = replace(run, resume=str(tmp_path / "whole" / "checkpoint-3"))
+    again = world2.run(train, "ours", str(tmp_path / "again"), resumed)[0]
+    assert_same_history(again, whole, relative=0, absolute=0, leave_out=["train_loss"])
+    dry = world2.run(train, "ours", str(tmp_path / "dry"), replace(run, model=runs.llama))[0]
+    assert dry.column("loss") != whole.column("loss")
+
+
+def test_resume_true_takes_the_last_checkpoint(world2, stock, tmp_path):
+    run = changed(BASE, save_strategy="steps", save_steps=2)
+    world2.run(train, "ours", str(tmp_path), changed(run, max_steps=4, num_train_epochs=1))
+    # the schedule of the shorter run was another: only where training goes on is looked at
+    ours = world2.run(train, "ours", str(tmp_path), replace(run, resume=True))[0]
+    assert [line["step"] for line in ours.history if "loss" in line] == list(range(1, 9))
+
+
+# --- what users add
+
+
+def keep_two(trainer):
+    names = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+    best = Path(trainer.state.best_model_checkpoint)
+    return names, best.name, best.is_dir(), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}])
+def test_the_best_checkpoint_is_kept_and_loaded(settings, only_model, world2, stock, tmp_path):
+    run = changed(
+        BASE,
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the first evaluation is the highest: the best is far from the last
+        save_only_model=only_model,
+    )
+    run = replace(run, after=keep_two)
+    theirs = stock(run)
+    assert theirs.after[:3] == (["checkpoint-2", "checkpoint-8"], "checkpoint-2", True)
+    for outcome in world2.run(train, "ours", str(tmp_path), replace(run, ftkit=settings)):
+        assert_same_history(outcome, theirs)
+        assert outcome.after[:3] == theirs.after[:3]
+        if outcome.weights:
+            assert_same_weights(outcome.weights, theirs.weights)
+
+
+class Recorder(transformers.TrainerCallback):
+    """Writes down every event with the step at which it came."""
+
+    def __init__(self):
+        self.events = []
+
+
+def _note(event):
+    def note(self, args, state, control, **kwargs):
+        self.events.append((event, state.global_step, control.should_save, kwargs.get("model") is not None))
+
+    return note
+
+
+for _event in [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]:
+    setattr(Recorder, _event, _note(_event))
+
+
+def recorded(trainer):
+    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Recorder)).events
+
+
+def test_callbacks_are_called_as_in_stock(world2, stock, tmp_path):
+    run = changed(BASE, save_strategy="steps", save_steps=3, num_train_epochs=1, eval_on_start=True)
+    run = replace(run, options={"callbacks": [Recorder()]}, after=recorded)
+    theirs = stock(run)
+    events = {event for event, *_ in theirs.after}
+    assert {"on_train_begin", "on_save", "on_evaluate", "on_substep_end", "on_pre_optimizer_step"} <= events
+    for outcome in world2.run(train, "ours", str(tmp_path), run):
+        assert outcome.after == theirs.after
+
+
+def token_metrics(prediction):
+    chosen = prediction.predictions.argmax(-1)[:, :-1]
+    labels = prediction.label_ids[:, 1:]
+    kept = labels != -100
+    return {
+        "accuracy": float((chosen == labels)[kept].mean()),
+        "labels": int(kept.sum()),
+        "rows": len(prediction.predictions),
+        "spread": float(np.abs(prediction.predictions).mean()),
+    }
+
+
+def predict_rows(trainer):
+    found = trainer.predict(runs.token_rows(8, seed=3))
+    return torch.from_numpy(found.predictions), torch.from_numpy(found.label_ids), found.metrics["test_accuracy"]
+
+
+def evaluate(trainer):
+    return trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_evaluation_before_training_metrics_and_prediction(ranks, worlds, stock, tmp_path):
+    run = replace(BASE, options={"compute_metrics": token_metrics}, before=evaluate, after=predict_rows)
+    theirs = stock(run)
+    assert theirs.column("eval_rows") == [10, 10]
+    for outcome in worlds[ranks].run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3})):
+        assert_same_history(outcome, theirs)
+        assert math.isclose(outcome.before, theirs.before, rel_tol=1e-5)
+        for one, two in zip(outcome.after[:2], theirs.after[:2]):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+        assert outcome.after[2] == theirs.after[2]
+
+
+def train_first(trainer):
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def test_training_twice(world2, stock, tmp_path):
+    run = replace(SHORT, before=train_first)
+    ours, theirs = world2.run(train, "ours", str(tmp_path), run)[0], stock(run)
+    assert_same_history(ours, theirs)
+    assert ours.before == pytest.approx(theirs.before, rel=1e-5)
+    assert ours.before != pytest.approx(ours.column("loss"), rel=1e-3)
+
+
+@pytest.mark.parametrize("before", [None, train_first])
+def test_model_init(before, world2, stock, tmp_path):
+    run = replace(SHORT, options={"model_init": runs.llama}, before=before)
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
+
+
+def two_groups(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """A user's own optimizer: the head learns faster, the scheduler is made for both."""
+    head = list(model.lm_head.parameters())
+    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": head, "lr": 3e-2, "weight_decay": 0.0}], lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def sgd(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    """Plain SGD with momentum; the Trainer makes the scheduler."""
+    return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, weight_decay=0.01), None
+
+
+@pytest.mark.parametrize("optimizers", [two_groups, sgd])
+@pytest.mark.filterwarnings("error")
+def test_a_users_own_optimizer_and_scheduler(optimizers, world2, stock, tmp_path):
+    run = replace(BASE, options={"optimizers": optimizers})
+    ours, theirs = world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0], stock(run)
+    assert_same_history(ours, theirs)
+    assert_same_weights(ours.weights, theirs.weights)
+
+
+def test_sgd_by_name(world2, stock, tmp_path):
+    run = changed(SHORT, optim="sgd", learning_rate=0.1)
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run))
+    assert_same_weights(ours.weights, stock(run).weights, limit=1e-5)
+
+
+def test_label_smoothing(world2, stock, tmp_path):
+    run = changed(BASE, label_smoothing_factor=0.2)
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
+    assert stock(run).column("loss") != pytest.approx(stock(BASE).column("loss"), rel=1e-3)
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return total / (num_items_in_batch.item() if num_items_in_batch is not None else (labels != -100).sum())
+
+
+class PenalisedLoss:
+    """A user's compute_loss around the Trainer's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = 1.5 * loss
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnMean:
+    """A user's compute_loss instead of the Trainer's: a mean over the micro-batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = F.cross_entropy(outputs.logits[:, -1], labels[:, -1])
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(BASE, options={"compute_loss_func": summed_loss}),
+        replace(BASE, mixin=PenalisedLoss),
+        replace(SHORT, mixin=OwnMean),
+    ],
+    ids=["function", "around", "instead"],
+)
+def test_a_users_own_loss(run, world2, stock, tmp_path):
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run))
+    assert_same_weights(ours.weights, stock(run).weights)
+
+
+CLASSIFIER = Run(model=runs.classifier, rows=lambda_rows) if (lambda_rows := None) else None

@@ -1,0 +1,1 @@
+"""Benchmarks: ftkit and its peers side by side, in one run."""

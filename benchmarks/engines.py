@@ -1,0 +1,70 @@
+"""The engines under test: what each adds to the same `TrainingArguments`, and what it needs before it runs on CPU ranks.
+
+Two peers do not start on CPU ranks as they come; the smallest changes that make them are here, in the open:
+accelerate applies an FSDP plugin on GPUs only (on CPU `fsdp=True` silently trains DDP), and transformers and accelerate
+disagree about who starts DeepSpeed's process group. Without these changes the peers would be easier to beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One competitor: `arguments` prepares and returns keywords for TrainingArguments; a `peer` needs the extra venv."""
+
+    arguments: Callable[[], dict[str, Any]]
+    ours: bool = False
+    peer: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _ours(**settings: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"ftkit": settings or "auto"}
+
+
+def _fsdp2() -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, DistributedType
+
+    original = AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    AcceleratorState.__init__ = with_fsdp
+    return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+
+
+def _zero3() -> dict[str, Any]:
+    import transformers.training_args
+    from accelerate.state import DistributedType, PartialState
+
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    config = {
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": "auto"},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "steps_per_print": 10**9,
+    }
+    return {"deepspeed": config, "use_cpu": False, "ddp_backend": None}
+
+
+ENGINES = {
+    "ftkit": Engine(_ours(), ours=True),
+    "ftkit-zero3": Engine(_ours(stage=3, activations="recompute", weights="free"), ours=True),
+    "ddp": Engine(lambda: {"ddp_find_unused_parameters": False}),
+    "fsdp2": Engine(_fsdp2),
+    "deepspeed-zero3": Engine(_zero3, peer=True, environment={"DS_ACCELERATOR": "cpu"}),
+}

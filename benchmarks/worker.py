@@ -1,0 +1,129 @@
+"""One rank of one benchmark run: build a Llama, train a few steps through the Trainer, write what was measured as JSON.
+
+Started by `benchmarks.run`. All engines get the same model, data, dtype, batch and optimizer; only `engines.py` differs.
+Memory is the process's own peak resident size as the kernel counts it (VmHWM).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+STARTED = float(os.environ["BENCH_STARTED"])
+SPEC = json.loads(os.environ["BENCH_SPEC"])
+
+from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
+
+ENGINE = ENGINES[SPEC["engine"]]
+os.environ.update(ENGINE.environment)
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
+
+VOCABULARY = 32000
+SHAPES = {  # hidden, layers, heads, intermediate
+    "13m": (128, 4, 4, 352),
+    "134m": (768, 12, 12, 2048),
+    "374m": (1024, 24, 16, 2816),
+}
+
+
+def peak_bytes() -> int:
+    """Return this process's peak resident size."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+class Clock(TrainerCallback):
+    """Notes when steps begin and end, and the loss of each."""
+
+    def __init__(self) -> None:
+        self.first_step_begins: float | None = None
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if self.first_step_begins is None:
+            self.first_step_begins = time.time()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.ends.append(time.time())
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def random_tokens(rows: int, tokens: int) -> list[dict[str, torch.Tensor]]:
+    """Return rows of random tokens, the same for every engine and rank."""
+    ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1234))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def main() -> None:
+    """Run, and write `rank<r>.json`."""
+    if ENGINE.ours:
+        from ftkit import Trainer, TrainingArguments
+    else:
+        from transformers import Trainer, TrainingArguments
+    keywords = {
+        "output_dir": SPEC["folder"],
+        "per_device_train_batch_size": SPEC["batch"],
+        "max_steps": SPEC["warmup"] + SPEC["steps"],
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": SPEC["dtype"] == "bf16",
+        "ddp_backend": None if torch.cuda.is_available() else "gloo",
+        "optim": "adamw_torch_fused",
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **ENGINE.arguments(),
+    }
+    arguments = TrainingArguments(**keywords)
+    hidden, layers, heads, intermediate = SHAPES[SPEC["model"]]
+    torch.manual_seed(42)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            intermediate_size=intermediate,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+    rows = max(64, (SPEC["warmup"] + SPEC["steps"]) * SPEC["batch"] * SPEC["world"])
+    clock = Clock()
+    trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows, SPEC["tokens"]), callbacks=[clock])
+    trainer.train()
+    steps = [end - begin for begin, end in zip([clock.first_step_begins, *clock.ends], clock.ends)]
+    result = {
+        "startup_s": clock.first_step_begins - STARTED,
+        "first_step_s": steps[0],
+        "steps_s": steps[SPEC["warmup"] :],
+        "peak_bytes": peak_bytes(),
+        "losses": clock.losses,
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    if torch.cuda.is_available():
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    Path(SPEC["folder"], f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
