@@ -151,7 +151,8 @@ class Run:
     Args:
         model: makes it. rows, eval_rows: the data.
         arguments: of TrainingArguments, beside `COMMON`. options: of the Trainer (`optimizers` is called with the model).
-        mixin: goes before the Trainer class.
+        mixin: a user's subclass over the Trainer class. trainer, arguments_type: other classes of transformers' kind, over
+        which ours goes as a mixin.
         ftkit: engine settings of ours; "default" leaves the field alone.
         resume: folder for `resume_from_checkpoint`.
         before, after: called with the trainer around train(); what they return is in the outcome.
@@ -159,10 +160,12 @@ class Run:
 
     model: Callable[[], nn.Module] = llama
     rows: Callable[[], list[dict[str, Tensor]]] | int = 40
-    eval_rows: int = 0
+    eval_rows: Callable[[], list[dict[str, Tensor]]] | int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     mixin: type | None = None
+    trainer: type = transformers.Trainer
+    arguments_type: type = transformers.TrainingArguments
     ftkit: Any = "default"
     resume: str | bool | None = None
     before: Callable[[Any], Any] | None = None
@@ -200,14 +203,20 @@ COMMON: dict[str, Any] = {
 }
 
 
-def classes(kind: str) -> tuple[type, type]:
-    """Return Trainer and TrainingArguments of a kind: the one import that changes."""
-    if kind == "stock":
-        return transformers.Trainer, transformers.TrainingArguments
-    return ftkit.Trainer, ftkit.TrainingArguments
+def classes(kind: str, run: Run) -> tuple[type, type]:
+    """Return Trainer and TrainingArguments of a kind: the one import that changes, or the mixins over other classes."""
+    trainer, arguments = run.trainer, run.arguments_type
+    if kind == "ours":
+        plain = trainer is transformers.Trainer
+        trainer = ftkit.Trainer if plain else type("MixinTrainer", (ftkit.TrainerMixin, trainer), {})
+        plain = arguments is transformers.TrainingArguments
+        arguments = ftkit.TrainingArguments if plain else type("MixinArguments", (ftkit.ArgumentsMixin, arguments), {})
+    if run.mixin is not None:
+        trainer = type("UserTrainer", (run.mixin, trainer), {})
+    return trainer, arguments
 
 
-def make_arguments(kind: str, folder: str, run: Run, arguments_class: type | None = None) -> Any:
+def make_arguments(kind: str, folder: str, run: Run) -> Any:
     """Return the TrainingArguments of a run on this world."""
     world = world_size()
     fields = {**COMMON, **({"ddp_backend": "gloo"} if world > 1 else {}), **run.arguments}
@@ -215,16 +224,14 @@ def make_arguments(kind: str, folder: str, run: Run, arguments_class: type | Non
     fields.setdefault("per_device_eval_batch_size", run.batch // world)
     if kind == "ours" and run.ftkit != "default":
         fields["ftkit"] = run.ftkit
-    return (arguments_class or classes(kind)[1])(folder, **fields)
+    return classes(kind, run)[1](folder, **fields)
 
 
 def make_trainer(kind: str, folder: str, run: Run) -> Any:
     """Return the Trainer of a run on this world."""
     fresh_state()
-    trainer_class = classes(kind)[0]
-    if run.mixin is not None:
-        trainer_class = type("MixedTrainer", (run.mixin, trainer_class), {})
     arguments = make_arguments(kind, folder, run)
+    arguments.device  # noqa: B018  (accelerate sets the number of threads here)
     torch.set_num_threads(1)
     options = dict(run.options)
     if "model_init" not in options:
@@ -232,9 +239,9 @@ def make_trainer(kind: str, folder: str, run: Run) -> Any:
     if "optimizers" in options:
         options["optimizers"] = options["optimizers"](options["model"])
     rows = token_rows(run.rows) if isinstance(run.rows, int) else run.rows()
-    eval_rows = token_rows(run.eval_rows, seed=9) if run.eval_rows else None
-    options.setdefault("eval_dataset", eval_rows)
-    return trainer_class(args=arguments, train_dataset=rows, **options)
+    if run.eval_rows:
+        options["eval_dataset"] = token_rows(run.eval_rows, seed=9) if isinstance(run.eval_rows, int) else run.eval_rows()
+    return classes(kind, run)[0](args=arguments, train_dataset=rows, **options)
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ micro-batch keeps one rank's size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
-import ftkit
-from ftkit.hf.blocks import units_of
 from tests.hf import runs
-from tests.hf.runs import VOCABULARY, Run, assert_same_history, assert_same_weights, train
+from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
 
 BASE = Run(
     rows=45,
@@ -94,14 +92,14 @@ def test_norms_are_logged_without_clipping(world2, stock, tmp_path):
 
 
 def test_tokens_and_operations_are_counted(world2, stock, tmp_path):
-    run = replace(changed(SHORT, include_num_input_tokens_seen="all"), after=lambda_free_counts)
+    run = replace(changed(SHORT, include_num_input_tokens_seen="all"), after=counts)
     ours, theirs = world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0], stock(run)
     assert_same_history(ours, theirs)
     assert ours.column("num_input_tokens_seen")[-1] == 24 * runs.LENGTH
     assert ours.after == theirs.after
 
 
-def lambda_free_counts(trainer):
+def counts(trainer):
     return trainer.state.total_flos, trainer.model.num_parameters(), trainer.get_num_trainable_parameters()
 
 
@@ -364,4 +362,127 @@ def test_a_users_own_loss(run, world2, stock, tmp_path):
     assert_same_weights(ours.weights, stock(run).weights)
 
 
-CLASSIFIER = Run(model=runs.classifier, rows=lambda_rows) if (lambda_rows := None) else None
+def labelled_rows():
+    return runs.labelled_rows(24)
+
+
+def few_labelled_rows():
+    return runs.labelled_rows(10, seed=4)
+
+
+CLASSIFIER = Run(
+    model=runs.classifier,
+    rows=labelled_rows,
+    eval_rows=few_labelled_rows,
+    arguments={"num_train_epochs": 2, "eval_strategy": "epoch"},
+    before=evaluate,
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_loss_that_is_a_mean_is_that_of_one_rank(ranks, worlds, stock, tmp_path):
+    theirs = stock(CLASSIFIER)
+    ours = worlds[ranks].run(train, "ours", str(tmp_path), CLASSIFIER)[0]
+    assert_same_history(ours, theirs, leave_out=["eval_loss"])
+    assert_same_weights(ours.weights, theirs.weights)
+    # the rows of the last evaluation batch that are repeated stay in its mean, as in stock on several ranks
+    assert ours.column("eval_loss") == pytest.approx(theirs.column("eval_loss"), rel=1e-5 if ranks == 1 else 0.05)
+
+
+def test_a_loss_that_is_a_mean_is_the_same_in_one_batch_or_four(world2, stock, tmp_path):
+    """Two ranks and two micro-batches of three rows, against one batch of twelve. (Stock adds micro-batches here.)"""
+    whole = replace(CLASSIFIER, batch=12, eval_rows=0, before=None, arguments={"num_train_epochs": 2})
+    cut = replace(whole, batch=6, arguments={**whole.arguments, "gradient_accumulation_steps": 2})
+    ours, theirs = world2.run(train, "ours", str(tmp_path), cut)[0], stock(whole)
+    assert_same_history(ours, theirs)
+    assert_same_weights(ours.weights, theirs.weights)
+    assert stock(cut).column("grad_norm")[0] == pytest.approx(2 * theirs.column("grad_norm")[0], rel=1e-4)
+
+
+# --- where random numbers or the order of samples depend on the ranks, as in stock on as many ranks
+
+
+def uneven_rows():
+    lengths = [runs.LENGTH - 5 + (7 * i) % 6 for i in range(24)]
+    return [row for i, length in enumerate(lengths) for row in runs.token_rows(1, seed=50 + i, length=length)]
+
+
+def pad(rows):
+    width = max(len(row["labels"]) for row in rows)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        key: torch.stack([F.pad(row[key], (0, width - len(row[key])), value=value) for row in rows])
+        for key, value in fill.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        changed(SHORT, neftune_noise_alpha=5.0),
+        replace(changed(SHORT, train_sampling_strategy="group_by_length"), rows=uneven_rows, options={"data_collator": pad}),
+    ],
+    ids=["neftune", "group_by_length"],
+)
+def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
+    ours = world2.run(train, "ours", str(tmp_path / "ours"), replace(run, ftkit={"stage": 3}))[0]
+    theirs = world2.run(train, "stock", str(tmp_path / "stock"), run)[0]
+    assert_same_history(ours, theirs)
+    assert_same_weights(ours.weights, theirs.weights)
+    assert ours.column("loss") != pytest.approx(stock(SHORT).column("loss"), rel=1e-3)
+
+
+def stream():
+    return Stream()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self):
+        return iter(runs.token_rows(30))
+
+
+def test_a_stream_of_rows(world2, stock, tmp_path):
+    run = replace(changed(SHORT, max_steps=4), rows=stream)
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run), leave_out=["epoch"])
+
+
+# --- generation in evaluation
+
+
+def sequence_rows(count=8):
+    rows = runs.token_rows(count, seed=21)
+    return [{**row, "labels": row["input_ids"].flip(0)[:7]} for row in rows]
+
+
+def few_sequence_rows():
+    return sequence_rows(5)
+
+
+def generated_metrics(prediction):
+    tokens = np.where(prediction.predictions < 0, 0, prediction.predictions)
+    ends = (tokens == 1).any(-1)
+    lengths = np.where(ends, (tokens == 1).argmax(-1), tokens.shape[1])
+    return {"sum": int(tokens.sum()), "shortest": int(lengths.min()), "longest": int(lengths.max()), "rows": len(tokens)}
+
+
+SEQ2SEQ = Run(
+    model=runs.t5,
+    rows=sequence_rows,
+    eval_rows=few_sequence_rows,
+    trainer=transformers.Seq2SeqTrainer,
+    arguments_type=transformers.Seq2SeqTrainingArguments,
+    arguments={"predict_with_generate": True, "generation_max_length": 12, "eval_strategy": "steps", "eval_steps": 2},
+    options={"compute_metrics": generated_metrics},
+    batch=2,
+)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_generation_in_evaluation_where_ranks_stop_at_different_lengths(stage, world2, stock, tmp_path):
+    theirs = stock(SEQ2SEQ)
+    assert theirs.column("eval_shortest")[0] < theirs.column("eval_longest")[0]
+    ours = world2.run(train, "ours", str(tmp_path), replace(SEQ2SEQ, ftkit={"stage": stage}))[0]
+    assert_same_history(ours, theirs, leave_out=["eval_loss"])
