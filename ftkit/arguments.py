@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, TaskType
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+from ftkit.errors import UserError
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.recipe import Adapter, Recipe, split_batch
 
@@ -70,6 +72,19 @@ def engine_settings(recipe: Recipe, ranks: int) -> dict[str, Any]:
     }
 
 
+def check_report_to(names: tuple[str, ...]) -> None:
+    """Refuse places to report to that HF Trainer does not know or that are not installed.
+
+    Raises:
+        UserError: With the known ones, or what to install.
+    """
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UserError(f"output.report_to: {name} is unknown; known: {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+        if name not in get_available_reporting_integrations():
+            raise UserError(f"output.report_to: {name} is not installed; pip install {name}, or remove it")
+
+
 def training_arguments(recipe: Recipe, ranks: int, *, evaluate_first: bool) -> TrainingArguments:
     """Return the Trainer's arguments; where ranks were started this also makes their process group.
 
@@ -81,6 +96,7 @@ def training_arguments(recipe: Recipe, ranks: int, *, evaluate_first: bool) -> T
     Raises:
         UserError: The sequences of a step cannot be divided among the ranks.
     """
+    check_report_to(recipe.output.report_to)
     micro_batch, accumulation = split_batch(recipe, ranks)
     train, optimizer, output, held_out = recipe.train, recipe.optimizer, recipe.output, recipe.eval
     schedule = optimizer.schedule

@@ -28,8 +28,9 @@ from ftkit.errors import UserError
 from ftkit.generate import answer
 from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
 from ftkit.hf.loading import load_model
+from ftkit.hf.settings import DTYPES
 from ftkit.launch import Stop
-from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar
+from ftkit.progress import GIB, EndOnRequest, MetricsLog, ProgressBar
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
@@ -154,19 +155,45 @@ def build_model(recipe: Recipe) -> Any:
     Raises:
         UserError: See `ftkit.hf.loading.load_model`.
     """
-    return load_model(
-        recipe.model.name,
-        task=recipe.task,
-        revision=recipe.model.revision,
-        config=recipe.model.config,
-        trust_remote_code=recipe.model.trust_remote_code,
-        adapter=lora_config(recipe.adapter, recipe.task),
-    )
+    try:
+        return load_model(
+            recipe.model.name,
+            task=recipe.task,
+            revision=recipe.model.revision,
+            config=recipe.model.config,
+            trust_remote_code=recipe.model.trust_remote_code,
+            adapter=lora_config(recipe.adapter, recipe.task),
+        )
+    except ValueError as error:
+        if recipe.adapter is None or isinstance(error, UserError):
+            raise
+        raise UserError(f"adapter: PEFT refuses it for this model: {error}") from error
+
+
+def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
+    """Refuse a tokenizer or sequences that the model has no embeddings for.
+
+    Raises:
+        UserError: More tokens than the vocabulary, or longer sequences than learned positions.
+    """
+    config = model.config.get_text_config()
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {config.vocab_size}; set "
+            "model.tokenizer to the one that belongs to the model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    rotary = getattr(config, "rope_parameters", None) is not None
+    if positions and sequence_tokens > positions and not rotary:
+        raise UserError(
+            f"data.sequence_tokens is {sequence_tokens} and the model has {positions} positions; set it to at most that"
+        )
 
 
 def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ranks: int) -> RecipeTrainer:
     """Load the model and put it, the rows and the recipe's wishes into a Trainer."""
     model = build_model(recipe)
+    check_fit(model, tokenizer, recipe.data.sequence_tokens)
     micro_batch, accumulation = split_batch(recipe, ranks)
     trainer = RecipeTrainer(
         model=model,
@@ -262,14 +289,19 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     step_sequences = micro_batch * accumulation * ranks
     epoch_steps = len(WholeSteps(rows.prepared.order(recipe.train.seed), step_sequences)) // step_sequences
     steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * epoch_steps)
-    parameters = list(build_model(recipe).parameters())
-    numel = sum(each.numel() for each in parameters)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    model = build_model(recipe)
+    check_fit(model, tokenizer, recipe.data.sequence_tokens)
+    numel = sum(each.numel() for each in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     dtype = compute_dtype(recipe.train.dtype)
     say.print(escape(recipe.dump()))
     say.print(escape(str(rows.prepared.report)))
     say.print(f"held out: {len(rows.held_out) if rows.held_out is not None else 0} rows")
     say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
+    # Weights and gradients in the compute dtype; masters and Adam's two moments in fp32 (ZeRO, arXiv:1910.02054).
+    itemsize = DTYPES[dtype].itemsize
+    state_bytes = numel * itemsize + trained * (itemsize + 12)
+    say.print(f"state: {state_bytes / GIB:.2f} GiB in all, {state_bytes / ranks / GIB:.2f} GiB a rank at stage 3")
     say.print(
         f"step: {recipe.train.batch_tokens:,} tokens = {ranks} ranks x {micro_batch} sequences x {accumulation} "
         f"micro-batches x {recipe.data.sequence_tokens:,} tokens"

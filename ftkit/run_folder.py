@@ -8,7 +8,8 @@
     model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
 
 It refuses a place that cannot be written, before any rank is started, and to mix a new run with the checkpoints of an
-old one. What it costs: an old run must be resumed, moved or deleted, never silently overwritten.
+old one. What it costs: those must be resumed from, moved or deleted. A finished run without checkpoints is overwritten; its
+summary goes first, so that a summary always belongs to the run that is there.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class RunFolder:
                     f"output.dir: {self.path} holds {found[-1].name} of an earlier run; continue it with --resume "
                     "auto, delete its checkpoints, or choose another folder with --set output.dir=PATH"
                 )
+            self.summary.unlink(missing_ok=True)
             return None
         if resume == "auto":
             return found[-1] if found else None

@@ -12,9 +12,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ftkit import cli
+from ftkit.arguments import check_report_to
+from ftkit.errors import UserError
 from tests.tiny import make_base, write_rows
 
 SCREEN_LINES = 24
@@ -188,6 +190,29 @@ def test_faults_of_the_data(capsys, places, tmp_path):
     assert "broken.jsonl:2" in refusal(capsys, "finetune", places(data=broken), "--dry-run")
     few = rows_of(tmp_path / "few.jsonl", good)
     assert "1 sequences and one step takes 4" in refusal(capsys, "finetune", places(data=few), "--dry-run")
+
+
+def test_faults_that_show_with_the_model(capsys, places, base, tmp_path):
+    def told(*settings):
+        return refusal(capsys, "finetune", places(), "--dry-run", *(w for each in settings for w in ("--set", each)))
+
+    assert "PEFT refuses it" in told("adapter.targets=[no_such_module]")
+    shutil.copytree(base, tmp_path / "other")
+    other = PreTrainedTokenizerFast.from_pretrained(tmp_path / "other")
+    other.add_tokens([f"word{number}" for number in range(20)])
+    other.save_pretrained(tmp_path / "other")
+    words = told(f"model.tokenizer={tmp_path / 'other'}")
+    assert f"the tokenizer has {len(other)} tokens and the model embeddings for {len(other) - 20}" in words
+    config = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, n_positions: 16, vocab_size: 300}"
+    scratch = ["model.name=null", f"model.tokenizer={base}", f"model.config={config}"]
+    assert "data.sequence_tokens is 32 and the model has 16 positions" in told(*scratch)
+
+
+def test_a_place_to_report_to_that_is_not_there():
+    with pytest.raises(UserError, match=r"known: .*tensorboard"):
+        check_report_to(("tensorbord",))
+    with pytest.raises(UserError, match="comet_ml is not installed"):
+        check_report_to(("comet_ml",))
 
 
 def test_a_batch_that_cannot_be_divided(capsys, places):

@@ -1,4 +1,4 @@
-"""`stock_trainer.py` on ftkit: one import changed. `--ftkit none` is the stock Trainer, `--ftkit '{"stage": 3}'` forces a stage.
+"""`stock_trainer.py` on ftkit: one import changed. `--ftkit none` is the stock Trainer, `{"stage": 3}` forces a stage.
 
 torchrun --nproc-per-node 2 docs/examples/ftkit_trainer.py --output_dir runs/example --use_cpu --max_steps 20
 """

@@ -13,6 +13,7 @@ states: (W-1)/W of the gathered bytes for a gather or a scatter, twice that for 
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import tempfile
@@ -48,6 +49,7 @@ class Communicator:
         self.world_size = dist.get_world_size(group) if live else 1
         self._stage: SharedStage | None = None
         if self.world_size > 1 and device.type == "cpu":
+            atexit.register(_end_group)
             self._stage = SharedStage.open(self)
 
     @property
@@ -154,6 +156,12 @@ class Communicator:
 
     def _count(self, name: str, full: Tensor, times: int = 1) -> None:
         self.bytes_sent[name] += times * full.numel() * full.element_size() * (self.world_size - 1) // self.world_size
+
+
+def _end_group() -> None:
+    """End the default process group before the interpreter goes: gloo's threads abort a process that leaves them behind."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _machine() -> tuple[str, str]:

@@ -31,6 +31,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import cached_file
 
 from ftkit.engine.flat import FlatParameter
+from ftkit.engine.flat import FlatParameter
+from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
 from ftkit.errors import UserError
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 TASKS = {"causal-lm": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM"}
 """Task of a recipe to the transformers class that builds its model."""
+
+
+_Places = dict[str, tuple[TensorFile, str]]
 
 
 @dataclass
@@ -159,12 +164,19 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def load_weights(units: Units, files: list[Path] | None = None, *, init_missing: bool = True) -> LoadReport:
+def load_weights(
+    units: Units,
+    files: list[Path] | None = None,
+    *,
+    optimizer: ShardedOptimizer | None = None,
+    init_missing: bool = True,
+) -> LoadReport:
     """Stream weights into a sharded model. A collective only where tensors are missing.
 
     Args:
-        units: of a model from `load_model`.
+        units: of a model on one of transformers' classes, PEFT adapters on top or not.
         files: safetensors files; None takes what `load_model` found (nothing: all weights are initialised).
+        optimizer: its fp32 master weights are replaced too, if it has any yet.
         init_missing: initialise what no file has; False raises for it.
 
     Raises:
@@ -172,37 +184,89 @@ def load_weights(units: Units, files: list[Path] | None = None, *, init_missing:
 
     Cost: reads this rank's byte ranges once; 8 MiB, and one unit where tensors are initialised.
     """
-    source: WeightSource = units.model._ftkit_source
-    files = source.files if files is None else files
+    source = getattr(units.model, "_ftkit_source", None)
+    described = source.model if source is not None else _described(units.model)
+    files = (source.files if source is not None else []) if files is None else files
     report = LoadReport()
     wanted = {segment.name for flat in units.flats for segment in flat.layout.segments}
-    prefix = next((n for n, m in units.model.named_modules() if m is source.model), "")
+    prefix = next((n for n, m in units.model.named_modules() if m is described), "")
     with ExitStack() as stack:
         opened = [stack.enter_context(TensorFile(path)) for path in files]
-        places, report.unused = _places(source.model, opened, prefix, wanted, units.aliases)
+        places, report.unused = _places(described, opened, prefix, wanted, units.aliases)
         _check_shapes(units, places)
         if opened and not places:
-            raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(source.model).__name__}")
-        for flat in units.flats:
-            base, stop = (0, flat.layout.numel) if flat.full is not None else flat.layout.shard_range(flat.rank)
-            out = flat.full if flat.full is not None else flat.shard
-            for span in flat.layout.spans(base, stop):
-                place = places.get(span.segment.name)
-                if place is not None:
-                    target = out[span.start - base : span.stop - base]
-                    place[0].read(place[1], span.start - span.segment.start, target)
-                    report.bytes_read += (span.stop - span.start) * place[0].entries[place[1]].dtype.itemsize
-        _load_buffers(source.model, places, prefix)
+            raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(described).__name__}")
+        report.bytes_read = _stream(units, places, optimizer)
+        _load_buffers(described, places)
     missing = wanted - set(places)
     expected_anew = {n for n in missing if _is_adapter_name(n)}
     report.initialised = sorted(missing - expected_anew) if files else []
     if report.initialised and not init_missing:
         raise UserError(f"{len(report.initialised)} tensors are in no file, first {report.initialised[0]}")
-    _initialise(units, missing)
+    if init_missing:
+        _initialise(units, missing)
     units.rewritten()
     if files:
         _say(report, files)
     return report
+
+
+def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
+    """Read an adapter folder that `save_model` (or PEFT) wrote into a sharded PEFT model.
+
+    Args:
+        units: of a PEFT model with the same adapter.
+        optimizer: its fp32 master weights are replaced too.
+
+    Raises:
+        UserError: if the folder lacks a tensor of the adapter, or a shape differs.
+    """
+    model, path = units.model, Path(folder) / SAFETENSORS_WEIGHTS_NAME
+    trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
+    stand_ins = {name: torch.empty(0, device="meta") for name in trained}
+    saved_as = {id(tensor): key for key, tensor in get_peft_model_state_dict(model, state_dict=stand_ins).items()}
+    with TensorFile(path) as file:
+        places = {
+            name: (file, key)
+            for name, tensor in stand_ins.items()
+            if (key := saved_as.get(id(tensor))) is not None and key in file.entries
+        }
+        if lacking := trained - set(places):
+            raise UserError(f"{path}: lacks {len(lacking)} tensors of the adapter, first {min(lacking)}")
+        _check_shapes(units, places)
+        _stream(units, places, optimizer)
+    units.rewritten()
+
+
+def _described(model: nn.Module) -> PreTrainedModel:
+    """Return the model that a folder of weights would describe: without PEFT's wrapping."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise UserError(f"{type(inner).__name__} is no transformers model: its weights cannot be found in a folder")
+    return inner
+
+
+def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -> int:
+    """Read this rank's ranges of the tensors in `places`; return the bytes read."""
+    bytes_read = 0
+    for flat in units.flats:
+        outs = [_own_part(flat)]
+        if optimizer is not None and (line := optimizer.lines.get(flat.name)) and line.master is not flat.shard:
+            outs.append((line.master, *flat.layout.shard_range(flat.rank)))
+        for out, base, stop in outs:
+            for span in flat.layout.spans(base, stop):
+                if span.segment.name in places:
+                    file, key = places[span.segment.name]
+                    file.read(key, span.start - span.segment.start, out[span.start - base : span.stop - base])
+                    bytes_read += (span.stop - span.start) * file.entries[key].dtype.itemsize
+    return bytes_read
+
+
+def _own_part(flat: FlatParameter) -> tuple[Tensor, int, int]:
+    """Return the weights of a line that lie on this rank, and the elements [start, stop) of the line that they are."""
+    if flat.full is not None:
+        return flat.full, 0, flat.layout.numel
+    return (flat.shard, *flat.layout.shard_range(flat.rank))
 
 
 def _say(report: LoadReport, files: list[Path]) -> None:
@@ -215,9 +279,6 @@ def _say(report: LoadReport, files: list[Path]) -> None:
 
 def _is_adapter_name(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
-
-
-_Places = dict[str, tuple[TensorFile, str]]
 
 
 def _places(
@@ -291,7 +352,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()  # parameters are on meta, where this writes nothing
 
 
-def _load_buffers(model: PreTrainedModel, places: _Places, prefix: str) -> None:
+def _load_buffers(model: PreTrainedModel, places: _Places) -> None:
     for name, buffer in model.named_buffers():
         place = places.get(f"buffer:{name}")
         if place is not None and place[0].entries[place[1]].shape == tuple(buffer.shape):
@@ -321,8 +382,7 @@ def _initialise(units: Units, missing: set[str]) -> None:
                 owner.initialise(owner.module)
         finally:
             _register(owners, flat.parameters)
-        base, stop = (0, flat.layout.numel) if flat.full is not None else flat.layout.shard_range(flat.rank)
-        out = flat.full if flat.full is not None else flat.shard
+        out, base, stop = _own_part(flat)
         for span in flat.layout.spans(base, stop):
             if span.segment.name in missing:
                 out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])

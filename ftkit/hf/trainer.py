@@ -23,7 +23,7 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
@@ -35,7 +35,7 @@ from ftkit.errors import UserError
 from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sharded_optimizer
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
-from ftkit.hf.loading import load_weights
+from ftkit.hf.loading import find_weights, load_adapter, load_weights
 from ftkit.hf.saving import save_config, save_model
 from ftkit.hf.settings import EngineSettings
 
@@ -77,6 +77,7 @@ class TrainerMixin:
                 f"class C(ftkit.ArgumentsMixin, {type(self.args).__name__})"
             )
         self._counts_items: bool | None = None  # not known yet
+        self._asked = False
         if self.args.ftkit is None:
             return
         _refuse(self.args)
@@ -129,9 +130,11 @@ class TrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
-        if self._drops_repeated:
-            epoch_iterator = map(self._without_repeated, epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and self._masks_repeated(batches[-1]):
+            batches[-1] = self._without_repeated(batches[-1])
+            count = self._get_num_items_in_batch(batches, device)
+        return batches, count
 
     def compute_loss(
         self,
@@ -164,32 +167,39 @@ class TrainerMixin:
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
-        given = self._without_repeated(inputs) if self._drops_repeated else inputs
-        answer = super().prediction_step(model, given, prediction_loss_only, ignore_keys)
-        if not self._drops_repeated:
-            return answer
-        if given is inputs and (given := self._without_repeated(inputs)) is not inputs:  # the first batch is the last
-            answer = super().prediction_step(model, given, prediction_loss_only, ignore_keys)
-        loss, logits, labels = answer
-        if loss is not None:  # each rank's is its part of the batch's sum, times the ranks, over the batch's count
+        if self._masks_repeated(inputs):
+            inputs = self._without_repeated(inputs)
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and self._counts_global_batch:  # this rank's part of the sum, times the ranks, over the count
             loss = self.accelerator.reduce(loss, "mean")
         return loss, logits, labels
 
     @property
-    def _drops_repeated(self) -> bool:
-        """Whether the loss is known to be a sum over the global batch's label tokens, so that labels can be masked."""
+    def _counts_global_batch(self) -> bool:
+        """Whether the loss is known to be a sum over label tokens divided by their number in the global batch."""
         return self.engine_is_on and self._counts_items is True and self.args.average_tokens_across_devices
 
-    def _without_repeated(self, inputs: Any) -> Any:
-        """Return the batch with the labels of repeated samples masked; accelerate drops their outputs itself."""
-        if not isinstance(inputs, Mapping) or "labels" not in inputs:
-            return inputs
-        repeated = repeated_rows(self.accelerator, len(inputs["labels"]))
-        if repeated == 0:
-            return inputs
-        labels = inputs["labels"].clone()
-        labels[len(labels) - repeated :] = -100
-        return {**inputs, "labels": labels}
+    def _masks_repeated(self, batch: Any) -> bool:
+        """Return, alike on all ranks, whether some of the batch's samples are repeated and must not count."""
+        if not (self.engine_is_on and isinstance(batch, Mapping) and "labels" in batch):
+            return False
+        if rows_left(self.accelerator, len(batch["labels"])) == 0:
+            return False
+        if self._counts_items is None and not self._asked:  # the very first batch: try what the loss depends on
+            self._asked = True
+            random = random_state(self.accelerator.device)
+            count = self._get_num_items_in_batch([batch], self.args.device)
+            with torch.no_grad():
+                self.compute_loss(self.model, self._prepare_inputs(copy(batch)), num_items_in_batch=count)
+            set_random_state(random, self.accelerator.device)
+        return self._counts_global_batch
+
+    def _without_repeated(self, batch: Any) -> Any:
+        """Return the last batch with the labels of repeated samples masked; accelerate drops their outputs itself."""
+        labels = batch["labels"].clone()
+        own = rows_left(self.accelerator, len(labels)) - self.args.process_index * len(labels)
+        labels[max(own, 0) :] = -100
+        return {**batch, "labels": labels}
 
     # --- saving
 
@@ -306,11 +316,13 @@ class TrainerMixin:
         if not self.engine_is_on:
             return super()._load_best_model()
         folder = Path(self.state.best_model_checkpoint)
-        units = self.accelerator.sharded(self.model)
+        units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
-            load_checkpoint(folder / ENGINE_FOLDER, units, frozen=not isinstance(self.model, PeftModel))
+            load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=not isinstance(self.model, PeftModel))
+        elif isinstance(self.model, PeftModel):
+            load_adapter(units, folder, optimizer)
         else:
-            load_weights(units, sorted(folder.glob("*.safetensors")), init_missing=False)
+            load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
 
 
 def watched(number: Tensor, uses: list[Any]) -> Tensor:
@@ -326,20 +338,22 @@ def watched(number: Tensor, uses: list[Any]) -> Tensor:
     return number.as_subclass(Watched)
 
 
-def repeated_rows(accelerator: Any, rows: int) -> int:
-    """Return how many of the `rows` of this rank's present batch are repeated to fill the epoch's last global batch."""
+def rows_left(accelerator: Any, rows: int) -> int:
+    """Return how many samples all ranks' present batches of `rows` hold, if they are an epoch's last and are not full.
+
+    0 otherwise, and where the batches are not cut from one order of samples (a stream): there repeated samples count, as
+    in the Trainer.
+    """
     state = accelerator.gradient_state
-    if not state.end_of_dataloader:
+    if not state.end_of_dataloader or accelerator.num_processes == 1:
         return 0
-    sampler = getattr(state.active_dataloader, "batch_sampler", None)
+    loader = state.active_dataloader
+    sampler = getattr(loader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
         sampler = sampler.batch_sampler
-    if type(sampler) is not BatchSampler or sampler.drop_last:
-        return 0  # a stream, or batches of uneven size: repeated samples count, as in the Trainer
-    left = len(sampler.sampler) % (rows * accelerator.num_processes)
-    if left == 0 or accelerator.num_processes == 1:
+    if isinstance(loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
         return 0
-    return rows - min(max(left - accelerator.process_index * rows, 0), rows)
+    return len(sampler.sampler) % (rows * accelerator.num_processes)
 
 
 def _sequence_tokens(args: Any, model: Any) -> int:

@@ -66,7 +66,7 @@ def test_the_same_log_by_one_import_changed(ranks, settings, worlds, stock, tmp_
     ours = worlds[ranks].run(train, "ours", str(tmp_path), replace(BASE, ftkit=settings))
     theirs = stock(BASE)
     assert len(theirs.column("loss")) == 8
-    assert len(theirs.column("eval_loss")) == 2
+    assert len(theirs.column("eval_loss")) == 3
     for outcome in ours:
         assert_same_history(outcome, theirs)
     assert_same_weights(ours[0].weights, theirs.weights)

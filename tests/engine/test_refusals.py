@@ -1,0 +1,358 @@
+"""What the engine refuses, and that what is not there is loud: every refusal says what was found, or names the place."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.engine.shard import shard
+from tests.engine import families
+from tests.engine.families import HIDDEN, VOCABULARY, token_loss
+from tests.engine.nets import Block, Net
+from tests.engine.trajectory import shard_model
+
+ROWS = families.batch("llama", 0)
+TOKENS = families.label_tokens(ROWS)
+
+
+def sharded(build=lambda: families.build("llama"), policy=Policy(), **settings):
+    """Return a sharded model and its units."""
+    torch.manual_seed(1)
+    model = build()
+    return model, shard_model(model, policy, **settings)
+
+
+def everywhere(world, case, *args):
+    """Run `case` on every rank; it asserts by itself."""
+    world.run(case, *args)
+
+
+# --- use
+
+
+def double_backward(activations):
+    model, _ = sharded(policy=Policy(activations=activations))
+    embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    logits = model(inputs_embeds=embedded).logits
+    (slope,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
+def backward_twice(activations):
+    model, units = sharded(policy=Policy(activations=activations))
+    optimizer = ShardedSGD(units, None)
+    loss = token_loss(model, ROWS, TOKENS)
+    loss.backward(retain_graph=True)
+    norm = optimizer.grad_norm()
+    optimizer._norm = None
+    if activations == "keep":
+        with pytest.raises(RuntimeError, match="backward"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert optimizer.grad_norm() == pytest.approx(2 * norm, rel=1e-5)
+
+
+def update_before_backward(activations):
+    model, units = sharded(policy=Policy(activations=activations))
+    optimizer = ShardedAdamW(units, None)
+    late = token_loss(model, ROWS, TOKENS)
+    token_loss(model, ROWS, TOKENS).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"weights of model\.layers\.2 were updated between its forward and its backw"):
+        late.backward()
+
+
+def switched_adapters():
+    active = ["a"]
+    model, _ = sharded(Net, fingerprint=lambda module: tuple(active))
+    loss = token_loss(model, ROWS, TOKENS)
+    active[0] = "b"
+    with pytest.raises(RuntimeError, match="adapters were switched"):
+        loss.backward()
+
+
+class RankSkips(Net):
+    """Leaves out a block on rank 1, as LayerDrop does."""
+
+    rank = 0
+
+    def run_blocks(self, x, input_ids):
+        for number, block in enumerate(self.blocks):
+            if (number, self.rank) != (1, 1):
+                x = block(x)
+        return x
+
+
+def ranks_skip_blocks():
+    model, units = sharded(RankSkips, Policy(debug=True))
+    model.rank = units.comm.rank
+    with pytest.raises(RuntimeError, match=r"ranks gather different units at the same time: \["):
+        token_loss(model, ROWS, TOKENS)
+
+
+class ReadsBlock(Net):
+    """Uses a weight of a block outside it."""
+
+    def run_blocks(self, x, input_ids):
+        return super().run_blocks(x, input_ids) + self.blocks[0].norm.weight
+
+
+def weight_read_outside_its_block(stage):
+    model, _ = sharded(ReadsBlock, Policy(stage=stage))
+    loss = token_loss(model, ROWS, TOKENS)
+    if stage == 3:
+        assert loss.isnan()
+    else:
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.weight was used outside its block blocks\.0"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("case", [double_backward, backward_twice, update_before_backward])
+def test_backward_is_refused(world2, case, activations):
+    everywhere(world2, case, activations)
+
+
+@pytest.mark.parametrize("case", [switched_adapters, ranks_skip_blocks])
+def test_change_between_forward_and_backward_or_among_ranks_is_refused(world2, case):
+    everywhere(world2, case)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_weight_read_outside_its_block_is_loud(world2, stage):
+    everywhere(world2, weight_read_outside_its_block, stage)
+
+
+# --- changes after sharding
+
+
+def tie(model):
+    model.lm_head.weight = model.model.embed_tokens._parameters["weight"]
+
+
+def replace(model):
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(torch.zeros(88, HIDDEN))
+
+
+def add(model):
+    model.model.layers[1].extra = nn.Linear(2, 2)
+
+
+def resize(model):
+    model.set_input_embeddings(nn.Embedding(VOCABULARY + 5, HIDDEN))
+
+
+def unfreeze(model):
+    model.model.layers[1].requires_grad_(True)
+
+
+def cast(model):
+    model.half()
+
+
+def change_after_sharding(change, stage):
+    model, _ = sharded(policy=Policy(stage=stage)) if change is not unfreeze else sharded(_frozen, Policy(stage=stage))
+    change(model)
+    with pytest.raises(RuntimeError, match="changed after sharding"):
+        token_loss(model, ROWS, TOKENS)
+
+
+def _frozen():
+    model = families.build("llama")
+    model.model.layers[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("change", [tie, replace, add, resize, unfreeze, cast])
+def test_a_model_changed_after_sharding_is_refused(world2, change, stage):
+    everywhere(world2, change_after_sharding, change, stage)
+
+
+def copies():
+    model, _ = sharded()
+    for module in (model, model.model, model.model.layers[0], model.lm_head):
+        for copy_ in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(TypeError, match="cannot be copied or pickled: its weights lie on several ranks"):
+                copy_(module)
+
+
+def state_dicts(stage):
+    reference = families.build("llama").state_dict()
+    model, units = sharded(policy=Policy(stage=stage))
+    if stage == 3:
+        for module in (model, model.model.layers[1], model.lm_head):
+            with pytest.raises(RuntimeError, match=r"state_dict\(\) of a sharded model"):
+                module.state_dict()
+    else:
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in reference.items())
+    ours = units.state_dict()
+    assert ours.keys() == reference.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in reference.items())
+
+
+def loading():
+    model, _ = sharded()
+    with pytest.raises(RuntimeError):
+        model.load_state_dict(families.build("llama").state_dict())
+
+
+def test_copying_is_refused(world2):
+    everywhere(world2, copies)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dict_is_whole_or_refused(world2, stage):
+    everywhere(world2, state_dicts, stage)
+
+
+def test_load_state_dict_is_refused(world2):
+    everywhere(world2, loading)
+
+
+# --- absent weights
+
+
+def absent_weights(dtype):
+    model, units = sharded(policy=Policy(compute_dtype=dtype))
+    reference = dict(families.build("llama").named_parameters())
+    small = {"model.norm.weight"}
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == reference[name].shape
+        assert parameter.dtype == dtype
+        assert parameter.requires_grad
+        if name in small:
+            assert torch.equal(parameter, reference[name].to(dtype))
+        else:
+            assert parameter.isnan().all()
+            assert parameter.untyped_storage().nbytes() == dtype.itemsize
+            with pytest.raises(RuntimeError), torch.no_grad():
+                nn.init.zeros_(parameter)  # a write that would be lost
+    assert model.num_parameters() == sum(p.numel() for p in reference.values())
+    with torch.no_grad():
+        token_loss(model, ROWS, TOKENS)
+    assert model.lm_head.weight.isnan().all()
+    assert model.model.layers[0].mlp.up_proj.weight.isnan().all()
+    assert not any(flat.shard.isnan().any() for flat in units.flats)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_absent_weights_keep_shape_and_dtype_and_are_nan(world2, dtype):
+    everywhere(world2, absent_weights, dtype)
+
+
+# --- what cannot be sharded
+
+
+def _with_rnn():
+    net = Net()
+    net.rnn = nn.GRU(HIDDEN, HIDDEN)
+    return net
+
+
+def _with_max_norm():
+    net = Net()
+    net.embed = nn.Embedding(VOCABULARY, HIDDEN, max_norm=1.0)
+    return net
+
+
+def _quantised():
+    net = Net()
+    net.head.weight = nn.Parameter(torch.zeros(VOCABULARY, HIDDEN, dtype=torch.int8), requires_grad=False)
+    return net
+
+
+def _patched():
+    net = Net()
+    net.blocks[1].forward = net.blocks[1].forward
+    return net
+
+
+class _Carries(Block):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+
+def _shares_block_with_outside():
+    net = Net(_Carries)
+    net.blocks[1].table.weight = net.embed.weight
+    return net
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (_with_rnn, "rnn is a GRU"),
+        (_with_max_norm, "embed has max_norm=1.0"),
+        (_quantised, r"head\.weight has dtype torch\.int8"),
+        (_patched, r"forward of block blocks\.1 is replaced on the instance"),
+        (_shares_block_with_outside, r"embed\.weight is shared between a block and something outside it"),
+    ],
+)
+def test_models_that_would_train_wrongly_are_refused(build, words):
+    with pytest.raises(ValueError, match=words):
+        sharded(build)
+
+
+def test_sharding_twice_is_refused():
+    model, _ = sharded(Net)
+    with pytest.raises(ValueError, match="is sharded already"):
+        shard_model(model, Policy())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("stage", 4, "stage is 4, one of 0, 1, 2, 3 is needed"),
+        ("activations", "drop", "activations is 'drop', 'recompute' or 'keep' is needed"),
+        ("weights", "keep", "weights is 'keep', 'free' or 'hold' is needed"),
+    ],
+)
+def test_policies_are_checked(field, value, words):
+    with pytest.raises(ValueError, match=words):
+        Policy(**{field: value})
+
+
+# --- the optimizer
+
+
+def test_a_foreign_parameter_is_refused():
+    model, units = sharded(Net)
+    with pytest.raises(ValueError, match=r"shape \(3, 7\) does not belong to the sharded model"):
+        ShardedAdamW(units, [*model.parameters(), nn.Parameter(torch.zeros(3, 7))])
+
+
+def test_optimizer_state_does_not_pass_for_whole():
+    _, units = sharded(Net)
+    optimizer = ShardedAdamW(units)
+    with pytest.raises(RuntimeError, match="several ranks: use ftkit.save_checkpoint"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="several ranks: use ftkit.load_checkpoint"):
+        optimizer.load_state_dict({})
+
+
+def test_closures_are_refused():
+    _, units = sharded(Net)
+    with pytest.raises(ValueError, match="closures are not supported"):
+        ShardedAdamW(units).step(lambda: 1.0)
+
+
+def test_a_model_without_blocks_is_sharded_all_the_same():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    units = shard(model, [], comm=Communicator(torch.device("cpu")), policy=Policy())
+    optimizer = ShardedSGD(units, None, lr=0.1)
+    before = model[0].weight.clone()
+    model(torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
