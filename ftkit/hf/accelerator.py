@@ -41,7 +41,7 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     if optimizer.state:
-        raise UserError(f"this {type(optimizer).__name__} has stepped already; its sharded form would begin anew: make a new one")
+        raise UserError(f"this {type(optimizer).__name__} has stepped already; its sharded form would begin anew: make another")
     if type(optimizer) is torch.optim.AdamW:
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
@@ -179,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
         """Clip the global norm exactly, at the step; return the norm before clipping, unscaled, on the device.
 
         Raises:
-            UserError: for another norm than 2, before the last micro-batch of a step, or parameters of no prepared optimizer.
+            UserError: for another norm than 2, in the middle of an accumulation, or parameters of no prepared optimizer.
         """
         if not self.sync_gradients:
             raise UserError("clip_grad_norm_ in the middle of an accumulation: call it only `if accelerator.sync_gradients`")

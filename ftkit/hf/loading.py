@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
-from ftkit.engine.flat import FlatParameter
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units

@@ -7,7 +7,7 @@ with odd results, adapters: each is a case, and each case runs in a handful of s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import peft
@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
 from tests.engine import families, nets
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss
-from tests.engine.trajectory import Row, differences, run_plain, run_sharded
+from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model
 
 STEPS = 4
 ROWS = [
@@ -144,6 +146,14 @@ def with_failed_block(model, rows, tokens):
     return token_loss(model, rows, tokens)
 
 
+def against_the_base(model, rows, tokens):
+    """The DPO of an adapter: its reference is the model without it."""
+    logits = model(rows["input_ids"], rows["attention_mask"]).logits
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(rows["input_ids"], rows["attention_mask"]).logits
+    return ((logits - reference).square().sum() + logits.abs().sum()) / tokens
+
+
 def lora() -> nn.Module:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(families.build("llama"), config)
@@ -210,6 +220,7 @@ CASES = {
     "LoRA, adapters whole": Case(lora, settings={"whole": is_adapter}),
     "LoRA, adapters in the blocks": Case(lora),
     "LoRA, no_grad forward between": Case(lora, with_no_grad_forward, settings={"whole": is_adapter}),
+    "LoRA, against its base": Case(lora, against_the_base, settings={"whole": is_adapter}),
     "everything whole": Case(_llama, settings={"whole": lambda name, parameter: True}),
 }
 
@@ -241,3 +252,128 @@ def test_trains_as_plain_pytorch(worlds, name, row):
 @pytest.mark.parametrize(("name", "row"), [case for case in ALL if case not in QUICK], ids=str)
 def test_trains_as_plain_pytorch_in_all_settings(worlds, name, row):
     check(worlds, name, row)
+
+
+# --- random numbers
+
+
+def dropped_out(row: Row) -> tuple[Record, Record]:
+    """On every rank: train with dropout, recomputed and kept, from the same seeds; and in plain PyTorch."""
+    return run_sharded(row, steps=STEPS), run_sharded(replace(row, activations="keep"), steps=STEPS)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_dropout_is_the_same_in_recomputation(worlds, world, family):
+    row = Row(family, world=world, accumulation=2, debug=True, changes=(("dropout", 0.2),))
+    for recomputed, kept in worlds[world].run(dropped_out, row):
+        assert differences(recomputed, kept) == []
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_dropout_on_one_rank_is_that_of_plain_pytorch(world1, family):
+    row = Row(family, changes=(("dropout", 0.2),))
+    recomputed, kept = world1.run(dropped_out, row)[0]
+    plain = run_plain(row, steps=STEPS)
+    assert differences(recomputed, plain) == differences(kept, plain) == []
+    assert differences(run_plain(replace(row, changes=()), steps=STEPS), plain) != []
+
+
+def random_numbers_after_backward() -> tuple[float, float]:
+    """The first number drawn after a backward, on the engine and in plain PyTorch."""
+    drawn = []
+    rows = families.batch("gpt2", 0)
+    for sharded in (False, True):
+        model = families.build("gpt2", dropout=0.2)
+        if sharded:
+            shard_model(model, Policy())
+        torch.manual_seed(7)
+        token_loss(model, rows, 10).backward()
+        drawn.append(torch.rand(()).item())
+    return drawn[0], drawn[1]
+
+
+def test_recomputation_draws_no_random_numbers_of_its_own(world2):
+    for plain, ours in world2.run(random_numbers_after_backward):
+        assert ours == plain
+
+
+# --- evaluation
+
+
+def generated(family: str, policy: Policy) -> list[tuple[bool, bool]]:
+    """On every rank: greedy generation with a cache, before and after a step, on the engine and in plain PyTorch."""
+    rows = families.batch(family, 0)
+    prompts = {"input_ids": rows["input_ids"][:3, :4]}
+    model, plain = families.build(family), families.build(family)
+    units = shard_model(model, policy)
+    same = []
+    for _ in range(2):
+        ours, theirs = (
+            m.eval().generate(**prompts, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0)
+            for m in (model, plain)
+        )
+        same.append(torch.equal(ours, theirs))
+        for m, optimizer in ((model, ShardedSGD(units, lr=0.5)), (plain, torch.optim.SGD(plain.parameters(), lr=0.5))):
+            token_loss(m.train(), rows, families.label_tokens(rows)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return same
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(debug=True), Policy(weights="hold", activations="keep"), Policy(stage=2)], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "t5"])
+def test_generation_with_a_cache(world2, family, policy):
+    assert world2.run(generated, family, policy) == [[True, True]] * 2
+
+
+def two_models() -> list[str]:
+    """A policy and its reference, both sharded, as preference training has them."""
+    record, weights = [], []
+    for sharded in (False, True):
+        policy, reference = families.build("llama"), families.build("gpt_neox")
+        if sharded:
+            units = shard_model(policy, Policy(debug=True))
+            shard_model(reference, Policy(debug=True))
+            optimizer = ShardedAdamW(units, lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+        for step in range(3):
+            rows = families.batch("llama", step)
+            with torch.no_grad():
+                target = reference(rows["input_ids"]).logits
+            loss = (policy(rows["input_ids"]).logits - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            record.append(loss.item())
+        weights.append(units.state_dict() if sharded else policy.state_dict())
+    assert record[3:] == pytest.approx(record[:3], rel=1e-5)
+    return [name for name in weights[0] if not relative(weights[1][name], weights[0][name]) < 1e-4]
+
+
+def test_two_sharded_models(world2):
+    assert world2.run(two_models) == [[], []]
+
+
+def input_gradients(activations: str) -> list[float]:
+    """The gradient with respect to inputs, which no parameter sees."""
+    gradients = []
+    for sharded in (False, True):
+        model = freeze(families.build("t5"), lambda name: False)
+        if sharded:
+            shard_model(model, Policy(activations=activations, debug=True))
+        torch.manual_seed(2)
+        embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
+        decoded = torch.randn(2, 5, HIDDEN, requires_grad=True)
+        model(inputs_embeds=embedded, decoder_inputs_embeds=decoded).logits.square().mean().backward()
+        gradients.append((embedded.grad, decoded.grad))
+    return [relative(ours, plain) for plain, ours in zip(*gradients)]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_gradients_of_inputs_flow_through_frozen_blocks(world2, activations):
+    for distances in world2.run(input_gradients, activations):
+        assert max(distances) < 1e-5

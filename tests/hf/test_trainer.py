@@ -259,7 +259,7 @@ def evaluate(trainer):
 def test_evaluation_before_training_metrics_and_prediction(ranks, worlds, stock, tmp_path):
     run = replace(BASE, options={"compute_metrics": token_metrics}, before=evaluate, after=predict_rows)
     theirs = stock(run)
-    assert theirs.column("eval_rows") == [10, 10]
+    assert theirs.column("eval_rows") == [10, 10, 10]
     for outcome in worlds[ranks].run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3})):
         assert_same_history(outcome, theirs)
         assert math.isclose(outcome.before, theirs.before, rel_tol=1e-5)
