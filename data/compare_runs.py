@@ -31,7 +31,8 @@ def main() -> int:
     differences = [b - a for a, b in zip(true, control)]
     mean = statistics.mean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    print(f"held-out loss a question: {statistics.mean(true):.3f} ({sys.argv[1]}), {statistics.mean(control):.3f} ({sys.argv[2]})")
+    for run, losses in ((sys.argv[1], true), (sys.argv[2], control)):
+        print(f"{run}: held-out loss a question {statistics.mean(losses):.3f}")
     print(f"difference {mean:.3f} +- {error:.3f} over {len(differences)} questions: {mean / error:.1f} standard errors")
     return 0 if mean > NEEDED_STANDARD_ERRORS * error else 1
 

@@ -1,0 +1,128 @@
+"""The engine on CUDA devices: `make gpu`. The same trajectories as plain PyTorch, with NCCL, side streams and slots.
+
+One rank a device, on as many worlds as the box has devices for (1, 2, 3). With one device the collectives are empty, but
+recomputation, kept graphs, the optimizer on the device and fp16's loss scale run; the slots need two devices or more.
+Matrix products are in plain fp32 here (no TF32), so that a wrong weight cannot hide behind rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ftkit
+from ftkit.engine.comm import Communicator
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 6
+DEVICES = torch.cuda.device_count()
+WORLDS = [size for size in (1, 2, 3) if size <= max(DEVICES, 1)]
+WAYS = list(itertools.product((0, 1, 2, 3), ("recompute", "keep"), ("free", "hold")))
+
+
+def model() -> LlamaForCausalLM:
+    """Return the same small Llama every time, in fp32 on the CPU."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=512,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(world: int) -> list[torch.Tensor]:
+    """Return the global batches, (6, 32) tokens each, the same for every world: 6 rows divide by 1, 2 and 3 ranks."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 512, (6, 32), generator=generator) for _ in range(STEPS)]
+
+
+def plain(device: torch.device) -> tuple[list[float], list[float]]:
+    """Train in plain PyTorch; return losses and gradient norms."""
+    network = model().to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
+    losses, norms = [], []
+    for rows in batches(1):
+        loss = network(input_ids=rows.to(device), labels=rows.to(device)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def sharded(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """Train on the engine; return global losses, gradient norms and skipped steps."""
+    device = torch.device("cuda", rank)
+    network = model()
+    units = ftkit.shard(network, {**settings, "debug": True}, device=device, comm=Communicator(device))
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-3, weight_decay=0.1)
+    losses, norms = [], []
+    for rows in batches(world):
+        share = len(rows) // world
+        own = rows[rank * share : (rank + 1) * share].to(device)
+        loss = network(input_ids=own, labels=own).loss
+        optimizer.scale(loss).backward()
+        norms.append(float(optimizer.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(units.comm.sum(loss.detach().float().clone())) / world)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in units.state_dict().values())
+    return losses, norms, optimizer.loss_scale.skipped_steps
+
+
+def check(rank: int, world: int, port: int) -> None:
+    """Compare every way to hold the model with plain PyTorch, on this rank."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    if world > 1:
+        dist.init_process_group("nccl", rank=rank, world_size=world)
+    reference_losses, reference_norms = plain(torch.device("cuda", rank))
+    for stage, activations, weights in WAYS:
+        settings = {"stage": stage, "activations": activations, "weights": weights}
+        for prefetch in (True, False):
+            losses, norms, _ = sharded(rank, world, {**settings, "prefetch": prefetch})
+            for ours, theirs in zip(losses + norms, reference_losses + reference_norms):
+                assert math.isclose(ours, theirs, rel_tol=2e-4), (settings, prefetch, ours, theirs)
+        narrow = ["fp16"] + (["bf16"] if torch.cuda.get_device_capability(rank)[0] >= 8 else [])
+        for dtype in narrow:
+            losses, _, skipped = sharded(rank, world, {**settings, "dtype": dtype})
+            assert skipped < STEPS, (settings, dtype)
+            if not skipped:
+                for ours, theirs in zip(losses, reference_losses):
+                    assert math.isclose(ours, theirs, rel_tol=2e-2), (settings, dtype, ours, theirs)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def test_there_is_a_device() -> None:
+    assert DEVICES > 0, "make gpu needs a CUDA device: torch sees none"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_way_follows_plain_pytorch(world: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(check, (world, port), nprocs=world)
+
+
+def test_bf16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with pytest.raises(ftkit.UserError, match="bf16 needs compute capability"):
+        ftkit.shard(model(), {"dtype": "bf16"}, device=torch.device("cuda", 0))
