@@ -155,7 +155,9 @@ def main() -> None:
             for name in names:
                 run = run_once(name, model, options)
                 runs.append(run)
-                said = run.get("error") or "{step_s:.3f} s a step, {peak_gb:.2f} GB, start {startup_s:.1f} s, others' CPU {foreign_cpu_share:.0%}".format(**run)
+                figures = "{step_s:.3f} s a step, {peak_gb:.2f} GB, start {startup_s:.1f} s"
+                others = " (others' CPU {foreign_cpu_share:.0%})"
+                said = run.get("error") or (figures + others).format(**run)
                 console.print(f"round {number + 1}  {model}  {name}: {said}", highlight=False)
     medians = report(runs, console)
     folder = ROOT / "runs" / "bench"

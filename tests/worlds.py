@@ -35,6 +35,8 @@ CASE_SECONDS = 60.0
 """How long a case may take before its world is ended."""
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to fail by themselves once one has failed."""
+FRAMES = 12
+"""How many of the innermost calls a rank's traceback shows."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft"])
@@ -103,8 +105,11 @@ class World:
             return [answers[r] for r in range(self.size)]
         late = {r: f"no answer; it was at\n{self._where(r)}" for r in missing}
         self.close()
-        told = [f"rank {r} of {self.size}: {text}" for r, text in sorted(failures.items()) + sorted(late.items())]
-        raise RankFailure(f"{function.__name__}{args!r:.300}\n" + "\n".join(told))
+        told: dict[str, str] = {}  # ranks that say the same are told together
+        for number, text in sorted(failures.items()) + sorted(late.items()):
+            told[text] = f"{told[text]}, {number}" if text in told else f"rank {number}"
+        lines = [f"{who} of {self.size}: {text}" for text, who in told.items()]
+        raise RankFailure(f"{function.__name__}{args!r:.300}\n" + "\n".join(lines))
 
     def close(self) -> None:
         """End the ranks."""
@@ -194,7 +199,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
             function, args = pickle.loads(case)
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc(limit=-FRAMES)))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
         gc.collect()
