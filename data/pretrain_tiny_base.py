@@ -119,7 +119,7 @@ def save_as_bf16(trained: Path, output: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "tiny-base")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1100)
     parser.add_argument("--batch-sequences", type=int, default=16, help="sequences a step, over all ranks")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--stock", action="store_true", help="use transformers' own Trainer, to compare")

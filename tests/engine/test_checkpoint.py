@@ -1,0 +1,182 @@
+"""Checkpoints: the same training goes on after a reload, on any number of ranks and at any stage, or it is refused.
+
+What a world wrote is read by another one; the trajectory after the reload is compared with the one that was not broken off.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.errors import UserError
+from tests.engine import families
+from tests.engine.trajectory import shard_model
+from tests.worlds import World, Worlds
+
+STEPS_BEFORE, STEPS_AFTER = 2, 3
+
+
+def make(policy: Policy, **changes: Any) -> tuple[Any, ShardedAdamW]:
+    """Return a sharded small Llama and its optimizer with two groups."""
+    model = families.build("llama", **changes)
+    units = shard_model(model, policy)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 5e-4}]
+    return units, ShardedAdamW(units, groups, lr=1e-3)
+
+
+def train(units: Any, optimizer: ShardedAdamW, first: int, steps: int) -> list[float]:
+    """Train on batches that depend on the step only; return the global losses."""
+    losses = []
+    comm = units.comm
+    for step in range(first, first + steps):
+        rows = torch.randint(3, families.VOCABULARY, (6, 8), generator=torch.Generator().manual_seed(step))
+        own = rows.tensor_split(comm.world_size)[comm.rank]
+        loss = units.model(input_ids=own, labels=own, use_cache=False).loss
+        optimizer.scale(loss).backward()
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(comm.sum(loss.detach().float().clone())) / comm.world_size)
+    return losses
+
+
+def write(folder: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+    """Train, save, and go on; return the losses after the save and the last weights."""
+    units, optimizer = make(policy)
+    train(units, optimizer, 0, STEPS_BEFORE)
+    save_checkpoint(folder, units, optimizer, extra={"cursor": 7})
+    losses = train(units, optimizer, STEPS_BEFORE, STEPS_AFTER)
+    return losses, units.state_dict()
+
+
+def read(folder: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+    """Load into a model with other weights and go on."""
+    units, optimizer = make(policy)
+    train(units, optimizer, 90, 1)
+    assert load_checkpoint(folder, units, optimizer) == {"cursor": 7}
+    losses = train(units, optimizer, STEPS_BEFORE, STEPS_AFTER)
+    return losses, units.state_dict()
+
+
+POLICIES = {
+    "zero3": Policy(stage=3, debug=True),
+    "zero3-hold-keep": Policy(stage=3, activations="keep", weights="hold"),
+    "zero2": Policy(stage=2),
+    "zero1-keep": Policy(stage=1, activations="keep"),
+    "ddp": Policy(stage=0),
+}
+
+
+@pytest.mark.parametrize("writer", [1, 2, 3])
+def test_training_goes_on_in_any_world_and_stage(worlds: Worlds, writer: int, tmp_path: Path) -> None:
+    for number, (name, policy) in enumerate(POLICIES.items()):
+        folder = str(tmp_path / name)
+        losses, weights = worlds[writer].run(write, folder, policy)[0]
+        for reader in (1, 2, 3):
+            other = list(POLICIES.values())[(number + reader) % len(POLICIES)]
+            for rank, (again, restored) in enumerate(worlds[reader].run(read, folder, other)):
+                assert again == pytest.approx(losses, rel=1e-5), (name, reader, rank)
+                for key, tensor in weights.items():
+                    torch.testing.assert_close(restored[key], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_come_back_from_masters(world2: World, dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = Policy(stage=3, compute_dtype=dtype)
+    losses, weights = world2.run(write, str(tmp_path / "a"), policy)[0]
+    again, restored = world2.run(read, str(tmp_path / "a"), policy)[0]
+    assert again == losses
+    assert all(torch.equal(restored[key], weights[key]) for key in weights)
+    names = {path.name.rsplit(".", 2)[1] for path in (tmp_path / "a").glob("*.safetensors")}
+    assert names == {"master", "exp_avg", "exp_avg_sq"}
+    scale = json.loads((tmp_path / "a" / MANIFEST).read_text())["optimizer"]["loss_scale"]
+    assert scale["dynamic"] == (dtype == torch.float16)
+
+
+def test_files_are_plain_safetensors_without_a_world_size(worlds: Worlds, tmp_path: Path) -> None:
+    for size in (1, 2, 3):
+        worlds[size].run(write, str(tmp_path / str(size)), Policy(stage=3))
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    for size in (2, 3):
+        assert sorted(path.name for path in (tmp_path / str(size)).iterdir()) == names
+    for name in names[:-1]:
+        if not name.endswith(".safetensors"):
+            continue
+        sizes = {(tmp_path / str(size) / name).stat().st_size for size in (1, 2, 3)}
+        assert len(sizes) == 1
+        first, second = load_file(tmp_path / "1" / name), load_file(tmp_path / "3" / name)
+        for key, tensor in first.items():
+            torch.testing.assert_close(tensor, second[key], rtol=1e-3, atol=1e-5)
+        with open(tmp_path / "1" / name, "rb") as file:
+            assert (8 + int.from_bytes(file.read(8), "little")) % 4096 == 0
+
+
+def load_and_tell(folder: str) -> str:
+    """Return the error of a load."""
+    units, optimizer = make(Policy(stage=3))
+    try:
+        load_checkpoint(folder, units, optimizer)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    world1.run(write, str(good), Policy(stage=3))
+
+    def spoiled(name: str) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(good, copy)
+        return copy
+
+    without = spoiled("without-manifest")
+    (without / MANIFEST).unlink()
+    assert "no checkpoint of ftkit" in world1.run(load_and_tell, str(without))[0]
+    later = spoiled("later")
+    manifest = json.loads((later / MANIFEST).read_text())
+    (later / MANIFEST).write_text(json.dumps({**manifest, "format": 99}))
+    assert "format 99" in world1.run(load_and_tell, str(later))[0]
+    garbled = spoiled("garbled")
+    (garbled / MANIFEST).write_text("{")
+    assert "not readable" in world1.run(load_and_tell, str(garbled))[0]
+    cut = spoiled("cut")
+    victim = sorted(cut.glob("*.exp_avg.safetensors"))[0]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    assert "cut short" in world1.run(load_and_tell, str(cut))[0]
+    lacking = spoiled("lacking")
+    sorted(lacking.glob("*.exp_avg_sq.safetensors"))[0].unlink()
+    assert "has no exp_avg_sq of" in world1.run(load_and_tell, str(lacking))[0]
+
+
+def save_twice(folder: str) -> list[str]:
+    """Save to the same folder twice, and to one that cannot be made; return the errors."""
+    units, optimizer = make(Policy(stage=3))
+    save_checkpoint(folder, units, optimizer)
+    errors = []
+    for target in (folder, "/proc/nowhere/checkpoint"):
+        try:
+            save_checkpoint(target, units, optimizer)
+        except UserError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_every_rank_learns_that_a_save_failed(world2: World, tmp_path: Path) -> None:
+    for errors in world2.run(save_twice, str(tmp_path / "once")):
+        assert len(errors) == 2
+        assert "exists already" in errors[0]
+    assert not list(tmp_path.glob("*.writing"))
