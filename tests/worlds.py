@@ -187,6 +187,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends us
     os.environ.update(environ)
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is never garbage; looking at it would copy its pages into every rank
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     while True:

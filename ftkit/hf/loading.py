@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
@@ -83,7 +84,8 @@ def load_model(
         noted on it for `load_weights`.)
 
     Raises:
-        UserError: for a folder without configuration or safetensors weights, before anything is allocated.
+        UserError: for a folder without configuration or safetensors weights, or an adapter whose first values come from
+            the base's weights, before anything is allocated.
 
     Cost: the module tree; no weights.
     """
@@ -104,10 +106,21 @@ def load_model(
     model.config._name_or_path = source or ""
     weights_model = model
     if adapter is not None:
+        _check_adapter(adapter)
         with torch.device("meta"):
             model = get_peft_model(model, adapter)
     model._ftkit_source = WeightSource(weights_model, files)
     return model.eval()
+
+
+def _check_adapter(adapter: PeftConfig) -> None:
+    """Refuse an adapter that cannot be initialised without the weights of its base at hand."""
+    plain = isinstance(adapter, LoraConfig) and adapter.init_lora_weights in (True, "gaussian")
+    if not plain or adapter.use_dora or adapter.trainable_token_indices:
+        raise UserError(
+            f"adapter: {adapter.peft_type.value} with these settings is initialised from the base's weights, which no rank "
+            "has whole. Load the base with from_pretrained(), apply get_peft_model(), and give the result to the Trainer"
+        )
 
 
 @dataclass
@@ -296,14 +309,14 @@ def _places(
     for file in opened:
         for key in file.entries:
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, {**meta, **own})
-            if pattern is not None and name in own:
+            if pattern is not None and name in own:  # (a renaming has no pattern)
                 raise UserError(
                     f"{file.path}: {key} must be cut or merged on load, which ftkit.load_model does not do: load the model "
                     "with from_pretrained() and give it to the Trainer"
                 )
-            target = own.get(name)
-            if target is not None:
-                places.setdefault(target, (file, key))
+            if name in own:
+                for target in own[name]:
+                    places.setdefault(target, (file, key))
             elif name in buffers:
                 places[f"buffer:{name}"] = (file, key)
             elif name not in meta:
@@ -311,16 +324,20 @@ def _places(
     return places, unused
 
 
-def _own_names(wanted: set[str], aliases: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Return names as the folder's model has them -> names on the lines, through PEFT's wrapping and ties."""
+def _own_names(wanted: set[str], aliases: Mapping[str, str], prefix: str) -> dict[str, list[str]]:
+    """Return names as the folder's model has them -> names on the lines, through PEFT's wrapping and ties.
+
+    A module that PEFT trains whole (modules_to_save) stands on the lines twice: as it was, and as the copy that trains.
+    """
 
     def plain(name: str) -> str:
-        if prefix:
-            name = name.removeprefix(prefix + ".")
+        name = name.removeprefix(prefix + ".") if prefix else name
+        name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)
         return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
-    own = {plain(name): name for name in wanted if ".modules_to_save." not in name}
-    own.update({plain(alias): name for alias, name in aliases.items()})
+    own: dict[str, list[str]] = {}
+    for name, target in [*((name, name) for name in sorted(wanted)), *aliases.items()]:
+        own.setdefault(plain(name), []).append(target)
     return own
 
 
@@ -360,32 +377,38 @@ def _load_buffers(model: PreTrainedModel, places: _Places) -> None:
 
 
 def _initialise(units: Units, missing: set[str]) -> None:
-    """Initialise the tensors in `missing` with the models' own rules: a line at a time, the same on every rank."""
+    """Initialise the tensors in `missing` with the models' own rules, the same on any number of ranks."""
     if not missing:
         return
     device = units.comm.device
-    for flat in units.flats:
-        names = [segment.name for segment in flat.layout.segments]
-        if not missing.intersection(names):
-            continue
-        full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=device)
-        fresh = []
-        for segment in flat.layout.segments:
-            value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
-            value._is_hf_initialized = segment.name not in missing  # transformers' initialisers skip what is marked
-            fresh.append(value)
-        owners = _owners(units.model, flat)
-        _register(owners, fresh)
-        try:
-            for owner in owners:
-                owner.module._is_hf_initialized = False
-                owner.initialise(owner.module)
-        finally:
-            _register(owners, flat.parameters)
-        out, base, stop = _own_part(flat)
-        for span in flat.layout.spans(base, stop):
-            if span.segment.name in missing:
-                out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
+    seed = units.comm.same(int(torch.randint(1 << 62, ()).item()))  # ranks need not have the same random numbers
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for flat in units.flats:
+            if missing.intersection(segment.name for segment in flat.layout.segments):
+                _initialise_line(units.model, flat, missing)
+
+
+def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -> None:
+    """Initialise one line: in fp32, whole, each rank keeping its part."""
+    full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.shard.device)
+    fresh = []
+    for segment in flat.layout.segments:
+        value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
+        value._is_hf_initialized = segment.name not in missing  # transformers' initialisers skip what is marked
+        fresh.append(value)
+    owners = _owners(model, flat)
+    _register(owners, fresh)
+    try:
+        for owner in owners:
+            owner.module._is_hf_initialized = False
+            owner.initialise(owner.module)
+    finally:
+        _register(owners, flat.parameters)
+    out, base, stop = _own_part(flat)
+    for span in flat.layout.spans(base, stop):
+        if span.segment.name in missing:
+            out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
 
 
 @dataclass(frozen=True)
@@ -413,15 +436,14 @@ def _owners(model: nn.Module, flat: FlatParameter) -> list[Owner]:
         if isinstance(module, LoraLayer) and any(
             id(parameter) in indices for name, parameter in module.named_parameters() if name.startswith("lora_")
         ):
-            owners.append(Owner(module, (), _reset_adapter))  # after its parts: what transformers gave them is not LoRA's
+            owners.append(Owner(module, (), reset_adapter))  # after its parts: what transformers gave them is not LoRA's
+
+    def reset_adapter(module: Any) -> None:
+        for name in module.active_adapters:
+            module.reset_lora_parameters(name, model.peft_config[name].init_lora_weights)
 
     walk(model, lambda module: None)
     return owners
-
-
-def _reset_adapter(module: nn.Module) -> None:
-    for name in module.active_adapters:
-        module.reset_lora_parameters(name, init_lora_weights=True)
 
 
 def _register(owners: list[Owner], values: Sequence[nn.Parameter]) -> None:

@@ -165,8 +165,9 @@ def determined(name: str, tensor: Tensor) -> Tensor | None:
 
 @cache
 def _initial(family: str) -> dict[str, Tensor]:
-    torch.manual_seed(11)
-    return {name: tensor.clone() for name, tensor in FAMILIES[family]().state_dict().items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return {name: tensor.clone() for name, tensor in FAMILIES[family]().state_dict().items()}
 
 
 def build(family: str, **changes: object) -> nn.Module:

@@ -241,7 +241,9 @@ def make_trainer(kind: str, folder: str, run: Run) -> Any:
     rows = token_rows(run.rows) if isinstance(run.rows, int) else run.rows()
     if run.eval_rows:
         options["eval_dataset"] = token_rows(run.eval_rows, seed=9) if isinstance(run.eval_rows, int) else run.eval_rows()
-    return classes(kind, run)[0](args=arguments, train_dataset=rows, **options)
+    trainer = classes(kind, run)[0](args=arguments, train_dataset=rows, **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def weights_of(trainer: Any) -> dict[str, Tensor]:
