@@ -11,6 +11,7 @@ the dtype it is stored in; this is for a look at the answers, not for serving.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
 
 from ftkit.errors import UserError
 from ftkit.hf.data import prompt_tokens
@@ -88,6 +90,8 @@ def load(folder: str) -> tuple[Any, Any]:
     """
     adapter = _adapter(folder)
     base = adapter["base_model_name_or_path"] if adapter else folder
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a bar in a log file is a line a tick
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = AutoConfig.from_pretrained(base)

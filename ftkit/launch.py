@@ -225,10 +225,13 @@ def _beat(path: Path) -> None:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Keep the launcher's own log of a failure off the screen; the cause is shown once, by us."""
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    before = logger.disabled
-    logger.disabled = True
+    names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before):
+            logger.disabled = disabled

@@ -286,7 +286,7 @@ class _Use(torch.autograd.Function):
         unit, call = ctx.unit, ctx.call
         if ctx.version != unit.version:
             raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
-        unit.pending -= 1
+        unit.pending = max(unit.pending - 1, 0)  # zero_grad may have come between
         unit.enter(graph=False, neighbour=unit.before)
         try:
             if ctx.graph is None:
@@ -304,7 +304,7 @@ class _Use(torch.autograd.Function):
             error.add_note(f"in the backward of {unit.name}") if hasattr(error, "add_note") else None
             raise
         finally:
-            unit.leave(last=unit.pending <= 0)
+            unit.leave(last=unit.pending == 0)
         return (None, None, None, *(tensor.grad for tensor in inputs))
 
 

@@ -41,7 +41,7 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     if optimizer.state:
-        raise UserError(f"this {type(optimizer).__name__} has stepped already; its sharded form would begin anew: make another")
+        raise UserError(f"this {type(optimizer).__name__} has stepped already; its state is not taken over: give a new one")
     if type(optimizer) is torch.optim.AdamW:
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:

@@ -125,10 +125,14 @@ def _check_adapter(adapter: PeftConfig) -> None:
 
 @dataclass
 class WeightSource:
-    """Where the weights of a model on meta will come from: the (inner) model that the folder describes, and its files."""
+    """Where the weights of a model on meta will come from: the (inner) model that the folder describes, and its files.
+
+    `report` is what the last load from it found.
+    """
 
     model: PreTrainedModel
     files: list[Path]
+    report: LoadReport | None = None
 
 
 def find_weights(source: str, revision: str | None = None) -> list[Path]:
@@ -221,6 +225,8 @@ def load_weights(
     units.rewritten()
     if files:
         _say(report, files)
+    if source is not None:
+        source.report = report
     return report
 
 
@@ -304,6 +310,7 @@ def _places(
     meta = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     own = _own_names(wanted, aliases, prefix)
     buffers = {name for name, _ in model.named_buffers()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # what old folders of this family hold too much
     places: _Places = {}
     unused: list[str] = []
     for file in opened:
@@ -319,7 +326,7 @@ def _places(
                     places.setdefault(target, (file, key))
             elif name in buffers:
                 places[f"buffer:{name}"] = (file, key)
-            elif name not in meta:
+            elif name not in meta and not any(re.search(known, name) for known in ignored):
                 unused.append(key)
     return places, unused
 

@@ -252,7 +252,7 @@ def predict_rows(trainer):
 
 
 def evaluate(trainer):
-    return trainer.evaluate()["eval_loss"]
+    return trainer.evaluate()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -262,7 +262,7 @@ def test_evaluation_before_training_metrics_and_prediction(ranks, worlds, stock,
     assert theirs.column("eval_rows") == [10, 10, 10]
     for outcome in worlds[ranks].run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3})):
         assert_same_history(outcome, theirs)
-        assert math.isclose(outcome.before, theirs.before, rel_tol=1e-5)
+        assert math.isclose(outcome.before["eval_loss"], theirs.before["eval_loss"], rel_tol=1e-5)
         for one, two in zip(outcome.after[:2], theirs.after[:2]):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
         assert outcome.after[2] == theirs.after[2]
@@ -281,9 +281,13 @@ def test_training_twice(world2, stock, tmp_path):
     assert ours.before != pytest.approx(ours.column("loss"), rel=1e-3)
 
 
+def new_llama():
+    return runs.llama()
+
+
 @pytest.mark.parametrize("before", [None, train_first])
 def test_model_init(before, world2, stock, tmp_path):
-    run = replace(SHORT, options={"model_init": runs.llama}, before=before)
+    run = replace(SHORT, options={"model_init": new_llama}, before=before)
     assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
 
 
@@ -458,13 +462,13 @@ def sequence_rows(count=8):
 
 
 def few_sequence_rows():
-    return sequence_rows(5)
+    return sequence_rows(6)  # even: Seq2SeqTrainer hands repeated samples to compute_metrics
 
 
 def generated_metrics(prediction):
     tokens = np.where(prediction.predictions < 0, 0, prediction.predictions)
-    ends = (tokens == 1).any(-1)
-    lengths = np.where(ends, (tokens == 1).argmax(-1), tokens.shape[1])
+    ended = tokens == 84
+    lengths = np.where(ended.any(-1), ended.argmax(-1), tokens.shape[1])
     return {"sum": int(tokens.sum()), "shortest": int(lengths.min()), "longest": int(lengths.max()), "rows": len(tokens)}
 
 
@@ -474,8 +478,15 @@ SEQ2SEQ = Run(
     eval_rows=few_sequence_rows,
     trainer=transformers.Seq2SeqTrainer,
     arguments_type=transformers.Seq2SeqTrainingArguments,
-    arguments={"predict_with_generate": True, "generation_max_length": 12, "eval_strategy": "steps", "eval_steps": 2},
+    arguments={
+        "predict_with_generate": True,
+        "generation_max_length": 12,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "learning_rate": 1e-5,  # a model drawn this wide is chaotic
+    },
     options={"compute_metrics": generated_metrics},
+    before=evaluate,
     batch=2,
 )
 
@@ -483,6 +494,8 @@ SEQ2SEQ = Run(
 @pytest.mark.parametrize("stage", [3, 1])
 def test_generation_in_evaluation_where_ranks_stop_at_different_lengths(stage, world2, stock, tmp_path):
     theirs = stock(SEQ2SEQ)
-    assert theirs.column("eval_shortest")[0] < theirs.column("eval_longest")[0]
+    found = theirs.before
+    assert 1 < found["eval_shortest"] < found["eval_longest"]
     ours = world2.run(train, "ours", str(tmp_path), replace(SEQ2SEQ, ftkit={"stage": stage}))[0]
-    assert_same_history(ours, theirs, leave_out=["eval_loss"])
+    assert ours.before["eval_sum"] == found["eval_sum"]
+    assert_same_history(ours, theirs, relative=1e-4)

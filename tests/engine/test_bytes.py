@@ -1,0 +1,165 @@
+"""What a rank holds and what it sends, in bytes, against the ZeRO paper (arXiv:1910.02054, sections 5 and 7).
+
+N parameters in 16 bits under AdamW cost 2N of weights, 2N of gradients and 12N of state (fp32 master and two moments).
+What is cut into W parts, a stage decides. Measured is every storage that this process did not hold before the model was
+sharded, found among all live tensors, so that nothing the engine forgot to count goes uncounted here.
+
+Sent are 2N numbers a step below stage 3 (a reduce-scatter and an all-gather, or the all-reduce made of them) and 3N at
+stage 3, each times (W-1)/W as a ring sends them. What deviates is written out in `expected_traffic`.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import transformers
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW
+from tests.engine.trajectory import shard_model
+
+LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 1024, 2048
+BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+TABLE = VOCABULARY * HIDDEN  # the embedding, and as much again the head
+N = LAYERS * BLOCK + 2 * TABLE + HIDDEN
+
+
+def build():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def padded(numel: int, world: int) -> int:
+    """Elements of a line: shards are whole multiples of 4096 elements."""
+    return -(-numel // (4096 * world)) * 4096 * world
+
+
+def storages() -> dict[int, int]:
+    """Return every live storage of this process: address to bytes."""
+    gc.collect()
+    found = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def train(units, optimizer, model, steps: int, accumulation: int = 1) -> dict[str, int]:
+    """Make steps; return the bytes sent in the last one, by operation."""
+    for step in range(steps):
+        units.comm.bytes_sent.clear()
+        for _ in range(accumulation):
+            torch.manual_seed(step)
+            ids = torch.randint(0, VOCABULARY, (1, 8))
+            model(input_ids=ids).logits.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(units.comm.bytes_sent)
+
+
+def measure(policy: Policy) -> dict[str, int]:
+    """On every rank: the bytes of a rank after a step."""
+    comm = Communicator(torch.device("cpu"))  # its window of shared memory is the machine's, not this rank's
+    before = storages()
+    model = build()
+    units = shard_model(model, policy, comm)
+    optimizer = ShardedAdamW(units, None)
+    train(units, optimizer, model, 1)
+    now = storages()
+    return {
+        "measured": sum(size for address, size in now.items() if before.get(address) != size),
+        "optimizer": optimizer.state_bytes(),
+        **units.state_bytes(),
+    }
+
+
+STATE = {
+    0: lambda world: 16 * N,
+    1: lambda world: 4 * N + 12 * N / world,
+    2: lambda world: 2 * N + 14 * N / world,
+    3: lambda world: 16 * N / world,
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", STATE)
+def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
+    for told in worlds[world].run(measure, Policy(stage=stage, compute_dtype=torch.bfloat16)):
+        state = told["parameters"] + told["gradients"] + told["optimizer"]
+        assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
+        assert state == pytest.approx(STATE[stage](world), rel=0.02)
+        weights = 2 if stage == 3 else 0
+        gradients = 1 if stage >= 2 else 0
+        assert told["slots"] == (weights + gradients) * 2 * padded(BLOCK, world)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_holding_costs_the_weights_and_ends_with_the_step(worlds, world):
+    for told in worlds[world].run(measure, Policy(weights="hold", compute_dtype=torch.bfloat16)):
+        state = told["parameters"] + told["gradients"] + told["optimizer"]
+        assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
+
+
+def expected_traffic(stage: int, world: int, accumulation: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step, by operation."""
+    share = 2 * (world - 1) / world  # bf16, and what a ring sends of it
+    blocks = padded(BLOCK, world)
+    tables = 2 * padded(TABLE, world)
+    norm = padded(HIDDEN, world)  # outside blocks, small: whole everywhere
+    everything = LAYERS * blocks + tables + norm
+    if stage == 0:  # replicated: padded as for one rank; 2N in one operation
+        alone = LAYERS * padded(BLOCK, 1) + 2 * padded(TABLE, 1) + padded(HIDDEN, 1)
+        return {"all_reduce": 2 * share * alone}
+    if stage == 1:  # gradients wait for the end of the step
+        return {"reduce_scatter": share * everything, "all_gather": share * everything}
+    if stage == 2:  # gradients leave with each micro-batch, but for the whole ones
+        return {
+            "reduce_scatter": share * (accumulation * (LAYERS * blocks + tables) + norm),
+            "all_gather": share * everything,
+        }
+    # stage 3: forward and backward gather each block, except the two that are still in the slots when the direction turns:
+    # the last two blocks when backward begins, the first two when the next micro-batch does.
+    gathers = accumulation * (2 * LAYERS - 2) - (accumulation - 1) * 2
+    # the embedding is gathered in forward, the head too; neither is asked for again in backward
+    return {
+        "reduce_scatter": share * (accumulation * (LAYERS * blocks + tables) + norm),
+        "all_gather": share * (gathers * blocks + accumulation * tables + norm),
+    }
+
+
+def traffic(policy: Policy, accumulation: int) -> dict[str, int]:
+    """On every rank: the bytes sent in a step after the first."""
+    model = build()
+    units = shard_model(model, policy)
+    return train(units, ShardedAdamW(units, None), model, 2, accumulation)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
+def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
+    for prefetch in (True, False):
+        policy = Policy(stage=stage, compute_dtype=torch.bfloat16, prefetch=prefetch)
+        for sent in worlds[world].run(traffic, policy, accumulation):
+            few = sent.pop("sum")
+            assert few < 4 * 2 * 100  # the norm, and which of the 39 tensors got a gradient
+            assert sent == pytest.approx(expected_traffic(stage, world, accumulation), rel=1e-4)
+
+
+def test_the_paper_says_2n_and_3n():
+    """The formula above, without padding and what the slots save, is the paper's."""
+    for world in (2, 3):
+        ring = (world - 1) / world
+        for stage, volume in ((0, 2), (1, 2), (2, 2), (3, 3)):
+            total = sum(expected_traffic(stage, world, 1).values())
+            saved = 2 * ring * (2 * BLOCK + 2 * TABLE) if stage == 3 else 0
+            assert total + saved == pytest.approx(volume * 2 * N * ring, rel=0.01)

@@ -1,0 +1,381 @@
+"""From a folder to shards and back: every form in which a folder comes, and every way in which it can be broken.
+
+The reference is `from_pretrained`: a model that was built on meta and streamed in must be that model, tensor for tensor
+and dtype for dtype, on any number of ranks; a folder that ftkit writes must open as the model it was written from.
+What a stranger's folder can hold is refused with a word for the user, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+import ftkit
+from ftkit.engine.storage import TensorFile, create_file
+from tests.hf import runs
+from tests.worlds import World
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def gpt2() -> torch.nn.Module:
+    """Return a small GPT-2: other names, transposed weights, a tied head."""
+    torch.manual_seed(8)
+    config = transformers.GPT2Config(
+        vocab_size=runs.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def write(folder: Path, model: torch.nn.Module, **options: Any) -> Path:
+    """Write a model's folder, as transformers does."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def loaded(folder: str | None, options: dict[str, Any], settings: Any = "auto") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A case for a world: load a folder, shard it, and return the whole weights and what was reported."""
+    torch.manual_seed(100 + runs.rank())  # ranks need not agree on random numbers
+    model = ftkit.load_model(folder, **options)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    units = ftkit.shard(model, settings)
+    report = model._ftkit_source.report
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        arguments = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        logits = model(input_ids=ids, **arguments).logits
+    return units.state_dict(), {"initialised": report.initialised, "unused": report.unused, "logits": logits}
+
+
+def expected(folder: Path, kind: type = transformers.AutoModelForCausalLM) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the weights that from_pretrained finds, and the logits."""
+    model = kind.from_pretrained(folder).eval()
+    ids = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        arguments = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        return model.state_dict(), model(input_ids=ids, **arguments).logits
+
+
+def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Compare tensor for tensor, dtype for dtype."""
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+# --- every form of a folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
+def test_stored_dtypes_in_one_file_or_many(ranks, dtype, shard_size, worlds, tmp_path):
+    folder = write(tmp_path, runs.llama().to(dtype), max_shard_size=shard_size)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard_size == "40KB")
+    theirs, logits = expected(folder)
+    for ours, told in worlds[ranks].run(loaded, str(folder), {}, {"stage": 3}):
+        assert_identical(ours, theirs)
+        torch.testing.assert_close(told["logits"], logits)
+        assert told["initialised"] == told["unused"] == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("make", [runs.tied_llama, gpt2])
+def test_tied_weights_and_other_families(make, stage, world2, tmp_path):
+    folder = write(tmp_path, make())
+    theirs, logits = expected(folder)
+    for ours, told in world2.run(loaded, str(folder), {}, {"stage": stage}):
+        assert_identical(ours, theirs)
+        torch.testing.assert_close(told["logits"], logits)
+        assert told["initialised"] == told["unused"] == []
+
+
+def test_an_encoder_decoder(world2, tmp_path):
+    folder = write(tmp_path, runs.t5())
+    theirs, logits = expected(folder, transformers.AutoModelForSeq2SeqLM)
+    ours, told = world2.run(loaded, str(folder), {"task": "seq2seq"}, {"stage": 3})[1]
+    assert_identical(ours, theirs)
+    torch.testing.assert_close(told["logits"], logits)
+    assert told["initialised"] == told["unused"] == []
+
+
+def test_a_dtype_that_is_asked_for(world2, tmp_path):
+    folder = write(tmp_path, runs.llama().to(torch.bfloat16))
+    theirs, _ = expected(folder)
+    ours, _ = world2.run(loaded, str(folder), {"dtype": torch.float32})[0]
+    assert_identical(ours, {name: tensor.float() for name, tensor in theirs.items()})
+
+
+def test_the_base_models_own_folder_has_names_without_prefix_and_no_head(world2, tmp_path):
+    folder = write(tmp_path, runs.llama().model)
+    theirs, _ = expected(folder)
+    (ours, told), (other, _) = world2.run(loaded, str(folder), {}, {"stage": 3})
+    assert told["initialised"] == ["lm_head.weight"]
+    assert told["unused"] == []
+    head, _ = ours.pop("lm_head.weight"), theirs.pop("lm_head.weight")
+    assert_identical(ours, theirs)
+    assert torch.equal(head, other["lm_head.weight"])
+    assert head.std() == pytest.approx(0.15, rel=0.1)  # the model's own initializer_range
+
+
+def test_what_is_too_much_is_reported_and_what_is_missing_is_initialised(world2, tmp_path, caplog):
+    folder = write(tmp_path, runs.llama())
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    kept = dict(tensors)
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.layers.2.input_layernorm.weight"]
+    tensors["a.stranger"] = torch.ones(3)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ours, told = world2.run(loaded, str(folder), {}, {"stage": 3})[0]
+    assert told["unused"] == ["a.stranger"]
+    anew = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"]
+    assert told["initialised"] == anew
+    assert torch.equal(ours[anew[1]], torch.ones(32))
+    assert ours[anew[0]].std() == pytest.approx(0.15, rel=0.1)
+    for name, tensor in kept.items():
+        assert name in anew or torch.equal(ours[name], tensor), name
+    model = ftkit.load_model(folder)
+    ftkit.shard(model)
+    assert "2 tensors missing, initialised anew: model.layers.1" in caplog.text
+    assert "1 tensors not used: a.stranger" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_from_a_configuration_alone_weights_do_not_depend_on_the_ranks(stage, worlds):
+    config = runs.llama().config
+    one = worlds[1].run(loaded, None, {"config": config.to_dict()}, {"stage": stage})[0][0]
+    assert one["lm_head.weight"].std() == pytest.approx(0.15, rel=0.1)
+    assert torch.equal(one["model.norm.weight"], torch.ones(32))
+    assert not torch.equal(one["model.layers.0.mlp.up_proj.weight"], one["model.layers.1.mlp.up_proj.weight"])
+    for ranks in (2, 3):
+        for weights, told in worlds[ranks].run(loaded, None, {"config": config.to_dict()}, {"stage": stage}):
+            assert_identical(weights, one)
+            assert told["initialised"] == []  # nothing was expected from a file
+
+
+def saved(folder: str, target: str, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """A case for a world: load a folder and write it to another."""
+    units = ftkit.shard(ftkit.load_model(folder), {"stage": 3})
+    ftkit.save_model(units, target, dtype=dtype, shard_bytes=shard_bytes)
+
+
+@pytest.mark.parametrize("make", [runs.llama, runs.tied_llama, gpt2])
+@pytest.mark.parametrize("dtype, shard_bytes", [(None, 5 * 10**9), (torch.bfloat16, 30 * KIB)])
+def test_a_saved_folder_opens_as_the_model_it_was_written_from(make, dtype, shard_bytes, world2, tmp_path):
+    source = write(tmp_path / "source", make())
+    world2.run(saved, str(source), str(tmp_path / "target"), dtype, shard_bytes)
+    theirs, _ = expected(source)
+    ours, _ = expected(tmp_path / "target")
+    assert_identical(ours, {name: tensor.to(dtype or tensor.dtype) for name, tensor in theirs.items()})
+    one, two = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "target"))
+    assert two == {**one, **({"dtype": "bfloat16"} if dtype else {})}
+    with torch.device("meta"):
+        stored = [name for path in (tmp_path / "target").glob("*.safetensors") for name in TensorFile(path).entries]
+    assert len(stored) == len(set(stored)) == len(list(make().named_parameters()))  # tied weights once
+
+
+def test_a_folder_may_be_written_over_itself(world2, tmp_path):
+    folder = write(tmp_path, runs.llama())
+    theirs, _ = expected(folder)
+    theirs = {name: tensor.clone() for name, tensor in theirs.items()}
+    world2.run(saved, str(folder), str(folder), None, 5 * 10**9)
+    assert_identical(expected(folder)[0], theirs)
+
+
+# --- every way in which it can be broken
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A good folder of one file."""
+    return write(tmp_path / "model", runs.llama())
+
+
+def refuse(folder: Path | str | None, *words: str, **options: Any) -> None:
+    """Assert that loading is refused with a UserError that has the words."""
+    with pytest.raises(ftkit.UserError) as refusal:
+        ftkit.shard(ftkit.load_model(folder, **options))
+    for word in words:
+        assert word in str(refusal.value), str(refusal.value)
+    assert len(str(refusal.value)) < 600
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    refuse(folder, "pytorch_model.bin", "can run code", "save_pretrained")
+
+
+def test_folders_without_weights_or_configuration(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    refuse(folder, str(folder), "no weights (model.safetensors")
+    (folder / "config.json").unlink()
+    refuse(folder, str(folder), "no model configuration")
+    refuse(tmp_path / "nowhere", "nowhere")
+    refuse("somebody/something", "somebody/something")
+    refuse(None, "a folder, a hub name or a config")
+    refuse(None, "model_type is missing", config={"hidden_size": 32})
+    refuse(folder, "task is 'chat'", task="chat")
+
+
+def test_truncated_files(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 1000, 7, 0):
+        path.write_bytes(whole[:size])
+        refuse(folder, str(path), "cut short")
+
+
+def test_wrong_shapes(folder):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(57, 32)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refuse(folder, "model.layers.1.mlp.up_proj.weight is [57, 32]", "the model needs [56, 32]")
+
+
+def test_another_models_weights(folder):
+    safetensors.torch.save_file({"a": torch.zeros(3)}, folder / "model.safetensors")
+    refuse(folder, "none of its tensors belongs to a LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "index, words",
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, "outside its folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "outside its folder"),
+        ({"weight_map": {"a": "model-00009-of-00009.safetensors"}}, "model-00009-of-00009.safetensors, which is not in"),
+        ({"weight_map": ["a"]}, "not a weight index"),
+        ({"weight_map": {"a": 7}}, "not in the folder"),
+        ({}, "not a weight index"),
+        ([], "not a weight index"),
+        ("{", "not a weight index"),
+    ],
+)
+def test_bad_indices(index, words, folder):
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+    shutil.copy(folder / "model.safetensors", folder.parent)
+    refuse(folder, "model.safetensors.index.json", words)
+
+
+def header(*, length: int | None = None, text: str | bytes = "{}", data: int = 64) -> bytes:
+    """Return a safetensors file with a header of one's own."""
+    raw = text if isinstance(text, bytes) else text.encode()
+    return (len(raw) if length is None else length).to_bytes(8, "little") + raw + bytes(data)
+
+
+def entry(**changes: Any) -> str:
+    """Return a header with one tensor of 16 fp32 numbers, changed."""
+    return json.dumps({"a": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64], **changes}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(text=b"\xff\xfe\x00garbage"),
+        header(text="[" * 100_000),
+        header(text="[]"),
+        header(text='{"a": 3}'),
+        header(length=2**63),
+        header(length=200 << 20),
+        header(length=0),
+        header(text=entry(shape=[17])),
+        header(text=entry(shape=[-16])),
+        header(text=entry(shape=[16.0])),
+        header(text=entry(shape="x")),
+        header(text=entry(data_offsets=[-64, 0])),
+        header(text=entry(data_offsets=[64, 0])),
+        header(text=entry(data_offsets=[64, 128])),
+        header(text=entry(data_offsets=[0, 64, 64])),
+    ],
+    ids=lambda content: str(content[:40]) if len(content) < 400 else str(len(content)),
+)
+def test_hostile_headers(content, folder):
+    (folder / "model.safetensors").write_bytes(content)
+    refuse(folder, str(folder / "model.safetensors"))
+
+
+def test_an_unknown_dtype_is_refused_where_it_is_wanted(folder):
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    described = json.loads(raw[8 : 8 + size])
+    described["lm_head.weight"]["dtype"] = "F8_E4M3"
+    path.write_bytes(header(text=json.dumps(described), data=0) + raw[8 + size :])
+    refuse(folder, "lm_head.weight", "dtype")
+
+
+def test_code_in_a_folder_is_not_run(folder):
+    (folder / "model.safetensors").touch()
+    (folder / "mine.py").write_text("raise SystemExit('it was run')\n")
+    config = json.loads((folder / "config.json").read_text())
+    auto_map = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": auto_map}))
+    refuse(folder, str(folder), "trust_remote_code")
+
+
+def test_quantised_models_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    refuse(folder, "quantised")
+
+
+def test_a_model_on_meta_without_a_source_is_refused():
+    with torch.device("meta"):
+        model = runs.llama()
+    with pytest.raises(ftkit.UserError, match="on the meta device and has no weights"):
+        ftkit.shard(model)
+
+
+# --- memory
+
+
+def load_and_measure(folder: str) -> dict[str, int]:
+    """A case for a world: load, and return this rank's peak of resident memory over its start, and what it holds."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * KIB for line in lines if line.startswith(key))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    start = status("VmRSS")
+    units = ftkit.shard(ftkit.load_model(folder), {"stage": 3, "activations": "recompute", "weights": "free"})
+    return {
+        "peak": status("VmHWM") - start,
+        "shard": units.state_bytes()["parameters"],
+        "unit": max(sum(flat.layout.numel * flat.dtype.itemsize for flat in unit.flats) for unit in units.units),
+        "read": units.model._ftkit_source.report.bytes_read,
+    }
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_its_shard(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=14, dtype="bfloat16"
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    create_file(path, [(name, tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()])
+    size = path.stat().st_size
+    assert size >= 1.5e9
+    world = World(2)
+    try:
+        for told in world.run(load_and_measure, str(tmp_path), seconds=600):
+            assert told["peak"] <= told["shard"] + 2 * told["unit"] + 200 * MIB, told
+            assert told["shard"] <= 0.51 * size
+            assert told["read"] <= 0.51 * size
+    finally:
+        world.close()
