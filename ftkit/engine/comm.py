@@ -149,6 +149,15 @@ class Communicator:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def all_numbers(self, number: int) -> list[int]:
+        """Return every rank's integer, in rank order. Cost: one small all-gather and a host wait."""
+        if self.world_size == 1:
+            return [number]
+        own = torch.tensor([number], device=self.device)
+        told = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(told, own, group=self.group)
+        return [int(other) for other in told]
+
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         if self.world_size > 1:

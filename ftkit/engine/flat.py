@@ -39,7 +39,7 @@ class Policy:
         compute_dtype: dtype of weights in use and of gradients on the wire; None keeps each parameter's own.
         gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype.
         prefetch: gather the neighbour's weights while a block computes.
-        debug: fill every freed buffer with NaN, and compare unit ids among ranks at every gather.
+        debug: fill every freed buffer with NaN, and compare among ranks what each gather and reduction is for.
     """
 
     stage: int = 3
@@ -61,7 +61,7 @@ class Policy:
 
 def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a tensor of `parameter`'s shape that holds nothing: one NaN, expanded."""
-    return torch.full((1,), math.nan, dtype=dtype, device=device).expand(parameter.shape)
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
 
 
 class FlatParameter:

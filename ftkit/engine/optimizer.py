@@ -238,7 +238,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         marks: Iterator[float] = iter(told[1:])
         for flat in flats:
             flat.touched = [next(marks) > 0 for _ in flat.parameters]
-        self._norm = math.sqrt(told[0]) / self.loss_scale.value if math.isfinite(told[0]) else math.inf
+        self._norm = math.sqrt(told[0]) / self.loss_scale.value
+        if self.loss_scale.dynamic and math.isnan(self._norm):
+            self._norm = math.inf  # inf - inf on the way: an overflow all the same
         return self._norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -62,7 +62,7 @@ class Units:
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
-        self._registered: tuple[int, ...] = ()
+        self._registered: tuple[object, ...] = ()
 
     @property
     def trainable(self) -> list[FlatParameter]:
@@ -82,7 +82,7 @@ class Units:
         for flat in self.flats:
             flat.zero_grad()
         for unit in self.units:
-            unit.pending, unit.held = 0, None
+            unit.drop_held()
 
     def finish_gradients(self) -> None:
         """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
@@ -137,13 +137,23 @@ class Units:
         """Compare the model's parameters with those that were sharded.
 
         Raises:
-            RuntimeError: if a parameter was tied, replaced or added since.
+            RuntimeError: if a parameter was tied, replaced, added, cast, moved or unfrozen since. (Freezing one is fine, and
+                so is thawing it again: that is how adapters are switched off and on.)
         """
-        if tuple(map(id, self.model.parameters())) != self._registered:
+        if self._registration() != self._registered:
             raise RuntimeError(
-                "the model's parameters changed after sharding (tied, resized, replaced or added); make such changes "
-                "before ftkit.shard() or before the Trainer is built"
+                "the model's parameters changed after sharding (tied, resized, replaced, added, cast or moved); make such "
+                "changes before ftkit.shard() or before the Trainer is built"
             )
+        for flat in self.flats:
+            if not flat.trainable and any(parameter.requires_grad for parameter in flat.parameters):
+                raise RuntimeError(
+                    f"a parameter of {flat.name} was frozen when the model was sharded and asks for gradients now: set "
+                    "requires_grad before ftkit.shard() or before the Trainer is built"
+                )
+
+    def _registration(self) -> tuple[object, ...]:
+        return tuple((id(p), p.dtype, p.device) for p in self.model.parameters())
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storages on this rank: parameters, gradients, slots."""
@@ -191,9 +201,8 @@ def shard(
     sorted_ = _sort(model, blocks, bindings, whole, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
     for (kind, owner, trainable, dtype, _), members in sorted_.items():
-        suffix = ("" if trainable else ".frozen") + (
-            "" if dtype == (policy.compute_dtype or dtype) else f".{str(dtype).removeprefix('torch.')}"
-        )
+        several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
+        suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
         resident = policy.stage < 3 or kind == "whole"
         flat = FlatParameter(
             f"{owner}{suffix}",
@@ -218,7 +227,7 @@ def shard(
         for key, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 setattr(module, key, buffer.to(comm.device))
-    units._registered = tuple(map(id, model.parameters()))
+    units._registered = units._registration()
     return units
 
 

@@ -80,7 +80,7 @@ class Transfer:
         groups: for each unit, in order of execution, its flat parameters.
         comm: the ranks.
         prefetch: whether units gather their neighbour while they compute.
-        debug: fill what is freed with NaN, compare unit numbers among ranks at each gather.
+        debug: fill what is freed with NaN, compare among ranks what each gather and reduction is for.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Transfer:
         Cost: one all-gather a flat parameter, on the side stream.
 
         Raises:
-            RuntimeError: in debug mode, if the ranks gather different units.
+            RuntimeError: in debug mode, if the ranks do something else at this point.
         """
         content = tuple((flat.name, flat.version) for flat in flats)
         if slot.content == content:
@@ -123,7 +123,7 @@ class Transfer:
         slot.content = content
         with self.side.after(self.updated, slot.read or self.side.now()):
             if self.debug:
-                self._same_unit(number)
+                self._same("gather", number)
             for flat, place in zip(flats, _views(slot.buffer, flats)):
                 flat.gather(place)
         slot.filled = self.side.mark()
@@ -160,9 +160,15 @@ class Transfer:
                 place.fill_(math.nan)
         return places
 
-    def reduce(self, flats: Sequence[FlatParameter], places: Sequence[Tensor]) -> None:
-        """Reduce-scatter the gradient slot into the flats' gradient shards, on the side stream."""
+    def reduce(self, flats: Sequence[FlatParameter], places: Sequence[Tensor], number: int) -> None:
+        """Reduce-scatter unit `number`'s gradient slot into the flats' gradient shards, on the side stream.
+
+        Raises:
+            RuntimeError: in debug mode, if the ranks do something else at this point.
+        """
         with self.side.after(self.side.now()):
+            if self.debug:
+                self._same("reduce", number)
             for flat, place in zip(flats, places):
                 flat.contribute(place)
         self.reduced = self.side.mark()
@@ -179,10 +185,12 @@ class Transfer:
         """Make the computing stream wait for everything that was given to the side stream."""
         self.side.wait(self.side.mark())
 
-    def _same_unit(self, number: int) -> None:
-        numbers = self.comm.all(number)
-        if len(set(numbers)) > 1:
-            raise RuntimeError(f"ranks gather different units at the same time: {numbers}; the order of blocks differs")
+    def _same(self, operation: str, number: int) -> None:
+        operations = ("gather", "reduce")
+        told = self.comm.all_numbers(2 * number + operations.index(operation))
+        if len(set(told)) > 1:
+            doing = ", ".join(f"rank {r}: {operations[n % 2]} unit {n // 2}" for r, n in enumerate(told))
+            raise RuntimeError(f"the ranks differ in what they do next ({doing}): they run blocks in different orders")
 
 
 def _places(flats: Sequence[FlatParameter]) -> tuple[list[int], int]:

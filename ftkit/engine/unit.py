@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +136,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         self.held: WeightSlot | None = None
-        self.pending = 0  # graphs that wait for their backward
+        self.pending: WeakSet[Call] = WeakSet()  # calls whose graph is alive and waits for its backward
         self.receiving: dict[FlatParameter, Tensor] = {}  # open gradient buffers, while this unit's backward runs
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes a unit on raw data differentiable
 
@@ -183,12 +184,16 @@ class Unit:
             if neighbour is not None and self.transfer.prefetch:
                 neighbour.fetch(graph=graph)
 
-    def leave(self, *, last: bool) -> None:
-        """Free the weights. `last`: no backward will ask for a held buffer."""
+    def leave(self) -> None:
+        """Free the weights, but for a held buffer that a backward will ask for."""
         if self.gathered:
-            self.transfer.free(self.slot, self.gathered, for_good=last or self.held is None)
-            if last:
-                self.held = None
+            self.transfer.free(self.slot, self.gathered, for_good=not self.pending or self.held is None)
+            self.drop_held()
+
+    def drop_held(self) -> None:
+        """Let a held buffer go once no graph waits for it."""
+        if not self.pending:
+            self.held = None
 
     # --- the gradients
 
@@ -228,7 +233,7 @@ class Unit:
                     flat.touched[index] = True
                 else:
                     place[segment.start : segment.stop].zero_()
-        self.transfer.reduce(self.reduced, places)
+        self.transfer.reduce(self.reduced, places, self.number)
 
     # --- the use
 
@@ -239,7 +244,7 @@ class Unit:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.leave(last=self.pending == 0)
+                self.leave()
         arguments = self.arguments(args, kwargs)
         if self.keep and not self.gathered and not self.reduced:  # plain autograd has all it needs
             self.enter(graph=True, neighbour=None)
@@ -264,7 +269,7 @@ class _Use(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         unit.enter(graph=True, neighbour=unit.after)
-        unit.pending += 1
+        unit.pending.add(call)
         try:
             with call.world.without_cast_cache():
                 if unit.keep:
@@ -276,9 +281,10 @@ class _Use(torch.autograd.Function):
                     ctx.graph = None
                     results = call.run(tensors)
         finally:
-            unit.leave(last=False)
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        return tuple(r.detach() for r in results)
+            unit.leave()
+        returned = tuple(r.detach() for r in results)
+        ctx.mark_non_differentiable(*(r for r in returned if not r.is_floating_point()))
+        return returned
 
     @staticmethod
     @once_differentiable
@@ -286,7 +292,11 @@ class _Use(torch.autograd.Function):
         unit, call = ctx.unit, ctx.call
         if ctx.version != unit.version:
             raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
-        unit.pending = max(unit.pending - 1, 0)  # zero_grad may have come between
+        if ctx.graph == ():
+            raise RuntimeError(
+                f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"
+            )
+        unit.pending.discard(call)
         unit.enter(graph=False, neighbour=unit.before)
         try:
             if ctx.graph is None:
@@ -304,7 +314,7 @@ class _Use(torch.autograd.Function):
             error.add_note(f"in the backward of {unit.name}") if hasattr(error, "add_note") else None
             raise
         finally:
-            unit.leave(last=unit.pending == 0)
+            unit.leave()
         return (None, None, None, *(tensor.grad for tensor in inputs))
 
 

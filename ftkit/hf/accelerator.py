@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +28,9 @@ from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard, units_of
 from ftkit.hf.settings import EngineSettings
+
+STATE_FILES = ("accelerator.pt", "model_*", "scheduler_*.pt", "custom_*.pt", "random_*.pt")
+"""What `save_state` writes, the mark of a whole state first."""
 
 
 def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> ShardedOptimizer:
@@ -213,45 +217,70 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write everything that `load_state` needs, in sharded form. A collective.
 
+        An earlier state in the folder is replaced; `accelerator.pt`, without which no state is read, is written last.
+        Hooks registered for it are called with the models, no weights, and the folder.
+
         Returns:
             The folder: `output_dir`, or the next one under the project's checkpoints.
         """
         folder = self._state_folder(output_dir)
-        comm = self._optimizers[0].optimizer.units.comm if self._optimizers else Communicator(self.device)
+        comm = self._communicator()
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, [], str(folder))
         with rank_zero(comm) as first:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
+                for pattern in STATE_FILES:
+                    for stale in folder.glob(pattern):
+                        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
                 for number, scheduler in enumerate(self._schedulers):
                     torch.save(scheduler.state_dict(), folder / f"scheduler_{number}.pt")
                 for number, thing in enumerate(self._custom_objects):
                     torch.save(thing.state_dict(), folder / f"custom_{number}.pt")
-                torch.save({"step": self.step}, folder / "accelerator.pt")
         for number, (units, optimizer) in enumerate(self._engines()):
             save_checkpoint(folder / f"model_{number}", units, optimizer)
         torch.save(random_state(self.device), folder / f"random_{self.process_index}.pt")
-        self.save_iteration += 1
         comm.barrier()
+        with rank_zero(comm) as first:
+            if first:
+                torch.save({"step": self.step}, folder / STATE_FILES[0])
+                if self.project_configuration.automatic_checkpoint_naming and self.project_configuration.total_limit:
+                    for old in _numbered(folder.parent)[: -self.project_configuration.total_limit]:
+                        shutil.rmtree(old)
+        self.project_configuration.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
         """Read what `save_state` wrote, on any number of ranks. A collective.
 
+        Args:
+            input_dir: None takes the last one under the project's checkpoints, where they are named automatically.
+
         Raises:
             UserError: if the folder lacks a part.
         """
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = str(_numbered(Path(self.project_dir, "checkpoints"))[-1])
         if input_dir is None:
             raise UserError("load_state: name the folder that save_state returned")
-        folder = Path(input_dir)
+        folder = Path(os.path.expanduser(input_dir))
+        step = _load(folder / STATE_FILES[0])["step"]
+        for hook in self._load_model_state_pre_hook.values():
+            hook(self._models, str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
             load_checkpoint(folder / f"model_{number}", units, optimizer)
         for number, scheduler in enumerate(self._schedulers):
             scheduler.load_state_dict(_load(folder / f"scheduler_{number}.pt"))
         for number, thing in enumerate(self._custom_objects):
             thing.load_state_dict(_load(folder / f"custom_{number}.pt"))
-        self.step = _load(folder / "accelerator.pt")["step"]
+        self.step = step
         own = folder / f"random_{self.process_index}.pt"
         if own.is_file():  # saved by fewer ranks: the others keep the state their seed gave them
             set_random_state(_load(own), self.device)
+
+    def _communicator(self) -> Communicator:
+        engines = self._engines()
+        return engines[0][0].comm if engines else Communicator(self.device)
 
     def _engines(self) -> list[tuple[Units, ShardedOptimizer | None]]:
         """Return the prepared models' units, each with its optimizer if it has one."""
@@ -268,11 +297,23 @@ class Accelerator(accelerate.Accelerator):
         return Path(os.path.expanduser(output_dir))
 
 
+def _numbered(folder: Path) -> list[Path]:
+    """Return the folders `checkpoint_<number>` in `folder`, by number.
+
+    Raises:
+        UserError: if there are none.
+    """
+    found = [path for path in folder.glob("checkpoint_*") if path.name.rpartition("_")[2].isdigit()]
+    if not found:
+        raise UserError(f"{folder}: no checkpoint_<number> in it")
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; the state was saved from another set of prepared objects") from None
+        raise UserError(f"{path}: missing; the state is not whole, or is of another set of prepared objects") from None
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from copy import copy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 
 from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
 from ftkit.engine.optimizer import ShardedOptimizer
@@ -76,8 +77,6 @@ class TrainerMixin:
                 f"{type(self.args).__name__} has no field 'ftkit': use ftkit.TrainingArguments, or "
                 f"class C(ftkit.ArgumentsMixin, {type(self.args).__name__})"
             )
-        self._counts_items: bool | None = None  # not known yet
-        self._asked = False
         if self.args.ftkit is None:
             return
         _refuse(self.args)
@@ -90,7 +89,20 @@ class TrainerMixin:
             micro_batch_tokens=self.args.per_device_train_batch_size * _sequence_tokens(self.args, self.model),
             accumulation_steps=self.args.gradient_accumulation_steps,
         )
-        self._engine_check = EngineCheck(self)
+
+    _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
+    _asked = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, once the engine that was asked for is in place.
+
+        Raises:
+            UserError: if it is not.
+        """
+        checks = any(isinstance(callback, EngineCheck) for callback in self.callback_handler.callbacks)
+        if self.args.ftkit is not None and not checks:
+            self.add_callback(EngineCheck(self))
+        return super().train(*args, **kwargs)
 
     @property
     def engine_is_on(self) -> bool:
@@ -116,8 +128,6 @@ class TrainerMixin:
         """Shard the model, let the Trainer (or the user) make the optimizer, and exchange it for its sharded form."""
         if not self.engine_is_on:
             return super().create_optimizer(model)
-        if self._engine_check not in self.callback_handler.callbacks:
-            self.add_callback(self._engine_check)
         if hasattr(self.model, "activation_checkpointing_disable"):
             self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
         units = self.accelerator.sharded(self.model)
@@ -130,11 +140,25 @@ class TrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches and self._masks_repeated(batches[-1]):
-            batches[-1] = self._without_repeated(batches[-1])
-            count = self._get_num_items_in_batch(batches, device)
-        return batches, count
+        if self.engine_is_on:
+            batches = list(islice(epoch_iterator, num_batches))
+            self._check_batches(len(batches))
+            if batches and self._masks_repeated(batches[-1]):
+                batches[-1] = self._without_repeated(batches[-1])
+            epoch_iterator = iter(batches)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _check_batches(self, number: int) -> None:
+        """Raise where a stream gave ranks different numbers of batches: they would compute different blocks together."""
+        loader = self.accelerator.gradient_state.active_dataloader
+        if loader is not None and has_length(loader):
+            return
+        numbers = self.accelerator.sharded(self.model).comm.all(number)
+        if len(set(numbers)) > 1:
+            raise UserError(
+                f"step {self.state.global_step + 1}: the ranks were given {numbers} batches; a stream must give each rank "
+                "as many: split it evenly, or let rank 0 read it (accelerator_config={'dispatch_batches': True})"
+            )
 
     def compute_loss(
         self,
@@ -268,7 +292,7 @@ class TrainerMixin:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._checkpointing and not pushed and isinstance(self.model, PreTrainedModel):
-                    save_config(self.model, folder)
+                    save_config(self.model, folder, next(iter(units.dtypes.values())))
                 tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(folder)

@@ -96,7 +96,7 @@ class RankSkips(Net):
 def ranks_skip_blocks(prefetch):
     model, units = sharded(RankSkips, Policy(debug=True, prefetch=prefetch))
     model.rank = units.comm.rank
-    with pytest.raises(RuntimeError, match=r"ranks .* different units at the same time: \["):
+    with pytest.raises(RuntimeError, match="the ranks differ in what they do next"):
         token_loss(model, ROWS, TOKENS).backward()
 
 
@@ -167,7 +167,7 @@ def cast(model):
 def change_after_sharding(change, stage):
     model, _ = sharded(policy=Policy(stage=stage)) if change is not unfreeze else sharded(_frozen, Policy(stage=stage))
     change(model)
-    with pytest.raises(RuntimeError, match="changed after sharding"):
+    with pytest.raises(RuntimeError, match="changed after sharding|frozen when the model was sharded"):
         token_loss(model, ROWS, TOKENS)
 
 

@@ -275,7 +275,7 @@ def train(kind: str, folder: str, run: Run) -> Outcome:
 
 def close(one: Any, two: Any, relative: float = 1e-5, absolute: float = 1e-6) -> bool:
     """Return whether two logged values are the same up to rounding; a NaN is like nothing."""
-    if isinstance(one, float) and isinstance(two, (int, float)):
+    if isinstance(one, float) and isinstance(two, (int, float)) and one != two:
         return abs(one - two) <= absolute + relative * max(abs(one), abs(two))
     return bool(one == two)
 

@@ -1,0 +1,366 @@
+"""Loops without a Trainer: on Accelerate, and in plain PyTorch.
+
+The same loop, word for word, runs on accelerate's Accelerator in one process and on ours on several; losses, norms,
+learning rates, evaluations and weights must be the same, also across a state that is saved by two ranks and loaded by
+one or three. The plain loop uses the public functions alone and is compared with plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import ftkit
+from ftkit.hf.blocks import units_of
+from tests.hf import runs
+from tests.hf.runs import assert_same_weights, fresh_state
+
+
+def full_rows(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Return rows in which every token is a label: the mean of means is the mean."""
+    return [{**row, "labels": row["input_ids"].clone()} for row in runs.token_rows(count, seed=seed)]
+
+
+def falling(step: int) -> float:
+    """Return the factor on the learning rate."""
+    return 1 / (1 + 0.5 * step)
+
+
+def make(kind: str, settings: Any = "auto", **options: Any) -> accelerate.Accelerator:
+    """Return an Accelerator of a kind; batches are split, so that the user's batch size is the global one."""
+    fresh_state()
+    loaders = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    options = {"cpu": True, "gradient_accumulation_steps": 2, "dataloader_config": loaders, **options}
+    made = accelerate.Accelerator(**options) if kind == "stock" else ftkit.Accelerator(ftkit=settings, **options)
+    torch.set_num_threads(1)
+    return made
+
+
+class Counter:
+    """Something of the user's with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@dataclass
+class Log:
+    """What a loop saw."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    count: int = 0
+
+
+def loop(kind: str, settings: Any, save: str | None = None, resume: str | None = None) -> Log:
+    """A user's loop. Saves its state after the first epoch, or begins with the second."""
+    accelerator = make(kind, settings)
+    set_seed(4)
+    model, log, counter = runs.llama(), Log(), Counter()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.model.parameters()}, {"params": model.lm_head.parameters(), "lr": 3e-2}], lr=1e-2, weight_decay=0.1
+    )
+    scheduler = LambdaLR(optimizer, falling)
+    loader = DataLoader(full_rows(24), batch_size=6, shuffle=True)
+    held_out = DataLoader(full_rows(10, seed=2), batch_size=6)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+    accelerator.register_for_checkpointing(counter)
+    first = 0
+    if resume is not None:
+        accelerator.load_state(resume)
+        first = loader.iteration = 1
+    for epoch in range(first, 2):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    log.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            log.losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
+            log.rates += [group["lr"] for group in optimizer.param_groups]
+            counter.count += 1
+        model.eval()
+        for batch in held_out:
+            with torch.no_grad():
+                chosen = model(**batch).logits.argmax(-1)[:, :-1]
+            chosen, labels = accelerator.gather_for_metrics((chosen, batch["labels"][:, 1:]))
+            log.right += [int(number) for number in (chosen == labels).sum(1)]
+        if save is not None and epoch == 0:
+            accelerator.save_state(save)
+    log.count = counter.count
+    log.weights = accelerator.get_state_dict(model)
+    return log
+
+
+def assert_same(ours: Log, theirs: Log, first: int = 0) -> None:
+    """Compare two logs, the second from epoch `first` on."""
+    for name in ("losses", "norms", "rates", "right"):
+        expected = getattr(theirs, name)
+        expected = expected[len(expected) // 2 * first :]
+        assert getattr(ours, name) == pytest.approx(expected, rel=1e-5, abs=1e-7), name
+    assert ours.count == theirs.count
+    assert_same_weights(ours.weights, theirs.weights)
+
+
+@pytest.fixture(scope="module")
+def plain(world1):
+    """The loop on accelerate, in one process."""
+    return world1.run(loop, "stock", None)[0]
+
+
+@pytest.mark.parametrize("ranks, settings", [(1, "auto"), (2, {"stage": 3}), (3, {"stage": 2}), (2, {"stage": 0})])
+def test_a_loop_on_accelerate(ranks, settings, plain, worlds):
+    assert len(plain.losses) == 8
+    assert len(plain.norms) == 4
+    assert len(plain.right) == 20
+    assert len(set(plain.rates)) > 6
+    for log in worlds[ranks].run(loop, "ours", settings):
+        assert_same(log, plain)
+
+
+@pytest.mark.parametrize("ranks, settings", [(1, "auto"), (2, {"stage": 1}), (3, {"stage": 3})])
+def test_a_state_is_loaded_by_any_number_of_ranks(ranks, settings, plain, worlds, tmp_path):
+    folder = str(tmp_path / "state")
+    worlds[2].run(loop, "ours", {"stage": 3}, folder)
+    for log in worlds[ranks].run(loop, "ours", settings, None, folder):
+        assert_same(log, plain, first=1)
+
+
+def refusal_of(function: Any, *arguments: Any) -> str:
+    """A case for a world: return the text of the UserError that a call raises."""
+    try:
+        function(*arguments)
+    except ftkit.UserError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def test_a_state_that_is_not_whole_is_refused(world2, tmp_path):
+    folder = tmp_path / "state"
+    world2.run(loop, "ours", {"stage": 3}, str(folder))
+    world2.run(loop, "ours", {"stage": 3}, str(folder))  # over the first
+    for name in ("scheduler_0.pt", "custom_0.pt", "model_0/manifest.json", "accelerator.pt"):
+        (folder / name).rename(tmp_path / "aside")
+        words = world2.run(refusal_of, loop, "ours", "auto", None, str(folder))
+        assert Path(name).name in words[0]
+        (tmp_path / "aside").rename(folder / name)
+    world2.run(loop, "ours", {"stage": 3}, None, str(folder))
+
+
+def several_states(folder: str) -> tuple[list[str], float]:
+    """A case for a world: number the states, keep two, and go back to the last."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = make("ours", project_config=project)
+    called: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: called.append(Path(where).name))
+    accelerator.register_load_state_pre_hook(lambda models, where: called.append(f"from {Path(where).name}"))
+    model, optimizer = accelerator.prepare(runs.llama(), torch.optim.SGD(runs.llama().parameters()))[0], None
+    units = units_of(model)
+    for number in range(3):
+        units.flats[0].shard.fill_(float(number))
+        accelerator.save_state()
+    units.flats[0].shard.fill_(9.0)
+    accelerator.load_state()
+    assert optimizer is None
+    kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    return [*kept, *called], float(units.flats[0].shard[0])
+
+
+def test_states_are_numbered_and_the_oldest_removed(world2, tmp_path):
+    names = ["checkpoint_1", "checkpoint_2", "checkpoint_0", "checkpoint_1", "checkpoint_2", "from checkpoint_2"]
+    assert world2.run(several_states, str(tmp_path)) == [(names, 2.0)] * 2
+
+
+def export(folder: str) -> None:
+    """A case for a world: the ways in which Accelerate's users save a model."""
+    accelerator = make("ours", {"stage": 3})
+    model = accelerator.prepare(runs.tied_llama())
+    state = accelerator.get_state_dict(model)
+    unwrapped = accelerator.unwrap_model(model)
+    assert unwrapped is model
+    unwrapped.save_pretrained(
+        f"{folder}/pretrained", state_dict=state, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    accelerator.save_model(model, f"{folder}/saved")
+    accelerator.wait_for_everyone()
+
+
+def test_saving_a_model_as_accelerates_users_do(world2, tmp_path):
+    world2.run(export, str(tmp_path))
+    expected = runs.tied_llama()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    assert_same_weights(opened.state_dict(), expected.state_dict(), limit=0)
+    expected.lm_head.weight.data.zero_()
+    accelerate.load_checkpoint_in_model(expected, str(tmp_path / "saved"))
+    assert_same_weights(expected.state_dict(), opened.state_dict(), limit=0)
+
+
+def with_reference(kind: str, settings: Any) -> list[float]:
+    """A case for a world: a second model, which is only evaluated, beside the one that trains."""
+    accelerator = make(kind, settings, gradient_accumulation_steps=1)
+    model, reference = runs.llama(), runs.tied_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(full_rows(12), batch_size=6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    reference = accelerator.prepare_model(reference, evaluation_mode=True).eval()
+    losses = []
+    for batch in loader:
+        with torch.no_grad():
+            aim = reference(**batch).logits.softmax(-1)
+        loss = torch.nn.functional.cross_entropy(model(**batch).logits.flatten(0, 1), aim.flatten(0, 1))
+        accelerator.backward(loss)
+        losses += [float(accelerator.gather(loss.detach().reshape(1)).mean())]
+        losses += [float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_second_model_that_is_only_evaluated(world1, world2):
+    assert world2.run(with_reference, "ours", {"stage": 3})[0] == pytest.approx(
+        world1.run(with_reference, "stock", None)[0], rel=1e-5
+    )
+
+
+def test_no_warning_of_a_scheduler_that_runs_ahead(recwarn):
+    loop("ours", "auto")
+    assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message) or "optimizer.step" in str(w.message)]
+
+
+# --- refusals
+
+
+def prepared(**options: Any) -> tuple[Any, Any, Any]:
+    """Return an Accelerator of ours with a model and its optimizer."""
+    accelerator = make("ours", **options)
+    model = runs.llama()
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_what_is_not_supported_is_refused():
+    accelerator, model, _ = prepared()
+    refused = partial(pytest.raises, ftkit.UserError)
+    with refused(match="norm_type 1"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+    with refused(match="belong to no optimizer"):
+        accelerator.clip_grad_norm_(runs.llama().parameters(), 1.0)
+    with refused(match="use clip_grad_norm_"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with refused(match="prepare the model before its optimizer"):
+        accelerator.prepare(torch.optim.AdamW(runs.llama().parameters()))
+    with refused(match="Adagrad has no sharded form"):
+        accelerator.prepare(torch.optim.Adagrad(model.parameters()))
+    with refused(match="name a folder"):
+        accelerator.save_state()
+    with refused(match="name the folder"):
+        accelerator.load_state()
+    with refused(match=r"accelerator.pt: missing"):
+        accelerator.load_state("nowhere")
+    with refused(match="unknown key 'stag'"):
+        make("ours", {"stag": 3})
+    with accelerator.accumulate(model), refused(match="if accelerator.sync_gradients"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_mixed_precision_is_the_engines():
+    accelerator, model, optimizer = prepared(mixed_precision="bf16", gradient_accumulation_steps=1)
+    assert model.dtype == torch.bfloat16
+    batch = {key: value[None] for key, value in full_rows(1)[0].items()}
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+        accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    assert {line.master.dtype for line in optimizer.optimizer.lines.values()} == {torch.float32}
+
+
+def test_two_losses_scales_are_refused():
+    accelerator, model, _ = prepared(mixed_precision="fp16", gradient_accumulation_steps=1)
+    other = runs.tied_llama()
+    accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
+    accelerator._optimizers[0].optimizer.loss_scale.value /= 2
+    batch = {key: value[None] for key, value in full_rows(1)[0].items()}
+    with pytest.raises(ftkit.UserError, match="a loss can have one loss scale"):
+        accelerator.backward(model(**batch).loss)
+
+
+# --- no accelerate at all
+
+
+def plain_loop(folder: str, ours: bool, settings: Any, save: str | None, resume: str | None) -> Log:
+    """A loop in PyTorch alone; ours takes its share of the global batch."""
+    log = Log()
+    if ours:
+        model = ftkit.load_model(folder)
+        units = ftkit.shard(model, settings, accumulation_steps=2)
+        model.train()
+        optimizer = ftkit.ShardedAdamW(units, lr=1e-2, weight_decay=0.1)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = LambdaLR(optimizer, falling)
+    first = 0
+    if resume is not None:
+        first = ftkit.load_checkpoint(resume, units, optimizer)["step"]
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": first, "_step_count": first + 1})
+    share = 6 // runs.world_size()
+    rows = full_rows(48)
+    for step in range(first, 4):
+        for micro in range(2):
+            start = (2 * step + micro) * 6 + share * runs.rank()
+            part = rows[start : start + share]
+            loss = model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss / 2
+            (optimizer.scale(loss) if ours else loss).backward()
+            log.losses.append(float(loss.detach()) * 2)
+        clip = optimizer.clip_grad_norm_ if ours else partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+        log.norms.append(float(clip(0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        log.rates.append(scheduler.get_last_lr()[0])
+        if save is not None and step == 1:
+            ftkit.save_checkpoint(save, units, optimizer, extra={"step": 2})
+    log.weights = units.state_dict() if ours else model.state_dict()
+    return log
+
+
+def mean_losses(logs: list[Log]) -> list[float]:
+    """Return the losses of the global batch."""
+    return [sum(losses) / len(logs) for losses in zip(*(log.losses for log in logs))]
+
+
+@pytest.mark.parametrize("ranks, settings", [(2, {"stage": 3}), (3, {"stage": 2, "activations": "keep"}), (1, "auto")])
+def test_a_loop_in_plain_pytorch(ranks, settings, worlds, tmp_path):
+    runs.llama().save_pretrained(tmp_path / "model")
+    folder, state = str(tmp_path / "model"), str(tmp_path / "state")
+    theirs = worlds[1].run(plain_loop, folder, False, None, None, None)[0]
+    whole = worlds[ranks].run(plain_loop, folder, True, settings, state, None)
+    again = worlds[4 - ranks].run(plain_loop, folder, True, "auto", None, state)
+    for logs, first in ((whole, 0), (again, 2)):
+        assert mean_losses(logs) == pytest.approx(theirs.losses[2 * first :], rel=1e-5)
+        assert logs[0].norms == pytest.approx(theirs.norms[first:], rel=1e-5)
+        assert logs[0].rates == pytest.approx(theirs.rates[first:], rel=1e-9)
+        assert_same_weights(logs[0].weights, theirs.weights)

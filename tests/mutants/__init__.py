@@ -1,0 +1,1 @@
+"""Faults that the tests must notice: `python -m tests.mutants`."""

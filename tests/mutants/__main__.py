@@ -1,0 +1,155 @@
+"""Plant each committed fault in a copy of the repository and see a test turn red: `make mutants`.
+
+Two workers, each with a copy of its own in a temporary folder, take faults in turn: write the changed file, run the fault's
+tests there, put the file back. First all named tests run on an unchanged copy and must be green, or a red test would prove
+nothing. A fault whose tests stay green, whose text is not found exactly once, or whose tests could not run (a wrong name, an
+error while collecting) fails the run. Words on the command line choose the faults whose name has one of them.
+
+The repository's own install must not answer for the copy. A copy therefore lies as an installed package does, its mapped
+folders (pyproject.toml, package-dir) linked into `ftkit/`, stands first on PYTHONPATH, and every run asks where `ftkit` came
+from before it tests anything. No bytecode is written: a file changed twice in a second could be taken for its old self.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.faults import FAULTS, Fault
+
+HERE = Path(__file__).parents[2]
+COPIED = ("ftkit", "recipes", "data", "triton_kernels", "tests", "docs", "pyproject.toml", "README.md", "Makefile")
+MAPPED = {"recipes": "recipes", "bundled": "data", "kernels": "triton_kernels"}
+WORKERS = 2
+FAULT_SECONDS = 180
+RED, GREEN = 1, 0
+"""What pytest returns when a test failed, and when none did; anything else means that it could not tell."""
+
+LAUNCH = """
+import pathlib, sys
+import ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled
+here = pathlib.Path.cwd()
+for module in (ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled):
+    assert here in pathlib.Path(module.__file__).parents, f"{module.__name__} comes from {module.__file__}, not the copy"
+import pytest
+sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *sys.argv[1:]]))
+"""
+
+
+@dataclass
+class Outcome:
+    """What became of a fault: whether it was caught, and the test that turned red or what went wrong."""
+
+    fault: Fault
+    seconds: float
+    caught: bool
+    told: str
+
+
+def copy_repository(folder: Path) -> Path:
+    """Copy what tests need to `folder`, laid out as an installed package."""
+    for name in COPIED:
+        source = HERE / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, folder / name)
+    for name, target in MAPPED.items():
+        (folder / "ftkit" / name).symlink_to(Path("..") / target)
+    return folder
+
+
+def run_tests(folder: Path, tests: tuple[str, ...], seconds: float = FAULT_SECONDS) -> tuple[int, str]:
+    """Run tests on a copy; return pytest's exit code and what it printed.
+
+    Raises:
+        subprocess.TimeoutExpired: if they take longer; they are ended.
+    """
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *tests],
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        raise
+    return process.returncode, printed
+
+
+def plant(fault: Fault, folder: Path) -> Outcome:
+    """Write the fault, run its tests, put the files back."""
+    start = time.monotonic()
+    originals: dict[Path, str] = {}
+    try:
+        for name, old, new in fault.edits:
+            path = folder / name
+            text = path.read_text()
+            originals.setdefault(path, text)
+            if text.count(old) != 1:
+                return Outcome(fault, 0.0, False, f"its text is found {text.count(old)} times in {name}:\n{old}")
+            path.write_text(text.replace(old, new))
+        code, printed = run_tests(folder, fault.tests)
+    except subprocess.TimeoutExpired:
+        return Outcome(fault, time.monotonic() - start, False, f"its tests take more than {FAULT_SECONDS} s")
+    finally:
+        for path, text in originals.items():
+            path.write_text(text)
+    red = [line.split()[1] for line in printed.splitlines() if line.startswith("FAILED ")]
+    told = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}.get(code, f"pytest ended with {code}:\n{printed}")
+    return Outcome(fault, time.monotonic() - start, code == RED and bool(red), told)
+
+
+def main(words: list[str]) -> int:
+    """Run the faults; return the exit code."""
+    faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ftkit-mutants-") as place, ThreadPoolExecutor(WORKERS) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(WORKERS):
+            copies.put(copy_repository(Path(place) / str(number)))
+
+        def on_a_copy(fault: Fault) -> Outcome:
+            folder = copies.get()
+            try:
+                return plant(fault, folder)
+            finally:
+                copies.put(folder)
+
+        named = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
+        folder = copies.get()
+        code, printed = run_tests(folder, named, seconds=600)
+        copies.put(folder)
+        if code != GREEN:
+            print(f"without a fault the tests are not green (pytest ended with {code}); a red test would prove nothing\n{printed}")
+            return 1
+        print(f"{len(named)} tests are green without a fault ({time.monotonic() - start:.0f} s)\n", flush=True)
+        width = max(len(fault.name) for fault in faults)
+        outcomes = []
+        for outcome in pool.map(on_a_copy, faults):
+            print(f"{outcome.fault.name:{width}}  {outcome.seconds:5.1f} s  {outcome.told}", flush=True)
+            outcomes.append(outcome)
+    missed = [outcome.fault.name for outcome in outcomes if not outcome.caught]
+    print(f"\n{len(outcomes) - len(missed)} of {len(outcomes)} faults turned a test red, {time.monotonic() - start:.0f} s")
+    if missed:
+        print("NOT CAUGHT:", *missed, sep="\n  ")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
