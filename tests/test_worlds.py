@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ftkit.hf.batches import StepOrder
 from tests.worlds import RankFailure, World
 
 
@@ -54,3 +55,12 @@ def test_a_failure_names_its_rank_and_the_next_case_runs(case, words):
         assert world.run(rank_and_sum, 0)[1][1] == 1.0
     finally:
         world.close()
+
+
+def samples():
+    return [list(StepOrder(50, seed=3)), list(StepOrder(50, seed=3, sources=[0, 1] * 25, weights=[1, 3]))]
+
+
+def test_the_order_of_samples_knows_no_world(worlds):
+    orders = [order for world in (1, 2, 3) for order in worlds[world].run(samples)]
+    assert orders == [samples()] * 6

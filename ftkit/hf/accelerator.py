@@ -44,8 +44,6 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
-    if optimizer.state:
-        raise UserError(f"this {type(optimizer).__name__} has stepped already; its state is not taken over: give a new one")
     if type(optimizer) is torch.optim.AdamW:
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
@@ -55,10 +53,14 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
         raise UserError(
             f"optimizer {type(optimizer).__name__} has no sharded form: use AdamW (optim=adamw_torch) or SGD (optim=sgd)"
         )
+    if optimizer.state:
+        raise UserError(f"this {type(optimizer).__name__} has stepped already; its state is not taken over: give a new one")
     for key in unsupported:
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(f"{type(optimizer).__name__}: {key} has no sharded form; leave it off")
     made.take_groups(optimizer.param_groups)
+    # a scheduler made for the original goes on driving the shared groups; it wants to know that steps are made
+    made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return made
 
 
@@ -156,14 +158,6 @@ class Accelerator(accelerate.Accelerator):
             if units is not None and id(parameter) in units.places:
                 return units
         raise UserError("prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer)")
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare as accelerate does; a scheduler made for the exchanged optimizer shares its groups."""
-        for prepared in self._optimizers:
-            original = getattr(scheduler, "optimizer", None)
-            if original is not None and original.param_groups is prepared.param_groups:
-                scheduler.optimizer = prepared.optimizer
-        return super().prepare_scheduler(scheduler)
 
     # --- a step
 

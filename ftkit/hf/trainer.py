@@ -92,6 +92,7 @@ class TrainerMixin:
 
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _asked = False
+    _was_counted = False  # whether the last loss was asked for with the count of the global batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, once the engine that was asked for is in place.
@@ -172,7 +173,8 @@ class TrainerMixin:
         A loss that does not is a mean over one rank's micro-batch. The Trainer would multiply it by the ranks, and not
         divide it by the micro-batches of a step; without the count it does neither wrong.
         """
-        if not self.engine_is_on or not torch.is_tensor(num_items_in_batch):
+        self._was_counted = torch.is_tensor(num_items_in_batch)
+        if not self.engine_is_on or not self._was_counted:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._counts_items is None:
             uses: list[Any] = []
@@ -193,9 +195,10 @@ class TrainerMixin:
         """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
         if self._masks_repeated(inputs):
             inputs = self._without_repeated(inputs)
+        self._was_counted = False
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if loss is not None and self._counts_global_batch:  # this rank's part of the sum, times the ranks, over the count
-            loss = self.accelerator.reduce(loss, "mean")
+        if loss is not None and self._was_counted and self._counts_global_batch:
+            loss = self.accelerator.reduce(loss, "mean")  # of ranks' parts of the sum, times the ranks, over the count
         return loss, logits, labels
 
     @property
@@ -224,6 +227,12 @@ class TrainerMixin:
         own = rows_left(self.accelerator, len(labels)) - self.args.process_index * len(labels)
         labels[max(own, 0) :] = -100
         return {**batch, "labels": labels}
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Compute TRL's reference values, for DPO trainers; the model may be asked for them before training prepares it."""
+        if self.engine_is_on and model is self.model:
+            self.accelerator.sharded(model)
+        return super().compute_ref_log_probs(model, inputs)
 
     # --- saving
 

@@ -155,6 +155,14 @@ def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
             assert sent == pytest.approx(expected_traffic(stage, world, accumulation), rel=1e-4)
 
 
+def test_held_weights_are_gathered_once(world2):
+    """Holding is ZeRO-2's trade: nothing of a block is gathered again in backward."""
+    policy = Policy(weights="hold", compute_dtype=torch.bfloat16)
+    for sent in world2.run(traffic, policy, 1):
+        gathered = LAYERS * padded(BLOCK, 2) + 2 * padded(TABLE, 2) + padded(HIDDEN, 2)
+        assert sent["all_gather"] == 2 * gathered // 2
+
+
 def test_the_paper_says_2n_and_3n():
     """The formula above, without padding and what the slots save, is the paper's."""
     for world in (2, 3):

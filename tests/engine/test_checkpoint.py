@@ -93,6 +93,14 @@ def test_training_goes_on_in_any_world_and_stage(worlds: Worlds, writer: int, tm
                     torch.testing.assert_close(restored[key], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_goes_on_exactly_on_as_many_ranks(world2: World, name: str, tmp_path: Path) -> None:
+    losses, weights = world2.run(write, str(tmp_path / name), POLICIES[name])[0]
+    again, restored = world2.run(read, str(tmp_path / name), POLICIES[name])[0]
+    assert again == losses
+    assert all(torch.equal(restored[key], weights[key]) for key in weights)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_come_back_from_masters(world2: World, dtype: torch.dtype, tmp_path: Path) -> None:
     policy = Policy(stage=3, compute_dtype=dtype)

@@ -1,8 +1,8 @@
 """Collectives are what they say: whatever the size, the dtype and the way, and however late a rank comes.
 
-The same cases go through the window of shared memory and through gloo alone, against sums made here. Waits are tested by ranks
-that come late: without a barrier a punctual rank would read what the late one has not written yet, or write over what the
-late one has not read.
+The same cases go through the window of shared memory and through gloo alone, against sums made here. Waits are tested by
+ranks that come late: without a barrier a punctual rank would read what the late one has not written yet, or write over
+what the late one has not read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def gathers(transport: str, dtype: torch.dtype) -> None:
 def reduces(transport: str, dtype: torch.dtype) -> None:
     comm = connect(transport)
     world = comm.world_size
-    near = {"rtol": 2 * TOLERANCE[dtype], "atol": 2 * TOLERANCE[dtype], "check_dtype": False}
+    near = {"rtol": 2 * TOLERANCE[dtype], "atol": 16 * TOLERANCE[dtype], "check_dtype": False}  # numbers up to 8
     for numel in SIZES:
         expected = mean(world, world * numel, dtype)[comm.rank * numel : (comm.rank + 1) * numel]
         shard = torch.full((numel,), torch.nan, dtype=dtype)
@@ -141,7 +141,7 @@ def waits(who: int, arrives: float, leaves: float) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("arrives, leaves", [(0.2, 0.0), (0.0, 0.05)], ids=["arrives late", "leaves late"])
+@pytest.mark.parametrize("arrives, leaves", [(0.1, 0.0), (0.0, 0.03)], ids=["arrives late", "leaves late"])
 def test_late_ranks_are_waited_for(world2, who, arrives, leaves):
     world2.run(waits, who, arrives, leaves)
 

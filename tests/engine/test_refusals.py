@@ -167,7 +167,7 @@ def cast(model):
 def change_after_sharding(change, stage):
     model, _ = sharded(policy=Policy(stage=stage)) if change is not unfreeze else sharded(_frozen, Policy(stage=stage))
     change(model)
-    with pytest.raises(RuntimeError, match="changed after sharding|frozen when the model was sharded"):
+    with pytest.raises(RuntimeError, match=r"changed after sharding|frozen when the model was sharded"):
         token_loss(model, ROWS, TOKENS)
 
 

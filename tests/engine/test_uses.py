@@ -298,6 +298,34 @@ def test_recomputation_draws_no_random_numbers_of_its_own(world2):
         assert ours == plain
 
 
+# --- the slots
+
+
+def slots_while_blocks_compute(prefetch: bool) -> list[tuple[int, list[str]]]:
+    """Return for each computation of a block, recomputations too: its number, and whose weights the slots hold."""
+    model = seeded(nets.Net)
+    units = shard_model(model, Policy(prefetch=prefetch, debug=True))
+    seen = []
+
+    def look(number: int) -> None:
+        contents = [name for slot in units.transfer.slots for name, _ in slot.content]
+        seen.append((number, sorted(contents)))
+
+    for unit in units.units:
+        unit.module.up.register_forward_hook(lambda *args, number=unit.number: look(number))
+    rows = families.batch("llama", 0)
+    token_loss(model, rows, families.label_tokens(rows)).backward()
+    return seen
+
+
+def test_the_neighbour_is_gathered_while_a_block_computes(world2):
+    forward, backward = [(0, [0, 1]), (1, [1, 2]), (2, [2])], [(2, [1, 2]), (1, [0, 1]), (0, [0])]
+    expected = [(number, [f"blocks.{other}" for other in here]) for number, here in forward + backward]
+    assert world2.run(slots_while_blocks_compute, True) == [expected] * 2
+    alone = [(number, [f"blocks.{number}"]) for number, _ in expected]
+    assert world2.run(slots_while_blocks_compute, False) == [alone] * 2
+
+
 # --- evaluation
 
 

@@ -156,22 +156,22 @@ class Run:
 
     Args:
         model: makes it. rows, eval_rows: the data.
-        arguments: of TrainingArguments, beside `COMMON`. options: of the Trainer (`optimizers` is called with the model).
-        mixin: a user's subclass over the Trainer class. trainer, arguments_type: other classes of transformers' kind, over
-        which ours goes as a mixin.
+        arguments: of TrainingArguments, beside `COMMON`. options: of the Trainer; `optimizers` is called with the
+        model, `processing_class` and `ref_model` with nothing.
+        mixin: a user's subclass over the Trainer class. stock_classes, our_classes: Trainer and arguments of either kind.
         ftkit: engine settings of ours; "default" leaves the field alone.
         resume: folder for `resume_from_checkpoint`.
         before, after: called with the trainer around train(); what they return is in the outcome.
     """
 
     model: Callable[[], nn.Module] = llama
-    rows: Callable[[], list[dict[str, Tensor]]] | int = 40
+    rows: Callable[[], Any] | int = 40
     eval_rows: Callable[[], list[dict[str, Tensor]]] | int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     mixin: type | None = None
-    trainer: type = transformers.Trainer
-    arguments_type: type = transformers.TrainingArguments
+    stock_classes: tuple[type, type] = (transformers.Trainer, transformers.TrainingArguments)
+    our_classes: tuple[type, type] = (ftkit.Trainer, ftkit.TrainingArguments)
     ftkit: Any = "default"
     resume: str | bool | None = None
     before: Callable[[Any], Any] | None = None
@@ -210,16 +210,9 @@ COMMON: dict[str, Any] = {
 
 
 def classes(kind: str, run: Run) -> tuple[type, type]:
-    """Return Trainer and TrainingArguments of a kind: the one import that changes, or the mixins over other classes."""
-    trainer, arguments = run.trainer, run.arguments_type
-    if kind == "ours":
-        plain = trainer is transformers.Trainer
-        trainer = ftkit.Trainer if plain else type("MixinTrainer", (ftkit.TrainerMixin, trainer), {})
-        plain = arguments is transformers.TrainingArguments
-        arguments = ftkit.TrainingArguments if plain else type("MixinArguments", (ftkit.ArgumentsMixin, arguments), {})
-    if run.mixin is not None:
-        trainer = type("UserTrainer", (run.mixin, trainer), {})
-    return trainer, arguments
+    """Return Trainer and TrainingArguments of a kind: what a user's script imports."""
+    trainer, arguments = run.stock_classes if kind == "stock" else run.our_classes
+    return (trainer if run.mixin is None else type("UserTrainer", (run.mixin, trainer), {})), arguments
 
 
 def make_arguments(kind: str, folder: str, run: Run) -> Any:
@@ -244,6 +237,7 @@ def make_trainer(kind: str, folder: str, run: Run) -> Any:
         options["model"] = run.model()
     if "optimizers" in options:
         options["optimizers"] = options["optimizers"](options["model"])
+    options |= {key: options[key]() for key in ("processing_class", "ref_model") if key in options}
     rows = token_rows(run.rows) if isinstance(run.rows, int) else run.rows()
     if run.eval_rows:
         options["eval_dataset"] = token_rows(run.eval_rows, seed=9) if isinstance(run.eval_rows, int) else run.eval_rows()

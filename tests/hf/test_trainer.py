@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+import ftkit
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
 
@@ -472,12 +473,20 @@ def generated_metrics(prediction):
     return {"sum": int(tokens.sum()), "shortest": int(lengths.min()), "longest": int(lengths.max()), "rows": len(tokens)}
 
 
+class OurSeq2SeqTrainer(ftkit.TrainerMixin, transformers.Seq2SeqTrainer):
+    """As a user writes it."""
+
+
+class OurSeq2SeqArguments(ftkit.ArgumentsMixin, transformers.Seq2SeqTrainingArguments):
+    """As a user writes it."""
+
+
 SEQ2SEQ = Run(
     model=runs.t5,
     rows=sequence_rows,
     eval_rows=few_sequence_rows,
-    trainer=transformers.Seq2SeqTrainer,
-    arguments_type=transformers.Seq2SeqTrainingArguments,
+    stock_classes=(transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments),
+    our_classes=(OurSeq2SeqTrainer, OurSeq2SeqArguments),
     arguments={
         "predict_with_generate": True,
         "generation_max_length": 12,

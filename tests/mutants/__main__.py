@@ -1,13 +1,13 @@
 """Plant each committed fault in a copy of the repository and see a test turn red: `make mutants`.
 
-Two workers, each with a copy of its own in a temporary folder, take faults in turn: write the changed file, run the fault's
-tests there, put the file back. First all named tests run on an unchanged copy and must be green, or a red test would prove
-nothing. A fault whose tests stay green, whose text is not found exactly once, or whose tests could not run (a wrong name, an
-error while collecting) fails the run. Words on the command line choose the faults whose name has one of them.
+Two workers, each with a copy of its own in a temporary folder, take faults in turn: write the changed file, run the
+fault's tests there, put the file back. First all named tests run on an unchanged copy and must be green, or a red test
+would prove nothing. A fault whose tests stay green, whose text is not found exactly once, or whose tests could not run (a
+wrong name, an error while collecting) fails the run. Words on the command line choose the faults whose name has one.
 
 The repository's own install must not answer for the copy. A copy therefore lies as an installed package does, its mapped
-folders (pyproject.toml, package-dir) linked into `ftkit/`, stands first on PYTHONPATH, and every run asks where `ftkit` came
-from before it tests anything. No bytecode is written: a file changed twice in a second could be taken for its old self.
+folders (pyproject.toml, package-dir) linked into `ftkit/`, stands first on PYTHONPATH, and every run asks where `ftkit`
+came from before it tests anything. No bytecode is written: a file changed twice in a second could pass for its old self.
 """
 
 from __future__ import annotations
@@ -110,9 +110,11 @@ def plant(fault: Fault, folder: Path) -> Outcome:
     finally:
         for path, text in originals.items():
             path.write_text(text)
-    red = [line.split()[1] for line in printed.splitlines() if line.startswith("FAILED ")]
-    told = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}.get(code, f"pytest ended with {code}:\n{printed}")
-    return Outcome(fault, time.monotonic() - start, code == RED and bool(red), told)
+    red = [line.removeprefix("FAILED ").partition(" - ")[0] for line in printed.splitlines() if line.startswith("FAILED ")]
+    told = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}
+    return Outcome(
+        fault, time.monotonic() - start, code == RED and bool(red), told.get(code, f"pytest ended with {code}:\n{printed}")
+    )
 
 
 def main(words: list[str]) -> int:
@@ -136,7 +138,7 @@ def main(words: list[str]) -> int:
         code, printed = run_tests(folder, named, seconds=600)
         copies.put(folder)
         if code != GREEN:
-            print(f"without a fault the tests are not green (pytest ended with {code}); a red test would prove nothing\n{printed}")
+            print(f"without a fault the tests are not green, a red one would prove nothing (pytest: {code})\n{printed}")
             return 1
         print(f"{len(named)} tests are green without a fault ({time.monotonic() - start:.0f} s)\n", flush=True)
         width = max(len(fault.name) for fault in faults)

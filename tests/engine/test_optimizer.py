@@ -1,0 +1,241 @@
+"""The update alone: sharded AdamW and SGD against torch's own, on gradients made here, without a model that computes.
+
+A line of five tensors of uneven sizes, cut by shards in the middle of tensors. Gradients come through the same door as in
+training (`contribute` and `touched`), so that groups, step counts, clipping and overflow can be given to it one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine import optimizer as optimizer_module
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
+from ftkit.engine.shard import Units, shard
+
+SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
+STEPS = 4
+OURS = {
+    "adamw": lambda units, groups: ShardedAdamW(units, groups, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
+    "sgd": lambda units, groups: ShardedSGD(units, groups, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+PLAIN = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1),
+}
+
+
+class OneBlock(nn.Module):
+    """Five parameters on one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.block = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
+
+
+def sharded(policy: Policy | None = None) -> tuple[OneBlock, Units]:
+    model = OneBlock()
+    comm = Communicator(torch.device("cpu"))
+    return model, shard(model, [("block", model.block)], comm=comm, policy=policy or Policy(debug=True))
+
+
+def gradient(name: str, step: int, rank: int) -> Tensor:
+    seed = 100 * step + 10 * rank + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+def give(units: Units, step: int, names: str = "abcde", scale: float = 1.0) -> None:
+    """Contribute this rank's gradients of some tensors."""
+    (flat,) = units.flats
+    full = torch.zeros(flat.layout.padded_numel, dtype=flat.dtype)
+    for index, segment in enumerate(flat.layout.segments):
+        name = segment.name[-1]
+        if name in names:
+            full[segment.start : segment.stop] = gradient(name, step, units.comm.rank).reshape(-1) * scale
+            flat.touched[index] = True
+    if flat.deferred:
+        flat.full_grad, flat._has_gradient = full, True
+    else:
+        flat.contribute(full)
+
+
+def two_groups(model: OneBlock) -> list[dict[str, Any]]:
+    """Neighbours on the line in different groups, and one tensor in none."""
+    at = model.block
+    return [
+        {"params": [at["a"], at["d"]], "weight_decay": 0.3},
+        {"params": [at["b"], at["c"]], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def one_group(model: OneBlock) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+GROUPS = {"one": one_group, "two": two_groups}
+
+
+def compare(kind: str, groups: str, turns: list[str], limit: float, policy: Policy | None = None) -> None:
+    """On every rank: make steps in which `turns` get a gradient, here and in torch; compare norms and weights."""
+    model, units = sharded(policy)
+    plain = OneBlock()
+    ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
+    world = units.comm.world_size
+    for step, names in enumerate(turns):
+        give(units, step, names)
+        for name, parameter in plain.block.items():
+            means = torch.stack([gradient(name, step, rank) for rank in range(world)]).mean(0)
+            parameter.grad = means if name in names else None
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        assert ours.clip_grad_norm_(limit).item() == pytest.approx(norm.item(), rel=1e-5)
+        for optimizer in (ours, theirs):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            optimizer.step()
+        ours.zero_grad()
+    state = units.state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("turns", [["abcde"] * STEPS, ["abcde", "ace", "be", "abcd"]], ids=["all", "some"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_as_torchs_own(worlds, world, turns, groups, kind):
+    worlds[world].run(compare, kind, groups, turns, math.inf)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_clipped_as_by_torch(world2, kind):
+    world2.run(compare, kind, "two", ["abcde", "abc", "cde"], 0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_whole_copies_follow_the_shards(world2, stage):
+    world2.run(compare, "adamw", "two", ["abcde", "ace"], 1.0, Policy(stage=stage))
+
+
+def pieces() -> None:
+    optimizer_module.PIECE_NUMEL["cpu"], before = 1000, optimizer_module.PIECE_NUMEL["cpu"]
+    try:
+        compare("adamw", "two", ["abcde", "ace"], 1.0)
+    finally:
+        optimizer_module.PIECE_NUMEL["cpu"] = before
+
+
+def test_many_pieces_are_one_update(world2):
+    world2.run(pieces)
+
+
+def one_rank_has_no_gradient() -> None:
+    """A tensor that only rank 1 used is updated everywhere; one that nobody used nowhere."""
+    _, units = sharded()
+    optimizer = ShardedAdamW(units, None, weight_decay=0.5)
+    before = units.state_dict()
+    give(units, 0, "ab" if units.comm.rank == 0 else "ac")
+    optimizer.step()
+    after = units.state_dict()
+    changed = [name[-1] for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["a", "b", "c"]
+    assert optimizer.line(units.flats[0]).steps == [1, 1, 1, 0, 0]
+
+
+def test_a_tensor_is_updated_if_any_rank_used_it(world2):
+    world2.run(one_rank_has_no_gradient)
+
+
+def test_runs_join_neighbours_that_are_updated_alike(world1):
+    world1.run(runs)
+
+
+def runs() -> None:
+    _, units = sharded()
+    (flat,) = units.flats
+    a, b, c, d, e = ((s.start, s.stop) for s in flat.layout.segments)
+    assert list(_runs(flat, [0] * 5, [1] * 5)) == [Run(0, flat.layout.numel, 0, 1)]
+    assert list(_runs(flat, [0, 0, 1, 1, 0], [1] * 5)) == [Run(0, b[1], 0, 1), Run(c[0], d[1], 1, 1), Run(*e, 0, 1)]
+    assert list(_runs(flat, [0, None, 0, 0, None], [1] * 5)) == [Run(*a, 0, 1), Run(c[0], d[1], 0, 1)]
+    assert list(_runs(flat, [0] * 5, [1, 1, 2, 2, 2])) == [Run(0, b[1], 0, 1), Run(c[0], e[1], 0, 2)]
+    assert list(_runs(flat, [None] * 5, [1] * 5)) == []
+
+
+def overflows(stage: int) -> None:
+    """One rank overflows: nobody updates, the scale falls; the next step is clean."""
+    _, units = sharded(Policy(stage=stage, compute_dtype=torch.float16))
+    optimizer = ShardedAdamW(units, None, loss_scale=LossScale(64.0, dynamic=True))
+    before = units.state_dict()
+    give(units, 0, scale=math.inf if units.comm.rank == units.comm.world_size - 1 else 1.0)
+    assert optimizer.clip_grad_norm_(1.0).item() == math.inf
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.step_was_skipped
+    assert optimizer.loss_scale.value == 32.0
+    after = units.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    give(units, 1, scale=32.0)
+    norm = optimizer.grad_norm()
+    means = [torch.stack([gradient(n, 1, r) for r in range(units.comm.world_size)]).mean(0) for n in SHAPES]
+    assert norm == pytest.approx(torch.cat([m.reshape(-1) for m in means]).norm().item(), rel=1e-3)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert all(tensor.isfinite().all() for tensor in units.state_dict().values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world2, stage):
+    world2.run(overflows, stage)
+
+
+def shares_groups() -> None:
+    model, units = sharded()
+    theirs = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 0.5**step)
+    ours = ShardedAdamW(units, None)
+    ours.take_groups(theirs.param_groups)
+    assert all(one is other for one, other in zip(ours.param_groups, theirs.param_groups, strict=True))
+    theirs.step()
+    scheduler.step()
+    assert [group["lr"] for group in ours.param_groups] == [5e-3, 1.5e-3]
+    before = units.state_dict()
+    give(units, 0)
+    ours.step()
+    after = units.state_dict()
+    moved = {name[-1]: (after[name] - before[name]).abs().max().item() for name in before}
+    assert moved["e"] == 0.0  # in no group
+    assert moved["b"] == moved["c"] == pytest.approx(1.5e-3, rel=1e-2)  # Adam's first step is the learning rate
+    assert moved["a"] > 5e-3  # and there is decay
+    foreign = [{"params": [nn.Parameter(torch.zeros(3, 5))], "lr": 1e-3}]
+    with pytest.raises(ValueError, match=r"shape \(3, 5\) does not belong"):
+        ours.take_groups(foreign)
+
+
+def test_groups_are_shared_with_another_optimizer(world2):
+    world2.run(shares_groups)
+
+
+def test_closures_are_refused():
+    _, units = sharded()
+    with pytest.raises(ValueError, match="closures are not supported"):
+        ShardedAdamW(units, None).step(lambda: 0.0)
+
+
+def test_an_optimizer_without_arithmetic_cannot_step():
+    _, units = sharded()
+    optimizer = ShardedOptimizer(units, None, {"lr": 1.0})
+    give(units, 0)
+    with pytest.raises(NotImplementedError):
+        optimizer.step()
+
+
+def test_another_models_parameters_are_refused():
+    _, units = sharded()
+    with pytest.raises(ValueError, match="does not belong to the sharded model"):
+        ShardedAdamW(units, OneBlock().parameters())

@@ -1,0 +1,263 @@
+"""The faults, as data: what is broken, where, and the tests that must notice.
+
+Each is a mistake that somebody could make on a bad day and that a plain run would not show: it trains, only not as it
+should. The text that is replaced must be found exactly once in its file, so that a fault cannot quietly stop being
+planted. Its tests are the quickest that notice; each of them must be green without the fault.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_COMM = "tests/engine/test_comm.py::"
+_LAYOUT = "tests/engine/test_layout.py::"
+_OPTIMIZER = "tests/engine/test_optimizer.py::"
+_USES = "tests/engine/test_uses.py::"
+_PRECISION = "tests/engine/test_precision.py::"
+_CHECKPOINT = "tests/engine/test_checkpoint.py::"
+_BYTES = "tests/engine/test_bytes.py::"
+_REFUSALS = "tests/engine/test_refusals.py::"
+_BLOCKS = "tests/hf/test_blocks.py::"
+_TRAINER = "tests/hf/test_trainer.py::"
+
+_TRAINS = _USES + "test_trains_as_plain_pytorch"
+_RECOMPUTE = "W2-stage3-recompute-free-acc1-1groups-adamw-prefetch-debug-clip]"
+_KEEP = "W2-stage3-keep-free-acc2-2groups-adamw-prefetch-clip]"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Args:
+        name: what goes wrong.
+        edits: (file, old text, new text); several only where one alone is harmless.
+        tests: pytest node ids, run until the first turns red.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+
+
+def _fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    return Fault(name, ((file, old, new),), tests)
+
+
+FAULTS = (
+    _fault(
+        "sum over ranks is not divided by their number",
+        "ftkit/engine/comm.py",
+        "            torch.div(total, world, out=total)\n",
+        "",
+        _COMM + "test_large_tensors[2-reduces-shared memory-torch.float32]",
+    ),
+    _fault(
+        "a wait is left out: the other rank's half is read before it is written",
+        "ftkit/engine/comm.py",
+        "copy_(shard[start:stop])\n            self.comm.barrier()\n",
+        "copy_(shard[start:stop])\n",
+        _COMM + "test_late_ranks_are_waited_for[arrives late-0]",
+    ),
+    _fault(
+        "one half of the stage for all pieces: it is written before others have read it",
+        "ftkit/engine/comm.py",
+        "        self.turn ^= 1\n",
+        "",
+        _COMM + "test_late_ranks_are_waited_for[leaves late-0]",
+        _COMM + "test_late_ranks_are_waited_for[leaves late-1]",
+    ),
+    _fault(
+        "no padding: the ragged end of a line is lost",
+        "ftkit/engine/layout.py",
+        "per_rank = -(-self.numel // self.world_size)",
+        "per_rank = self.numel // self.world_size",
+        _LAYOUT + "test_every_element_has_one_place_and_one_owner[a little over a shard-2]",
+    ),
+    Fault(
+        "padding is not zeroed, and counts in the gradient norm",
+        (
+            ("ftkit/engine/unit.py", "            place[flat.layout.numel :].zero_()\n", ""),
+            ("ftkit/engine/optimizer.py", "flat.grad[: stop - start]", "flat.grad"),
+        ),
+        (f"{_TRAINS}[two forwards-{_RECOMPUTE}",),
+    ),
+    _fault(
+        "random numbers are not restored in recomputation",
+        "ftkit/engine/unit.py",
+        "            torch.set_rng_state(self.cpu_state)\n",
+        "",
+        _USES + "test_dropout_on_one_rank_is_that_of_plain_pytorch[gpt2]",
+    ),
+    _fault(
+        "autocast is not restored in recomputation",
+        "ftkit/engine/unit.py",
+        "            stack.enter_context(self.without_cast_cache())\n",
+        "",
+        _PRECISION + "test_autocast_is_restored_in_recomputation[1-recompute-torch.bfloat16]",
+    ),
+    _fault(
+        "stale weights: an update does not change the version",
+        "ftkit/engine/optimizer.py",
+        "        flat.version += 1\n",
+        "",
+        f"{_TRAINS}[two forwards-{_KEEP}",
+    ),
+    _fault(
+        "stale weights: whole copies are not refreshed after an update",
+        "ftkit/engine/shard.py",
+        "        self.transfer.refresh([flat for flat in self.trainable if flat.resident])\n",
+        "        self.transfer.refresh([])\n",
+        _OPTIMIZER + "test_whole_copies_follow_the_shards[2]",
+    ),
+    _fault(
+        "the neighbour is gathered into the slot that is being read",
+        "ftkit/engine/unit.py",
+        "self.transfer.slots[self.number % 2]",
+        "self.transfer.slots[0]",
+        f"{_TRAINS}[two forwards-{_RECOMPUTE}",
+    ),
+    _fault(
+        "the wrong neighbour is gathered in backward",
+        "ftkit/engine/unit.py",
+        "unit.enter(graph=False, neighbour=unit.before)",
+        "unit.enter(graph=False, neighbour=unit.after)",
+        _USES + "test_the_neighbour_is_gathered_while_a_block_computes",
+    ),
+    _fault(
+        "held weights are let go before their backward",
+        "ftkit/engine/unit.py",
+        "        if not self.pending:\n            self.held = None\n",
+        "        self.held = None\n",
+        _BYTES + "test_held_weights_are_gathered_once",
+    ),
+    _fault(
+        "weights may be updated between a forward and its backward",
+        "ftkit/engine/unit.py",
+        "        if ctx.version != unit.version:\n",
+        "        if False:\n",
+        _REFUSALS + "test_backward_is_refused[update_before_backward-recompute]",
+    ),
+    _fault(
+        "the second contribution to a tied weight is dropped",
+        "ftkit/engine/leaf.py",
+        "    flat.touched[0] = True\n    flat.contribute(full)\n",
+        "    if not flat.touched[0]:\n        flat.contribute(full)\n    flat.touched[0] = True\n",
+        f"{_TRAINS}[tied by hand-{_RECOMPUTE}",
+    ),
+    _fault(
+        "the second micro-batch overwrites the first",
+        "ftkit/engine/flat.py",
+        "                self.grad.add_(part)\n",
+        "                self.grad.copy_(part)\n",
+        f"{_TRAINS}[many results-{_KEEP}",
+    ),
+    _fault(
+        "what nobody wrote in the gradient slot is taken for a gradient",
+        "ftkit/engine/unit.py",
+        "                    place[segment.start : segment.stop].zero_()\n",
+        "                    pass\n",
+        f"{_TRAINS}[parameters never used-{_RECOMPUTE}",
+    ),
+    _fault(
+        "an overflow is ignored",
+        "ftkit/engine/optimizer.py",
+        "overflow = self.loss_scale.dynamic and not math.isfinite(norm)",
+        "overflow = False",
+        _OPTIMIZER + "test_an_overflow_on_one_rank_skips_the_step_on_all[3]",
+    ),
+    _fault(
+        "gradients are not clipped",
+        "ftkit/engine/optimizer.py",
+        "factor = self._clip / self.loss_scale.value",
+        "factor = 1.0 / self.loss_scale.value",
+        _OPTIMIZER + "test_clipped_as_by_torch[sgd]",
+    ),
+    _fault(
+        "the norm is that of one rank's shards",
+        "ftkit/engine/optimizer.py",
+        "        self._norm = math.sqrt(told[0]) / self.loss_scale.value\n",
+        "        self._norm = math.sqrt(float(square)) / self.loss_scale.value\n",
+        _OPTIMIZER + "test_clipped_as_by_torch[sgd]",
+    ),
+    _fault(
+        "all tensors of a line share one step count",
+        "ftkit/engine/optimizer.py",
+        "[count + now for count, now in zip(state.steps, due)]",
+        "[max(state.steps) + 1] * len(due)",
+        _OPTIMIZER + "test_as_torchs_own[2-some-two-adamw]",
+    ),
+    _fault(
+        "a tensor without gradient is updated all the same",
+        "ftkit/engine/optimizer.py",
+        "due = [flat.touched[i] and groups[i] is not None",
+        "due = [groups[i] is not None",
+        _OPTIMIZER + "test_as_torchs_own[2-some-one-adamw]",
+    ),
+    _fault(
+        "weight decay and learning rate of the wrong group",
+        "ftkit/engine/optimizer.py",
+        "            group = self.param_groups[run.group]\n",
+        "            group = self.param_groups[0]\n",
+        _OPTIMIZER + "test_as_torchs_own[2-all-two-adamw]",
+    ),
+    _fault(
+        "a range of a checkpoint is written by the wrong rank",
+        "ftkit/engine/checkpoint.py",
+        "first = min(part * flat.comm.rank, stop)",
+        "first = min(part * flat.rank, stop)",
+        _CHECKPOINT + "test_it_goes_on_exactly_on_as_many_ranks[ddp]",
+    ),
+    _fault(
+        "step counts are not restored",
+        "ftkit/engine/checkpoint.py",
+        "                state.steps = [int(steps[segment.name]) for segment in flat.layout.segments]\n",
+        "",
+        _CHECKPOINT + "test_it_goes_on_exactly_on_as_many_ranks[zero3]",
+    ),
+    _fault(
+        "masters are not restored",
+        "ftkit/engine/checkpoint.py",
+        "                if state.master is not flat.shard:\n",
+        "                if False:\n",
+        _CHECKPOINT + "test_narrow_weights_come_back_from_masters[dtype0]",
+    ),
+    _fault(
+        "a rank reads the beginning of a tensor instead of its range",
+        "ftkit/engine/storage.py",
+        "            raw = bytearray(count * size)\n            position = entry.offset + (start + low) * size\n",
+        "            raw = bytearray(count * size)\n            position = entry.offset + low * size\n",
+        _CHECKPOINT + "test_it_goes_on_exactly_on_as_many_ranks[zero3]",
+    ),
+    _fault(
+        "a cache goes through a recomputed block",
+        "ftkit/hf/blocks.py",
+        '            "pass no past_key_values in training"\n        )\n    return None\n',
+        '            "pass no past_key_values in training"\n        )\n    return value\n',
+        _BLOCKS + "test_a_cache_made_in_training_is_left_out[llama-recompute]",
+    ),
+    _fault(
+        "the loss is divided by one rank's label tokens",
+        "ftkit/hf/trainer.py",
+        "        return super().get_batch_samples(epoch_iterator, num_batches, device)\n",
+        "        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)\n"
+        '        return batches, sum((b["labels"] != -100).sum() for b in batches) * self.args.world_size\n',
+        _TRAINER + "test_the_same_log_by_one_import_changed[2-default]",
+    ),
+    _fault(
+        "the loss of an evaluation is that of one rank",
+        "ftkit/hf/trainer.py",
+        '            loss = self.accelerator.reduce(loss, "mean")\n',
+        "            pass\n",
+        _TRAINER + "test_the_same_log_by_one_import_changed[2-default]",
+    ),
+    _fault(
+        "the order of samples depends on the number of ranks",
+        "ftkit/hf/batches.py",
+        "        low, high = self.seed % 2**32, (self.seed >> 32) % 2**32\n",
+        "        import os\n\n"
+        '        seed = self.seed + int(os.environ.get("WORLD_SIZE", "1"))\n'
+        "        low, high = seed % 2**32, (seed >> 32) % 2**32\n",
+        "tests/test_worlds.py::test_the_order_of_samples_knows_no_world",
+    ),
+)
