@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -81,6 +81,7 @@ def save_checkpoint(
                 json.dump(manifest, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
+            sync_folder(temporary)
             temporary.rename(folder)
             sync_folder(folder.parent)
 
@@ -104,8 +105,8 @@ def load_checkpoint(
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    if optimizer is not None and "optimizer" not in manifest:
-        raise UserError(f"{folder}: holds weights only; its optimizer state was not saved")
+    if optimizer is not None:
+        _check_optimizer(folder, manifest, optimizer)
     with ExitStack() as stack:
         places = _index(folder, stack)
         for flat in units.flats:
@@ -122,9 +123,29 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.loss_scale = LossScale(**manifest["optimizer"]["loss_scale"])
         for group, saved in zip(optimizer.param_groups, manifest["optimizer"]["groups"]):
-            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items()})
+            known = {*optimizer.defaults, "initial_lr"}
+            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key in known})
     units.rewritten()
     return dict(manifest["extra"])
+
+
+def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedOptimizer) -> None:
+    """Raise unless the saved optimizer state belongs to an optimizer like this one."""
+    saved = manifest.get("optimizer")
+    if saved is None:
+        raise UserError(f"{folder}: holds weights only; its optimizer state was not saved")
+    try:
+        kind, groups, steps = saved["class"], len(saved["groups"]), set(saved["steps"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / MANIFEST}: its optimizer entry is not readable ({error})") from error
+    if kind != type(optimizer).__name__ or groups != len(optimizer.param_groups):
+        raise UserError(
+            f"{folder}: saved from {kind} with {groups} parameter groups, this run has {type(optimizer).__name__} with "
+            f"{len(optimizer.param_groups)}; continue with the same optimizer, or load the weights only"
+        )
+    wanted = {segment.name for flat in optimizer.units.trainable for segment in flat.layout.segments}
+    if wanted - steps:
+        raise UserError(f"{folder}: has no optimizer state of {sorted(wanted - steps)[0]}; it was not trained then")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -269,7 +290,7 @@ def export_tensors(
     units: Units,
     optimizer: ShardedOptimizer | None,
     *,
-    name_of: Callable[[str], str | None],
+    names_of: Callable[[str], Sequence[str]],
     dtype_of: Callable[[str], torch.dtype],
     buffers: Mapping[str, Tensor],
     shard_bytes: int,
@@ -278,7 +299,7 @@ def export_tensors(
 
     Args:
         folder: exists.
-        name_of: hub name of a tensor; None leaves it out.
+        names_of: hub names under which a tensor is written; none leaves it out.
         dtype_of: dtype in which a tensor is written; fp32 masters are the source where there are any.
         buffers: hub name to value, the same on all ranks.
         shard_bytes: a file is closed when the next tensor would make it larger.
@@ -289,28 +310,22 @@ def export_tensors(
         (hub, segment.shape, dtype_of(segment.name))
         for flat in units.flats
         for segment in flat.layout.segments
-        if (hub := name_of(segment.name)) is not None
+        for hub in names_of(segment.name)
     ] + [(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
     files = _cut(wanted, shard_bytes)
     with rank_zero(units.comm) as first:
         if first:
-            for stale in folder.glob("model*.safetensors*"):
+            for stale in folder.glob("model*.writing"):
                 stale.unlink()
             for file_name, tensors in files.items():
-                create_file(folder / file_name, tensors)
-            if len(files) > 1:
-                weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
-                total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
-                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-                (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+                create_file(folder / f"{file_name}.writing", tensors)
     home = {name: file for file, tensors in files.items() for name, _, _ in tensors}
     with ExitStack() as stack:
-        opened = {name: stack.enter_context(TensorFile(folder / name, writable=True)) for name in files}
+        opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
         for flat in units.flats:
             source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.shard
             for name, start, values in owned_ranges(flat, source):
-                hub = name_of(name)
-                if hub is not None:
+                for hub in names_of(name):
                     opened[home[hub]].write(hub, start, values)
         if units.comm.rank == 0:
             for name, value in buffers.items():
@@ -318,6 +333,24 @@ def export_tensors(
         for file in opened.values():
             os.fsync(file._handle)
     units.comm.barrier()
+    with rank_zero(units.comm) as first:
+        if first:
+            _publish(folder, files, wanted)
+
+
+def _publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
+    """Give whole files their final names, in place of what was there; the index comes last."""
+    for stale in folder.glob("model*.safetensors*"):
+        if stale.suffix != ".writing":
+            stale.unlink()
+    for name in files:
+        (folder / f"{name}.writing").rename(folder / name)
+    if len(files) > 1:
+        weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
+        total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    sync_folder(folder)
 
 
 def _cut(

@@ -45,6 +45,12 @@ class Communicator:
         self.device = device
         self.bytes_sent: Counter[str] = Counter()
         live = dist.is_available() and dist.is_initialized()
+        if not live and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"a launcher started {os.environ['WORLD_SIZE']} ranks, but they have no process group, so each would train "
+                "a model of its own: call torch.distributed.init_process_group() (and torch.cuda.set_device(local_rank)) "
+                "before ftkit.shard()"
+            )
         self.rank = dist.get_rank(group) if live else 0
         self.world_size = dist.get_world_size(group) if live else 1
         self._stage: SharedStage | None = None
@@ -182,6 +188,20 @@ def _machine() -> tuple[str, str]:
         return str(os.getpid()), ""
 
 
+def _reserve(size_bytes: int) -> str | None:
+    """Return a file in shared memory with its bytes reserved, or None: a full tmpfs would otherwise kill us with SIGBUS."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="ftkit-", dir="/dev/shm", delete=False) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except OSError:
+                os.unlink(file.name)
+                return None
+            return file.name
+    except OSError:
+        return None
+
+
 class SharedStage:
     """A window of shared memory through which the CPU ranks of one machine pass large tensors, piece by piece.
 
@@ -202,12 +222,7 @@ class SharedStage:
         one_machine = len(set(comm.all(_machine()))) == 1
         path, window = None, None
         if comm.rank == 0 and one_machine:
-            try:
-                handle, path = tempfile.mkstemp(prefix="ftkit-", dir="/dev/shm")
-                os.posix_fallocate(handle, 0, size)  # reserve now: a full tmpfs would otherwise kill us with SIGBUS
-                os.close(handle)
-            except OSError:
-                path = None
+            path = _reserve(size)
         path = comm.same(path)
         try:
             if path is not None:

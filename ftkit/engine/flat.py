@@ -110,6 +110,8 @@ class FlatParameter:
         self.full_version = 0
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self._has_gradient = False
+        self._finished = False
+        self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
         self._allocate(comm.device)
 
     def _allocate(self, device: torch.device) -> None:
@@ -163,14 +165,30 @@ class FlatParameter:
 
     def zero_grad(self) -> None:
         """Forget the step's gradient. Nothing is written: the next contribution overwrites."""
-        self._has_gradient = False
+        self._has_gradient = self._finished = False
+        self.contributions += 1
         self.touched = [False] * len(self.parameters)
+
+    def _changes(self) -> None:
+        """Note that the gradient changes.
+
+        Raises:
+            RuntimeError: if it was reduced and read already: what was reduced cannot be added to.
+        """
+        if self._finished and self.deferred and self.comm.world_size > 1:
+            raise RuntimeError(
+                f"a backward reached {self.name} after its gradient norm was taken or the step was made: call zero_grad() "
+                "between a step and the next backward"
+            )
+        self._finished = False
+        self.contributions += 1
 
     def contribute(self, full: Tensor) -> None:
         """Add the mean over ranks of a local gradient `full` (W*S,), which is scratch after, to this rank's `grad`.
 
         Cost: one reduce-scatter of W*S elements.
         """
+        self._changes()
         if self.grad is None:
             self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.shard.device)
         if not self._has_gradient and self.grad_dtype == full.dtype:
@@ -186,6 +204,7 @@ class FlatParameter:
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add tensor `index`'s local `gradient` to `full_grad`; `finish` reduces it."""
+        self._changes()
         if self.full_grad is None:
             self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.shard.device)
         segment = self.layout.segments[index]
@@ -203,6 +222,9 @@ class FlatParameter:
         Every rank takes part, also one whose part of the batch did not use these tensors.
         Cost: for deferred gradients one reduce-scatter (stage 1) or all-reduce (stage 0) a step.
         """
+        if self._finished:
+            return
+        self._finished = True
         if not self.deferred:
             return
         if self.full_grad is None:

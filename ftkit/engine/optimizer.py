@@ -98,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         units: from `shard()`.
         params: parameters or groups of the sharded model, as for any torch optimizer; None takes all trainable ones.
         defaults: hyper-parameters of a group.
-        loss_scale: None takes `LossScale.for_dtype` of the units' compute dtype.
+        loss_scale: None takes a dynamic one where any trained weights are fp16, else none.
 
     Raises:
         ValueError: if a parameter does not belong to `units`.
@@ -115,9 +115,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.units = units
         self.lines: dict[str, LineState] = {}
-        self.loss_scale = loss_scale or LossScale.for_dtype(units.policy.compute_dtype)
+        narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
+        self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
         self.step_was_skipped = False
         self._norm: float | None = None
+        self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
         self._clip = 1.0
         super().__init__(params if params is not None else _trainable(units), defaults)
 
@@ -221,8 +223,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: at the first call in a step, the reductions that waited, one collective of a few floats, one host wait.
         """
-        if self._norm is not None:
+        contributions = tuple(flat.contributions for flat in self.units.trainable)
+        if self._norm is not None and self._norm_of == contributions:
             return self._norm
+        self._clip, self._norm_of = 1.0, contributions
         self.units.finish_gradients()
         flats = self.units.trainable
         device = self.units.comm.device

@@ -59,6 +59,7 @@ class Units:
         self.units: list[Unit] = []
         self.flats: list[FlatParameter] = []
         self.aliases: dict[str, str] = {}
+        self.outside: list[FlatParameter] = []  # resident lines that belong to no unit
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
@@ -82,7 +83,7 @@ class Units:
         for flat in self.flats:
             flat.zero_grad()
         for unit in self.units:
-            unit.drop_held()
+            unit.forget()
 
     def finish_gradients(self) -> None:
         """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
@@ -93,6 +94,11 @@ class Units:
     def updated(self) -> None:
         """Bring resident copies up to date after the optimizer wrote shards. Cost: one all-gather a resident line."""
         self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+
+    def await_refreshed(self) -> None:
+        """Make the computing stream wait for whole copies outside blocks (a block's own are waited for by its unit)."""
+        for flat in self.outside:
+            self.transfer.side.wait(flat.refreshed)
 
     def rewritten(self) -> None:
         """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
@@ -105,6 +111,7 @@ class Units:
 
         The tensor is only valid until the next one is asked for. Cost: one all-gather a line, and its buffer.
         """
+        self.transfer.settle()
         for flat in self.flats if flats is None else flats:
             full = flat.full
             if full is None:
@@ -304,6 +311,7 @@ def _sort(
 def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]]) -> None:
     """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves."""
     if flat.resident:
+        units.outside.append(flat)
         if flat.trainable:
             receive(flat)
         return
@@ -389,6 +397,7 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
         def call(self: nn.Module, *args: Any, _entry_call: Any = entry_call, **kwargs: Any) -> Any:
             if units.running.depth == 0:
                 units.check_unchanged()
+                units.await_refreshed()
             with units.running.call():
                 return _entry_call(self, *args, **kwargs)
 

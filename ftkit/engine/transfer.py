@@ -99,6 +99,7 @@ class Transfer:
         self._gradient_slot: Tensor | None = None  # allocated by the first backward: evaluation needs none
         self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot
         self.updated = self.side.now()  # when the shards were last written
+        self.updates = 0  # how often that happened
 
     @property
     def slot_bytes(self) -> int:
@@ -139,15 +140,16 @@ class Transfer:
         """End a computation on `slot`: the parameters become absent.
 
         Args:
-            for_good: the slot may be written again (a held one is read once more, in backward).
+            for_good: the slot may be written again. (A held one is read once more, in backward; it is never poisoned,
+                as a graph that outlives `zero_grad` may still see it.)
         """
         for flat in flats:
             flat.detach()
-        slot.read = self.side.now()
         if self.debug and for_good:
             for place in _views(slot.buffer, flats):
                 place.fill_(math.nan)
             slot.content = ()
+        slot.read = self.side.now()
 
     def open_gradients(self, flats: Sequence[FlatParameter]) -> list[Tensor]:
         """Return the gradient slot as buffers (W*S,) for `flats`, free to be written by the computing stream."""
@@ -176,6 +178,7 @@ class Transfer:
     def refresh(self, flats: Sequence[FlatParameter]) -> None:
         """Bring resident copies up to date after an update, in the order given, on the side stream."""
         self.updated = self.side.now()
+        self.updates += 1
         for flat in flats:
             with self.side.after(self.updated):
                 flat.refresh()

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +135,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         self.held: WeightSlot | None = None
-        self.pending: WeakSet[Call] = WeakSet()  # calls whose graph is alive and waits for its backward
+        self.pending = 0  # forwards since zero_grad that wait for their backward: counted, so alike on all ranks
         self.receiving: dict[FlatParameter, Tensor] = {}  # open gradient buffers, while this unit's backward runs
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes a unit on raw data differentiable
 
@@ -160,9 +159,9 @@ class Unit:
         return self.held or self.transfer.slots[self.number % 2]
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """Of the weights: changes with every update."""
-        return tuple(flat.version for flat in self.flats)
+    def version(self) -> int:
+        """Of the model's weights: changes with every update, also of adapters that lie outside this unit's lines."""
+        return self.transfer.updates
 
     # --- the weights
 
@@ -187,13 +186,13 @@ class Unit:
     def leave(self) -> None:
         """Free the weights, but for a held buffer that a backward will ask for."""
         if self.gathered:
-            self.transfer.free(self.slot, self.gathered, for_good=not self.pending or self.held is None)
-            self.drop_held()
+            self.transfer.free(self.slot, self.gathered, for_good=self.held is None)
+            if self.pending == 0:
+                self.held = None
 
-    def drop_held(self) -> None:
-        """Let a held buffer go once no graph waits for it."""
-        if not self.pending:
-            self.held = None
+    def forget(self) -> None:
+        """Let a held buffer go; a backward that comes all the same gathers again."""
+        self.pending, self.held = 0, None
 
     # --- the gradients
 
@@ -269,7 +268,7 @@ class _Use(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         unit.enter(graph=True, neighbour=unit.after)
-        unit.pending.add(call)
+        unit.pending += 1
         try:
             with call.world.without_cast_cache():
                 if unit.keep:
@@ -296,7 +295,7 @@ class _Use(torch.autograd.Function):
             raise RuntimeError(
                 f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"
             )
-        unit.pending.discard(call)
+        unit.pending = max(unit.pending - 1, 0)  # zero_grad may have come between
         unit.enter(graph=False, neighbour=unit.before)
         try:
             if ctx.graph is None:

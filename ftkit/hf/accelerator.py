@@ -108,7 +108,6 @@ class Accelerator(accelerate.Accelerator):
             raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
         if settings.dtype == "auto" and precision != "no":
             settings = EngineSettings(**{**vars(settings), "dtype": precision})
-        self.state._mixed_precision = "no"  # the engine casts when it gathers; autocast on top would cast again
         self.native_amp = False
         self.scaler = None
         self.settings = settings
@@ -116,6 +115,11 @@ class Accelerator(accelerate.Accelerator):
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
         }
+
+    @property
+    def mixed_precision(self) -> str:
+        """Always "no": the engine casts when it gathers, and autocast on top would cast again."""
+        return "no"
 
     # --- prepare
 
@@ -184,9 +188,16 @@ class Accelerator(accelerate.Accelerator):
         if norm_type != 2:
             raise UserError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
         wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        given = set(map(id, wanted))
         for prepared in self._optimizers:
-            if wanted and id(wanted[0]) in prepared.optimizer.units.places:
+            updated = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
+            if updated <= given:
                 return prepared.optimizer.clip_grad_norm_(max_norm).to(self.device)
+            if updated & given:
+                raise UserError(
+                    "clip_grad_norm_ was given a part of the parameters; the engine clips the global norm: pass "
+                    "model.parameters()"
+                )
         raise UserError("clip_grad_norm_: these parameters belong to no optimizer that this accelerator prepared")
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

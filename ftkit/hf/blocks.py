@@ -8,6 +8,7 @@ will follow, caches become None: a cache filled again in recomputation would giv
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -145,6 +146,7 @@ def shard(
     comm = comm or Communicator(device)
     dtype = DTYPES.get(settings.dtype)
     check_dtype(dtype or next(model.parameters()).dtype, device)
+    _refuse(model, comm.world_size)
     policy = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -167,6 +169,26 @@ def shard(
     return units
 
 
+def _refuse(model: nn.Module, world_size: int) -> None:
+    """Raise for configurations that would train wrongly without an error.
+
+    Raises:
+        UserError: for LayerDrop on several ranks, and for losses on tensors captured inside blocks (router losses).
+    """
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        for key, value in vars(config).items():
+            if key.endswith("layerdrop") and world_size > 1 and value:
+                raise UserError(
+                    f"{key}={value}: ranks that skip different blocks would mix their weights; set config.{key} = 0"
+                )
+        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+            raise UserError(
+                "output_router_logits with a router loss: tensors taken from inside blocks carry no gradient there, so the "
+                "routers would not learn from it; set config.output_router_logits = False"
+            )
+
+
 def _policy(
     settings: EngineSettings,
     model: nn.Module,
@@ -177,7 +199,8 @@ def _policy(
     accumulation_steps: int,
 ) -> Policy:
     """Return the policy: what is forced, and for the rest the fastest way that fits on every rank."""
-    shape = _shape(model, blocks, comm.world_size, dtype, tokens)
+    wide = settings.gradient_dtype == "fp32" or (settings.gradient_dtype == "auto" and accumulation_steps > 1)
+    shape = replace(_shape(model, blocks, comm.world_size, dtype, tokens), gradient_itemsize=4 if wide else 0)
     granted = settings.device_gib * GIB if settings.device_gib else _granted_bytes(comm)
     choice = choose(
         shape,
@@ -186,7 +209,6 @@ def _policy(
         activations=None if settings.activations == "auto" else settings.activations,
         weights=None if settings.weights == "auto" else settings.weights,
     )
-    wide = settings.gradient_dtype == "fp32" or (settings.gradient_dtype == "auto" and accumulation_steps > 1)
     return Policy(
         stage=choice.stage,
         activations=choice.activations,

@@ -15,9 +15,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -96,10 +97,18 @@ def load_model(
     for key, value in config_changes.items():
         setattr(settled, key, value)
     files = [] if source is None or config is not None else find_weights(source, revision)
-    with torch.device("meta"):
-        model = getattr(transformers, TASKS[task]).from_config(
-            settled, trust_remote_code=trust_remote_code, **({"dtype": dtype} if dtype else {})
-        )
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, TASKS[task]).from_config(
+                settled, trust_remote_code=trust_remote_code, **({"dtype": dtype} if dtype else {})
+            )
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        others = ", ".join(other for other in TASKS if other != task)
+        raise UserError(
+            f"{source or 'the config'}: a {settled.model_type} model has no form for task {task}; other tasks: {others}"
+        ) from error
     _make_buffers(model)
     if files and model.can_generate():
         model.generation_config = _generation_config(source, revision, model)
@@ -220,6 +229,7 @@ def load_weights(
     report.initialised = sorted(missing - expected_anew) if files else []
     if report.initialised and not init_missing:
         raise UserError(f"{len(report.initialised)} tensors are in no file, first {report.initialised[0]}")
+    _refuse_holes(units, report.initialised, files)
     if init_missing:
         _initialise(units, missing)
     units.rewritten()
@@ -228,6 +238,18 @@ def load_weights(
     if source is not None:
         source.report = report
     return report
+
+
+def _refuse_holes(units: Units, initialised: list[str], files: list[Path]) -> None:
+    """Raise if blocks lack weights: a new head may begin at random, a block of a pretrained model may not."""
+    inside = {segment.name for unit in units.units for flat in unit.flats for segment in flat.layout.segments}
+    holes = [name for name in initialised if name in inside]
+    if holes:
+        more = f" and {len(holes) - 1} more" if len(holes) > 1 else ""
+        raise UserError(
+            f"{files[0].parent}: lacks {holes[0]}{more}: the folder is incomplete, or belongs to another model than its "
+            "config.json says; fetch it again"
+        )
 
 
 def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
@@ -240,21 +262,42 @@ def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: Sharde
     Raises:
         UserError: if the folder lacks a tensor of the adapter, or a shape differs.
     """
-    model, path = units.model, Path(folder) / SAFETENSORS_WEIGHTS_NAME
+    path = Path(folder) / SAFETENSORS_WEIGHTS_NAME
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
-    stand_ins = {name: torch.empty(0, device="meta") for name in trained}
-    saved_as = {id(tensor): key for key, tensor in get_peft_model_state_dict(model, state_dict=stand_ins).items()}
+    saved_as = adapter_names(units.model, trained, units.model.active_adapters[0])
     with TensorFile(path) as file:
-        places = {
-            name: (file, key)
-            for name, tensor in stand_ins.items()
-            if (key := saved_as.get(id(tensor))) is not None and key in file.entries
-        }
+        places = {name: (file, key) for name, key in saved_as.items() if key in file.entries}
         if lacking := trained - set(places):
             raise UserError(f"{path}: lacks {len(lacking)} tensors of the adapter, first {min(lacking)}")
         _check_shapes(units, places)
         _stream(units, places, optimizer)
     units.rewritten()
+
+
+def adapter_names(model: PeftModel, names: Iterable[str], adapter: str) -> dict[str, str]:
+    """Return, of the tensors `names`, those that PEFT saves with an adapter, and the name under which it does.
+
+    PEFT is asked itself, with empty tensors: what comes out under another name is the same object.
+    """
+    stand_ins = {name: torch.empty(0, device="meta") for name in names}
+    with names_only(model):
+        saved = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=adapter)
+    keys = {id(tensor): key for key, tensor in saved.items()}
+    return {name: keys[id(tensor)] for name, tensor in stand_ins.items() if id(tensor) in keys}
+
+
+@contextmanager
+def names_only(model: PeftModel) -> Iterator[None]:
+    """Let modules that PEFT trains whole answer `state_dict()` with absent tensors while the body runs."""
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    whole = [module for wrapper in wrappers for module in wrapper.modules_to_save.values()]
+    try:
+        for module in whole:
+            module.state_dict = partial(dict, module.named_parameters())
+        yield
+    finally:
+        for module in whole:
+            vars(module).pop("state_dict", None)
 
 
 def _described(model: nn.Module) -> PreTrainedModel:

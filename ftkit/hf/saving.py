@@ -8,6 +8,7 @@ adapter is small and replicated: PEFT writes it as it always does.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from ftkit.engine.checkpoint import export_tensors, rank_zero
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.hf.blocks import is_adapter
+from ftkit.hf.loading import adapter_names, names_only
 
 SHARD_BYTES = 5 * 10**9
 """Size at which a new safetensors file is begun, as transformers does."""
@@ -51,23 +52,18 @@ def save_model(
         if first:
             path.mkdir(parents=True, exist_ok=True)
     if isinstance(units.model, PeftModel):
-        state = units.state_dict(lambda name: is_adapter(name, None) or ".modules_to_save." in name)
-        with rank_zero(units.comm) as first:
-            if first:
-                units.model.save_pretrained(path, state_dict=state)
+        _save_adapters(units, path, optimizer, dtype)
         return
     model = units.model
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"{type(model).__name__} is no transformers model: use units.state_dict() and save it yourself")
     names = _hub_names(units, model)
-    buffers = {
-        names[name]: buffer.detach().cpu() for name, buffer in _persistent_buffers(model) if names.get(name) is not None
-    }
+    buffers = {hub: buffer.detach().cpu() for name, buffer in _persistent_buffers(model) for hub in names.get(name, ())}
     export_tensors(
         path,
         units,
         optimizer,
-        name_of=names.get,
+        names_of=lambda name: names.get(name, ()),
         dtype_of=lambda name: dtype or units.dtypes[name],
         buffers=buffers,
         shard_bytes=shard_bytes,
@@ -89,6 +85,43 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
         model.generation_config.save_pretrained(folder)
 
 
+def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:
+    """Let PEFT write its folder. A collective; rank 0 holds what is written.
+
+    PEFT itself says what belongs in it: adapters, modules trained whole, embeddings where they were resized.
+    """
+    model, comm = units.model, units.comm
+    line_names = {segment.name: segment.name for flat in units.flats for segment in flat.layout.segments} | units.aliases
+    wanted: set[str] = set()
+    with rank_zero(comm) as first:
+        if first:
+            wanted.update(*(adapter_names(model, line_names, adapter) for adapter in model.peft_config))
+    wanted = comm.same(wanted)
+    whole = {}
+    for name, tensor in _whole(units, optimizer, {line_names[name] for name in wanted}):
+        if comm.rank == 0:
+            whole[name] = tensor.to(device="cpu", dtype=dtype or units.dtypes[name], copy=True)
+    with rank_zero(comm) as first, names_only(model):
+        if first:
+            model.save_pretrained(path, state_dict={name: whole[line_names[name]] for name in wanted})
+
+
+def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
+    units.transfer.settle()
+    for flat in units.flats:
+        segments = [segment for segment in flat.layout.segments if segment.name in names]
+        if not segments:
+            continue
+        source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.shard
+        full = source
+        if flat.owners > 1:
+            full = torch.empty(flat.layout.padded_numel, dtype=source.dtype, device=source.device)
+            units.comm.all_gather(full, source)
+        for segment in segments:
+            yield segment.name, full[segment.start : segment.stop].view(segment.shape)
+
+
 def _persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     return [
         (f"{name}.{key}" if name else key, buffer)
@@ -98,22 +131,32 @@ def _persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]
     ]
 
 
-def _hub_names(units: Units, model: PreTrainedModel) -> dict[str, str | None]:
-    """Return the hub's name of each tensor on a line and of each persistent buffer.
+def _hub_names(units: Units, model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return the hub's names of each tensor on a line and of each persistent buffer: more than one for a weight that was
+    tied by hand, which transformers would not tie again when it loads.
 
     The mapping is asked of transformers itself: its reverse conversion runs on empty tensors, and what comes out under
     another name is the same object, unless it was cut or merged.
     """
     own = [segment.name for flat in units.flats for segment in flat.layout.segments]
     own += [name for name, _ in _persistent_buffers(model)]
+    by_hand = {alias: name for alias, name in units.aliases.items() if alias not in model.all_tied_weights_keys}
+    by_hand = {a: n for a, n in by_hand.items() if n not in model.all_tied_weights_keys and not _shared_module(model, a, n)}
+    own += list(by_hand)
     stand_ins = {name: torch.empty(0, device="meta") for name in own}
     original = {id(tensor): name for name, tensor in stand_ins.items()}
-    names: dict[str, str | None] = {}
+    names: dict[str, list[str]] = {}
     for hub_name, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
         if id(tensor) not in original:
             raise UserError(
                 f"{type(model).__name__}: {hub_name} is stored in another form than it has in the model; saving such models "
                 "from shards is not supported: use units.state_dict() and save_pretrained(state_dict=...)"
             )
-        names[original[id(tensor)]] = hub_name
+        name = original[id(tensor)]
+        names.setdefault(by_hand.get(name, name), []).append(hub_name)
     return names
+
+
+def _shared_module(model: PreTrainedModel, one: str, other: str) -> bool:
+    """Return whether two names of a parameter lead through the same module: shared by the code, not tied by hand."""
+    return model.get_submodule(one.rpartition(".")[0]) is model.get_submodule(other.rpartition(".")[0])

@@ -56,7 +56,7 @@ class EngineSettings:
         if not isinstance(value, Mapping):
             raise UserError(f"ftkit settings: {value!r} is no 'auto', mapping or .yaml file")
         known = {field.name for field in fields(cls)}
-        for key in value:
+        for key in map(str, value):
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -76,7 +76,8 @@ class EngineSettings:
             "debug": (True, False),
         }
         for key, values in allowed.items():
-            if getattr(self, key) not in values:
+            value = getattr(self, key)
+            if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
                 listed = ", ".join(map(str, values))
                 raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
         if self.device_gib is not None and not (isinstance(self.device_gib, (int, float)) and self.device_gib > 0):

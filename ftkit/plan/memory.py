@@ -38,6 +38,7 @@ class Shape:
     tokens: int
     itemsize: int
     world_size: int
+    gradient_itemsize: int = 0  # bytes of an element of a gradient that is kept between micro-batches; 0: itemsize
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def expected_bytes(shape: Shape, stage: int, activations: str, weights: str) -> 
     masters = 8 if size == 4 else 12  # bytes a parameter: two moments, and a master where weights are narrower
     share = [1, 1, 1, world][stage]
     total = shape.numel * size // share
-    total += shape.trainable_numel * size // (world if stage >= 2 else 1)
+    total += shape.trainable_numel * (shape.gradient_itemsize or size) // (world if stage >= 2 else 1)
     total += shape.trainable_numel * masters // (1 if stage == 0 else world)
     if stage == 3:
         held = shape.numel if weights == "hold" else 2 * shape.widest_numel

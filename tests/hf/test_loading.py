@@ -132,12 +132,12 @@ def test_what_is_too_much_is_reported_and_what_is_missing_is_initialised(world2,
     folder = write(tmp_path, runs.llama())
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     kept = dict(tensors)
-    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.layers.2.input_layernorm.weight"]
+    del tensors["lm_head.weight"], tensors["model.norm.weight"]
     tensors["a.stranger"] = torch.ones(3)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ours, told = world2.run(loaded, str(folder), {}, {"stage": 3})[0]
     assert told["unused"] == ["a.stranger"]
-    anew = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"]
+    anew = ["lm_head.weight", "model.norm.weight"]
     assert told["initialised"] == anew
     assert torch.equal(ours[anew[1]], torch.ones(32))
     assert ours[anew[0]].std() == pytest.approx(0.15, rel=0.1)
@@ -145,7 +145,7 @@ def test_what_is_too_much_is_reported_and_what_is_missing_is_initialised(world2,
         assert name in anew or torch.equal(ours[name], tensor), name
     model = ftkit.load_model(folder)
     ftkit.shard(model)
-    assert "2 tensors missing, initialised anew: model.layers.1" in caplog.text
+    assert "2 tensors missing, initialised anew: lm_head.weight, model.norm.weight" in caplog.text
     assert "1 tensors not used: a.stranger" in caplog.text
 
 
@@ -240,6 +240,17 @@ def test_wrong_shapes(folder):
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(57, 32)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     refuse(folder, "model.layers.1.mlp.up_proj.weight is [57, 32]", "the model needs [56, 32]")
+
+
+def test_a_block_that_lacks_weights(folder):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.layers.2.input_layernorm.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refuse(folder, "lacks model.layers.1.mlp.up_proj.weight and 1 more", "fetch it again")
+
+
+def test_a_task_that_the_model_has_no_form_for(folder):
+    refuse(folder, "a llama model has no form for task seq2seq", task="seq2seq")
 
 
 def test_another_models_weights(folder):
