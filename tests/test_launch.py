@@ -27,7 +27,9 @@ def start(function, *args, ranks=2, environ=None, say=lambda text: None):
 
 
 def children():
-    return [child for child in psutil.Process().children(recursive=True) if "resource_tracker" not in _command(child)]
+    """Return this process's children, without what Python keeps for itself and the worlds of other tests."""
+    others = ("resource_tracker", "forkserver")
+    return [c for c in psutil.Process().children(recursive=True) if not any(word in _command(c) for word in others)]
 
 
 def _command(process):

@@ -188,9 +188,11 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
     os.environ.update(environ)
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is never garbage; looking at it would copy its pages into every rank
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    meetings = 0
     while True:
+        if size > 1 and not dist.is_initialized():  # at the start, and after a case that ended the group (as a job does)
+            meetings += 1
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store{meetings}", rank=rank, world_size=size)
         try:
             case = pipe.recv_bytes()
         except (EOFError, OSError):

@@ -152,7 +152,7 @@ class Units:
                 "the model's parameters changed after sharding (tied, resized, replaced, added, cast or moved); make such "
                 "changes before ftkit.shard() or before the Trainer is built"
             )
-        for flat in self.flats:
+        for flat in self.flats if torch.is_grad_enabled() else ():  # a reference pass may switch another adapter on
             if not flat.trainable and any(parameter.requires_grad for parameter in flat.parameters):
                 raise RuntimeError(
                     f"a parameter of {flat.name} was frozen when the model was sharded and asks for gradients now: set "

@@ -26,6 +26,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.debug_utils import DebugOption
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 
@@ -408,6 +409,7 @@ def _refuse(args: Any) -> None:
         "fp16_full_eval": "evaluation uses the compute dtype already",
         "bf16_full_eval": "evaluation uses the compute dtype already",
         "enable_jit_checkpoint": "ranks would save at different steps",
+        "sync_ref_model": "it adds two models element by element, whose elements lie in shards",
         "save_on_each_node": "all ranks write into one folder, which every machine must see",
     }
     for name, reason in refused.items():
@@ -416,6 +418,8 @@ def _refuse(args: Any) -> None:
                 f"{name}={getattr(args, name)!r} cannot be used with ftkit's engine: {reason}. Set ftkit=None to train "
                 "without it"
             )
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        raise UserError("debug=underflow_overflow cannot be used with ftkit's engine: the weights it looks at lie elsewhere")
     if args.n_gpu > 1:
         raise UserError(
             f"one process sees {args.n_gpu} GPUs, and the Trainer would copy the model to all of them: start one rank a GPU "

@@ -26,17 +26,17 @@ from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
 
 BASE = Run(
-    rows=45,
+    rows=27,
     eval_rows=10,
     arguments={
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 2,
         "eval_strategy": "steps",
-        "eval_steps": 3,
+        "eval_steps": 2,
     },
 )
-"""Shuffled; four steps an epoch, of which the last has one whole micro-batch and one of three rows; evaluation of one
-whole batch and one of four rows."""
+"""Shuffled; three steps an epoch, of which the last has one micro-batch, and that of three rows; evaluation of one whole
+batch and one of four rows, in the middle of epochs and at their end."""
 SHORT = Run(rows=24, arguments={"gradient_accumulation_steps": 2})
 """Two even steps."""
 
@@ -66,7 +66,7 @@ def changed(run: Run, **arguments: Any) -> Run:
 def test_the_same_log_by_one_import_changed(ranks, settings, worlds, stock, tmp_path):
     ours = worlds[ranks].run(train, "ours", str(tmp_path), replace(BASE, ftkit=settings))
     theirs = stock(BASE)
-    assert len(theirs.column("loss")) == 8
+    assert len(theirs.column("loss")) == 6
     assert len(theirs.column("eval_loss")) == 3
     for outcome in ours:
         assert_same_history(outcome, theirs)
@@ -81,10 +81,10 @@ def test_tied_weights(world2, stock, tmp_path):
 
 
 def test_max_steps_stop_in_the_middle_of_an_epoch(world2, stock, tmp_path):
-    run = changed(BASE, max_steps=6, lr_scheduler_type="linear", logging_steps=2)
+    run = changed(BASE, max_steps=4, lr_scheduler_type="linear", logging_steps=2)
     ours = world2.run(train, "ours", str(tmp_path), run)[0]
     assert_same_history(ours, stock(run))
-    assert [line["step"] for line in ours.history if "loss" in line] == [2, 4, 6]
+    assert [line["step"] for line in ours.history if "loss" in line] == [2, 4]
 
 
 def test_norms_are_logged_without_clipping(world2, stock, tmp_path):
@@ -122,7 +122,7 @@ def test_reducing_on_a_plateau_drives_the_learning_rate(world2, stock, tmp_path)
 
 @pytest.fixture(scope="module")
 def checkpoints(world2, tmp_path_factory):
-    """The folder of a run on two ranks that saved in the middle of an epoch (3) and at the end of one (4)."""
+    """The folder of a run on two ranks that saved in the middle of an epoch (2) and at the end of one (3)."""
     folder = tmp_path_factory.mktemp("checkpoints")
     world2.run(train, "ours", str(folder), replace(changed(BASE, save_strategy="steps", save_steps=1), ftkit={"stage": 3}))
     return folder
@@ -131,12 +131,12 @@ def checkpoints(world2, tmp_path_factory):
 @pytest.mark.parametrize(
     "ranks, step, settings",
     [
-        (2, 3, {"stage": 3}),
-        (1, 3, "default"),
-        (3, 3, {"stage": 0}),
-        (3, 4, {"stage": 2}),
-        (1, 4, {"stage": 1, "activations": "keep"}),
-        (2, 7, {"stage": 1}),
+        (2, 2, {"stage": 3}),
+        (1, 2, "default"),
+        (3, 2, {"stage": 0}),
+        (3, 3, {"stage": 2}),
+        (1, 3, {"stage": 1, "activations": "keep"}),
+        (2, 5, {"stage": 1}),
     ],
 )
 def test_resuming_on_other_ranks_and_stages_goes_on_as_if_nothing_happened(
@@ -153,9 +153,9 @@ def dropout_llama():
 
 
 def test_random_numbers_go_on_where_they_were(world2, tmp_path):
-    run = replace(changed(BASE, save_strategy="steps", save_steps=3), model=dropout_llama, ftkit={"stage": 3})
+    run = replace(changed(BASE, save_strategy="steps", save_steps=2), model=dropout_llama, ftkit={"stage": 3})
     whole = world2.run(train, "ours", str(tmp_path / "whole"), run)[0]
-    resumed = replace(run, resume=str(tmp_path / "whole" / "checkpoint-3"))
+    resumed = replace(run, resume=str(tmp_path / "whole" / "checkpoint-2"))
     again = world2.run(train, "ours", str(tmp_path / "again"), resumed)[0]
     assert_same_history(again, whole, relative=0, absolute=0, leave_out=["train_loss"])
     dry = world2.run(train, "ours", str(tmp_path / "dry"), replace(run, model=runs.llama))[0]
@@ -167,7 +167,7 @@ def test_resume_true_takes_the_last_checkpoint(world2, stock, tmp_path):
     world2.run(train, "ours", str(tmp_path), changed(run, max_steps=4, num_train_epochs=1))
     # the schedule of the shorter run was another: only where training goes on is looked at
     ours = world2.run(train, "ours", str(tmp_path), replace(run, resume=True))[0]
-    assert [line["step"] for line in ours.history if "loss" in line] == list(range(1, 9))
+    assert [line["step"] for line in ours.history if "loss" in line] == list(range(1, 7))
 
 
 # --- what users add
@@ -177,6 +177,17 @@ def keep_two(trainer):
     names = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
     best = Path(trainer.state.best_model_checkpoint)
     return names, best.name, best.is_dir(), trainer.evaluate()["eval_loss"]
+
+
+def kept(trainer):
+    return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+
+
+def test_saving_only_what_is_better(world2, stock, tmp_path):
+    run = changed(BASE, save_strategy="best", metric_for_best_model="eval_loss", greater_is_better=False)
+    run = replace(run, after=kept)
+    assert 0 < len(stock(run).after) < 3
+    assert world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0].after == stock(run).after
 
 
 @pytest.mark.parametrize("only_model", [False, True])
@@ -190,12 +201,12 @@ def test_the_best_checkpoint_is_kept_and_loaded(settings, only_model, world2, st
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
-        greater_is_better=True,  # the first evaluation is the highest: the best is far from the last
+        greater_is_better=True,  # so that the best is not the last
         save_only_model=only_model,
     )
     run = replace(run, after=keep_two)
     theirs = stock(run)
-    assert theirs.after[:3] == (["checkpoint-2", "checkpoint-8"], "checkpoint-2", True)
+    assert theirs.after[:3] == (["checkpoint-4", "checkpoint-6"], "checkpoint-4", True)
     for outcome in world2.run(train, "ours", str(tmp_path), replace(run, ftkit=settings)):
         assert_same_history(outcome, theirs)
         assert outcome.after[:3] == theirs.after[:3]
@@ -226,7 +237,7 @@ def recorded(trainer):
 
 
 def test_callbacks_are_called_as_in_stock(world2, stock, tmp_path):
-    run = changed(BASE, save_strategy="steps", save_steps=3, num_train_epochs=1, eval_on_start=True)
+    run = changed(BASE, save_strategy="steps", save_steps=2, num_train_epochs=1, eval_on_start=True)
     run = replace(run, options={"callbacks": [Recorder()]}, after=recorded)
     theirs = stock(run)
     events = {event for event, *_ in theirs.after}
@@ -425,9 +436,10 @@ def pad(rows):
     "run",
     [
         changed(SHORT, neftune_noise_alpha=5.0),
+        changed(SHORT, average_tokens_across_devices=False),
         replace(changed(SHORT, train_sampling_strategy="group_by_length"), rows=uneven_rows, options={"data_collator": pad}),
     ],
-    ids=["neftune", "group_by_length"],
+    ids=["neftune", "tokens of each rank", "group_by_length"],
 )
 def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path / "ours"), replace(run, ftkit={"stage": 3}))[0]

@@ -158,11 +158,23 @@ RUNS = {
 }
 
 
+@pytest.fixture(scope="module")
+def outcomes(world2, tmp_path_factory):
+    """`outcomes(kind, name)` is what both ranks saw of a run; each run is made once."""
+    made: dict[tuple[str, str], list[runs.Outcome]] = {}
+
+    def of(kind: str, name: str) -> list[runs.Outcome]:
+        if (kind, name) not in made:
+            folder = str(tmp_path_factory.mktemp(kind))
+            made[kind, name] = world2.run(train, kind, folder, replace(RUNS[name], ftkit={"stage": 3}))
+        return made[kind, name]
+
+    return of
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_as_trl_under_ddp(name, world2, tmp_path):
-    run = RUNS[name]
-    theirs = world2.run(train, "stock", str(tmp_path / "stock"), run)
-    ours = world2.run(train, "ours", str(tmp_path / "ours"), replace(run, ftkit={"stage": 3}))
+def test_as_trl_under_ddp(name, outcomes):
+    theirs, ours = outcomes("stock", name), outcomes("ours", name)
     for one, two in zip(ours, theirs):
         assert len(one.column("loss")) >= 3
         assert_same_history(one, two)
@@ -172,10 +184,9 @@ def test_as_trl_under_ddp(name, world2, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "activations": "keep", "weights": "hold"}])
 @pytest.mark.parametrize("name", ["sft", "dpo lora"])
-def test_at_other_stages(name, settings, world2, tmp_path):
-    theirs = world2.run(train, "ours", str(tmp_path / "a"), replace(RUNS[name], ftkit={"stage": 3}))[0]
-    ours = world2.run(train, "ours", str(tmp_path / "b"), replace(RUNS[name], ftkit=settings))[0]
-    assert_same_history(ours, theirs)
+def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
+    ours = world2.run(train, "ours", str(tmp_path), replace(RUNS[name], ftkit=settings))[0]
+    assert_same_history(ours, outcomes("stock", name)[0])
 
 
 @pytest.mark.parametrize("name", ["sft", "sft lora"])
@@ -201,17 +212,16 @@ def from_disk() -> datasets.Dataset:
 
 
 @pytest.mark.parametrize("name", ["dpo reference", "dpo lora"])
-def test_reference_values_computed_before_training(name, world2, tmp_path, monkeypatch):
-    outcomes = []
+def test_reference_values_computed_before_training(name, outcomes, world2, tmp_path):
+    made = []
     for kind in ("stock", "ours"):
         preferences().save_to_disk(str(tmp_path / kind / "preferences"))
         arguments = {**RUNS[name].arguments, "precompute_ref_log_probs": True}
         run = replace(RUNS[name], rows=from_disk, arguments=arguments, ftkit={"stage": 3})
-        outcomes.append(world2.run(train_in, str(tmp_path / kind), kind, run)[0])
-    theirs, ours = outcomes
+        made.append(world2.run(train_in, str(tmp_path / kind), kind, run)[0])
+    theirs, ours = made
     assert_same_history(ours, theirs)
-    plain = world2.run(train, "ours", str(tmp_path / "plain"), replace(RUNS[name], ftkit={"stage": 3}))[0]
-    assert ours.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
+    assert ours.column("loss") == pytest.approx(outcomes("ours", name)[0].column("loss"), rel=1e-4)
 
 
 def train_in(folder: str, kind: str, run: Run) -> runs.Outcome:
