@@ -23,7 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## fine-tune the bundled model on two CPU ranks, and show what it learned
 	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml
 
-demo-control: setup demo  ## the same with the answers shuffled: must come out worse, or nothing was learned from the questions
+demo-control: setup  ## the same with shuffled answers: must come out worse, or nothing was learned from the questions
+	test -f runs/demo/summary.json || $(MAKE) demo
 	$(BIN)/python data/shuffle_answers.py data/python-docs.jsonl runs/shuffled.jsonl
 	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml --set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control

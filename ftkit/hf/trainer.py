@@ -375,19 +375,21 @@ def watched(number: Tensor, uses: list[Any]) -> Tensor:
 def rows_left(accelerator: Any, rows: int) -> int:
     """Return how many samples all ranks' present batches of `rows` hold, if they are an epoch's last and are not full.
 
-    0 otherwise, and where the batches are not cut from one order of samples (a stream): there repeated samples count, as
-    in the Trainer.
+    0 otherwise, and where it cannot be told (a stream, samples laid end to end in one row): there repeated samples count,
+    as in the Trainer.
     """
     state = accelerator.gradient_state
     if not state.end_of_dataloader or accelerator.num_processes == 1:
         return 0
-    loader = state.active_dataloader
+    loader, ranks, split = state.active_dataloader, accelerator.num_processes, False
     sampler = getattr(loader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
+        split = split or getattr(sampler, "split_batches", False)
         sampler = sampler.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
         return 0
-    return len(sampler.sampler) % (rows * accelerator.num_processes)
+    samples = sampler.batch_size if split else sampler.batch_size * ranks
+    return len(sampler.sampler) % samples if rows * ranks == samples else 0
 
 
 def _sequence_tokens(args: Any, model: Any) -> int:

@@ -260,7 +260,9 @@ def token_metrics(prediction):
 
 def predict_rows(trainer):
     found = trainer.predict(runs.token_rows(8, seed=3))
-    return torch.from_numpy(found.predictions), torch.from_numpy(found.label_ids), found.metrics["test_accuracy"]
+    without = [{key: row[key] for key in ("input_ids", "attention_mask")} for row in runs.token_rows(7, seed=5)]
+    unlabelled = trainer.predict(without).predictions
+    return torch.from_numpy(found.predictions), torch.from_numpy(unlabelled), found.label_ids.tolist(), found.metrics
 
 
 def evaluate(trainer):
@@ -278,6 +280,7 @@ def test_evaluation_before_training_metrics_and_prediction(ranks, worlds, stock,
         for one, two in zip(outcome.after[:2], theirs.after[:2]):
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
         assert outcome.after[2] == theirs.after[2]
+        assert outcome.after[3]["test_accuracy"] == theirs.after[3]["test_accuracy"]
 
 
 def train_first(trainer):
@@ -432,21 +435,33 @@ def pad(rows):
     }
 
 
+def end_to_end(rows):
+    return {key: torch.cat([row[key] for row in rows])[None] for key in rows[0]}
+
+
 @pytest.mark.parametrize(
     "run",
     [
+        replace(BASE, options={"data_collator": end_to_end}),  # of samples in one row none can be told to be repeated
         changed(SHORT, neftune_noise_alpha=5.0),
         changed(SHORT, average_tokens_across_devices=False),
         replace(changed(SHORT, train_sampling_strategy="group_by_length"), rows=uneven_rows, options={"data_collator": pad}),
     ],
-    ids=["neftune", "tokens of each rank", "group_by_length"],
+    ids=["end to end", "neftune", "tokens of each rank", "group_by_length"],
 )
 def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path / "ours"), replace(run, ftkit={"stage": 3}))[0]
     theirs = world2.run(train, "stock", str(tmp_path / "stock"), run)[0]
     assert_same_history(ours, theirs)
     assert_same_weights(ours.weights, theirs.weights)
-    assert ours.column("loss") != pytest.approx(stock(SHORT).column("loss"), rel=1e-3)
+    assert ours.column("loss") != pytest.approx(stock(replace(run, arguments=SHORT.arguments)).column("loss"), rel=1e-3)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_batches_that_are_split_among_ranks(split, world2, stock, tmp_path):
+    batches = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6} if split else {}
+    run = changed(BASE, accelerator_config={"split_batches": split}, **batches)
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(BASE))
 
 
 def stream():
