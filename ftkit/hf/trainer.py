@@ -92,6 +92,7 @@ class TrainerMixin:
         )
 
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
+    _hides_count = False  # whether the Trainer's own loss is asked for without it
     _asked = False
     _was_counted = False  # whether the last loss was asked for with the count of the global batch
 
@@ -172,23 +173,26 @@ class TrainerMixin:
         """Compute the loss as the Trainer does; the first time find out whether it depends on `num_items_in_batch`.
 
         A loss that does not is a mean over one rank's micro-batch. The Trainer would multiply it by the ranks, and not
-        divide it by the micro-batches of a step; without the count it does neither wrong.
+        divide it by the micro-batches of a step; without the count it does neither wrong. (A subclass's own loss is its own
+        affair.)
         """
+        compute: Any = super().compute_loss
         self._was_counted = torch.is_tensor(num_items_in_batch)
         if not self.engine_is_on or not self._was_counted:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return compute(model, inputs, return_outputs, num_items_in_batch)
         if self._counts_items is None:
             uses: list[Any] = []
             random = random_state(self.accelerator.device)
-            answer = super().compute_loss(model, copy(inputs), return_outputs, watched(num_items_in_batch, uses))
+            answer = compute(model, copy(inputs), return_outputs, watched(num_items_in_batch, uses))
             self._counts_items = len(uses) > 0
-            if self._counts_items:
+            self._hides_count = not uses and compute.__func__ is transformers.Trainer.compute_loss
+            if not self._hides_count:
                 loss, *outputs = answer if return_outputs else (answer,)
                 return (loss.as_subclass(Tensor), *outputs) if return_outputs else loss.as_subclass(Tensor)
             set_random_state(random, self.accelerator.device)
             if self.loss_is_scaled_for_ga is None:
                 self.loss_is_scaled_for_ga = False
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch if self._counts_items else None)
+        return compute(model, inputs, return_outputs, None if self._hides_count else num_items_in_batch)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -247,7 +251,8 @@ class TrainerMixin:
         comm = self.accelerator.sharded(self.model).comm
         with rank_zero(comm) as first:
             if first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                for leftover in run_folder.glob(f".{transformers.trainer.PREFIX_CHECKPOINT_DIR}-*.writing"):
+                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed while it wrote
                 temporary.mkdir(parents=True)
         self._writing, self._checkpointing = temporary, not self.args.save_only_model
         self._push_later = False

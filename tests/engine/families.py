@@ -87,6 +87,7 @@ def _gpt_neox() -> nn.Module:
 
 def _opt() -> nn.Module:
     config = transformers.OPTConfig(
+        activation_function="gelu",  # its own ReLU has a kink: sums rounded differently switch a unit on or off
         vocab_size=VOCABULARY,
         init_std=0.15,
         use_cache=False,

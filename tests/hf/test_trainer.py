@@ -37,6 +37,8 @@ BASE = Run(
 )
 """Shuffled; three steps an epoch, of which the last has one micro-batch, and that of three rows; evaluation of one whole
 batch and one of four rows, in the middle of epochs and at their end."""
+QUIET = Run(rows=27, arguments={"gradient_accumulation_steps": 2, "num_train_epochs": 2})
+"""The same without evaluation."""
 SHORT = Run(rows=24, arguments={"gradient_accumulation_steps": 2})
 """Two even steps."""
 
@@ -366,14 +368,30 @@ class OwnMean:
         return (loss, outputs) if return_outputs else loss
 
 
+class MeanTrainer(OwnMean, transformers.Trainer):
+    """Somebody's Trainer, written without ftkit."""
+
+
+class OurMeanTrainer(ftkit.TrainerMixin, MeanTrainer):
+    """And put on it."""
+
+
+OVER_MEAN = replace(
+    SHORT,
+    stock_classes=(MeanTrainer, transformers.TrainingArguments),
+    our_classes=(OurMeanTrainer, ftkit.TrainingArguments),
+)
+
+
 @pytest.mark.parametrize(
     "run",
     [
         replace(BASE, options={"compute_loss_func": summed_loss}),
+        OVER_MEAN,
         replace(BASE, mixin=PenalisedLoss),
         replace(SHORT, mixin=OwnMean),
     ],
-    ids=["function", "around", "instead"],
+    ids=["function", "beneath", "around", "instead"],
 )
 def test_a_users_own_loss(run, world2, stock, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path), run)[0]
@@ -442,7 +460,7 @@ def end_to_end(rows):
 @pytest.mark.parametrize(
     "run",
     [
-        replace(BASE, options={"data_collator": end_to_end}),  # of samples in one row none can be told to be repeated
+        replace(QUIET, options={"data_collator": end_to_end}),  # of samples in one row none can be told to be repeated
         changed(SHORT, neftune_noise_alpha=5.0),
         changed(SHORT, average_tokens_across_devices=False),
         replace(changed(SHORT, train_sampling_strategy="group_by_length"), rows=uneven_rows, options={"data_collator": pad}),
@@ -460,8 +478,8 @@ def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
 @pytest.mark.parametrize("split", [False, True])
 def test_batches_that_are_split_among_ranks(split, world2, stock, tmp_path):
     batches = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6} if split else {}
-    run = changed(BASE, accelerator_config={"split_batches": split}, **batches)
-    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(BASE))
+    run = changed(QUIET, accelerator_config={"split_batches": split}, **batches)
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(QUIET))
 
 
 def stream():

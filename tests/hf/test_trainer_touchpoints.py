@@ -344,7 +344,7 @@ class HugeScale(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         if state.global_step == 0:
-            optimizer.optimizer.loss_scale.value = 2.0**23
+            optimizer.optimizer.loss_scale.value = 2.0**20
 
 
 def loss_scale(trainer):
@@ -357,12 +357,12 @@ def test_fp16_skips_overflows_freezes_the_learning_rate_and_remembers_its_scale(
     ours = world2.run(train, "ours", str(tmp_path / "one"), replace(run, before=force_overflows))[0]
     value, skipped = ours.after
     assert 1 <= skipped <= 5
-    assert value == 2.0 ** (23 - skipped)
+    assert value == 2.0 ** (20 - skipped)
     rates, norms = ours.column("learning_rate"), ours.column("grad_norm")
-    assert [norm == float("inf") for norm in norms] == [True] * skipped + [False] * (6 - skipped)
-    assert rates[:skipped] == [0.0] * skipped  # warm-up has not begun
-    plain = stock(changed(BASE, max_grad_norm=0.5)).column("learning_rate")
-    assert rates[skipped:] == pytest.approx(plain[: 6 - skipped])
+    made = [norm != float("inf") for norm in norms]
+    assert made.count(False) == skipped
+    plain = stock(BASE).column("learning_rate")
+    assert rates == pytest.approx([plain[sum(made[:step])] for step in range(6)])  # as many as steps were made before
     resumed = replace(run, resume=str(tmp_path / "one" / "checkpoint-5"))
     again = world2.run(train, "ours", str(tmp_path / "two"), resumed)[0]
     assert again.after == (value, skipped)
