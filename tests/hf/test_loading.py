@@ -206,7 +206,7 @@ def refuse(folder: Path | str | None, *words: str, **options: Any) -> None:
         ftkit.shard(ftkit.load_model(folder, **options))
     for word in words:
         assert word in str(refusal.value), str(refusal.value)
-    assert len(str(refusal.value)) < 600
+    assert len(str(refusal.value)) < 900  # one screen
 
 
 def test_pickles_are_refused_with_the_way_to_convert_them(folder):
