@@ -85,13 +85,12 @@ def check_report_to(names: tuple[str, ...]) -> None:
             raise UserError(f"output.report_to: {name} is not installed; pip install {name}, or remove it")
 
 
-def training_arguments(recipe: Recipe, ranks: int, *, evaluate_first: bool) -> TrainingArguments:
+def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     """Return the Trainer's arguments; where ranks were started this also makes their process group.
 
     Args:
         recipe: The facts.
         ranks: Processes of the whole run.
-        evaluate_first: Evaluate before the first step (a resumed run already has).
 
     Raises:
         UserError: The sequences of a step cannot be divided among the ranks.
@@ -128,7 +127,6 @@ def training_arguments(recipe: Recipe, ranks: int, *, evaluate_first: bool) -> T
         save_total_limit=output.keep,
         eval_strategy="no" if held_out is None else _when(held_out.every_steps, held_out.every_epoch),
         eval_steps=held_out.every_steps if held_out else None,
-        eval_on_start=held_out is not None and evaluate_first,
         include_num_input_tokens_seen="non_padding",
         remove_unused_columns=False,
         disable_tqdm=True,

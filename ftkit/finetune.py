@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -75,7 +76,9 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
     tokenizer = load_tokenizer(recipe.model)
     rows = prepare_rows(recipe, tokenizer)
     asked = questions(recipe.show) if recipe.show else []
-    arguments = training_arguments(recipe, ranks, evaluate_first=checkpoint is None)
+    arguments = training_arguments(recipe, ranks)
+    [checkpoint] = broadcast_object_list([checkpoint])  # ranks of an outer job have each looked for themselves
+    arguments.eval_on_start = rows.held_out is not None and checkpoint is None
     say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
     say.print(escape(str(rows.prepared.report)))
     trainer = make_trainer(recipe, rows, tokenizer, arguments, ranks)

@@ -118,7 +118,7 @@ def _adapter(folder: str) -> dict[str, Any] | None:
         config = json.loads(path.read_text(encoding="utf-8"))
         if config["base_model_name_or_path"]:
             return config
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not an adapter's configuration ({error})") from error
     raise UserError(f"{path}: base_model_name_or_path is empty; write the folder or hub id of the base model there")
 

@@ -130,6 +130,12 @@ class Watch:
     beats: dict[int, tuple[int, float]] = field(default_factory=dict)
     looked: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.processes = []  # psutil knows them by number and time of birth: a number used again is not killed
+        for pid in self.context.pids().values():
+            with suppress(*_GONE):
+                self.processes.append(psutil.Process(pid))
+
     def wait(self) -> Any:
         """Wait for the end of all ranks; see `start`."""
         while True:
@@ -149,9 +155,8 @@ class Watch:
 
     def kill(self) -> None:
         """End every rank at once, with the processes it started."""
-        for pid in self.context.pids().values():
+        for process in self.processes:
             with suppress(*_GONE):
-                process = psutil.Process(pid)
                 for each in [*process.children(recursive=True), process]:
                     with suppress(*_GONE):
                         each.kill()

@@ -192,6 +192,12 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make every file in `folder`, at any depth, and its name durable."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)  # files are synced by the same call
+
+
 def _file(flat: FlatParameter, kind: str) -> str:
     return f"{flat.name}.{kind}.safetensors"
 

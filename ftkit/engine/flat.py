@@ -18,7 +18,7 @@ A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,10 @@ class Policy:
             raise ValueError(f"activations is {self.activations!r}, 'recompute' or 'keep' is needed")
         if self.weights not in ("free", "hold"):
             raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
+
+
+Origin = Callable[[int, Tensor], None]
+"""Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
 
 
 def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -109,6 +113,7 @@ class FlatParameter:
         self.full: Tensor | None = None
         self.full_version = 0
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
+        self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
         self._has_gradient = False
         self._finished = False
         self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
@@ -125,12 +130,19 @@ class FlatParameter:
         base, limit = self.layout.shard_range(self.rank)
         start, stop = (0, self.layout.numel) if self.full is not None else (base, limit)
         target = self.full if self.full is not None else self.shard
+        wider = [p for p in self.parameters if not p.is_meta and p.dtype.itemsize > self.dtype.itemsize]
+        exact = torch.zeros(limit - base, dtype=torch.float32, device=device) if wider and self.trainable else None
         for span in self.layout.spans(start, stop):
             source = self.parameters[span.index].detach()
-            if not source.is_meta:
+            if not source.is_meta and span.numel:
                 low = span.start - span.segment.start
-                values = source.reshape(-1)[low : low + span.stop - span.start]
+                values = source.reshape(-1)[low : low + span.numel]
                 target[span.start - start : span.stop - start].copy_(values)
+                first, last = max(span.start, base), min(span.stop, limit)
+                if exact is not None and first < last:
+                    exact[first - base : last - base].copy_(values[first - span.start : last - span.start])
+        if exact is not None:
+            self.origin = lambda begin, out: out.copy_(exact[begin : begin + out.numel()])
         for parameter in self.parameters:
             parameter.grad = None
         if self.full is not None:
@@ -154,6 +166,18 @@ class FlatParameter:
             self.comm.all_gather(full, self.shard)
         elif full.data_ptr() != self.shard.data_ptr():
             full.copy_(self.shard)
+
+    def exact_weights(self) -> Tensor:
+        """Return this rank's weights (S,) in fp32, as exact as they came; what is behind them is let go.
+
+        Cost: 4 bytes an element of S.
+        """
+        weights = self.shard.float()
+        if self.origin is not None:
+            base, stop = self.layout.shard_range(self.rank)
+            self.origin(0, weights[: stop - base])
+            self.origin = None
+        return weights
 
     def refresh(self) -> None:
         """Bring a resident copy up to date after an update. Cost: one all-gather, if it is stale."""

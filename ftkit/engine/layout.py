@@ -49,6 +49,11 @@ class Span:
     start: int
     stop: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class FlatLayout:

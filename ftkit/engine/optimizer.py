@@ -173,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if state is None:
             fp32 = flat.dtype == torch.float32
             state = LineState(
-                master=flat.shard if fp32 else flat.shard.float(),
+                master=flat.shard if fp32 else flat.exact_weights(),
                 moments={name: torch.zeros_like(flat.shard, dtype=torch.float32) for name in self.moment_names},
                 steps=[0] * len(flat.parameters),
             )

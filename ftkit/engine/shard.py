@@ -104,6 +104,7 @@ class Units:
         """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
         for flat in self.flats:
             flat.version += 1
+            flat.origin = None
         self.transfer.refresh([flat for flat in self.flats if flat.resident])
 
     def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -247,7 +247,7 @@ class Unit:
         arguments = self.arguments(args, kwargs)
         if self.keep and not self.gathered and not self.reduced:  # plain autograd has all it needs
             self.enter(graph=True, neighbour=None)
-            return function(*arguments[0], **arguments[1])
+            return self._guarded(function(*arguments[0], **arguments[1]))
         tensors: list[Tensor] = []
         tree = take_tensors(arguments, tensors)
         call = Call(function, tree, World(self.module, self.device, self.fingerprint))
@@ -257,6 +257,26 @@ class Unit:
             return put_tensors(call.result, results)
         with torch.no_grad():
             return self.use(function, *arguments)
+
+
+    def _guarded(self, result: Any) -> Any:
+        """Return a block's result, whose backward refuses weights that were updated since."""
+        version = self.version
+
+        def check(gradient: Tensor) -> None:
+            self.check_version(version)
+
+        found: list[Tensor] = []
+        take_tensors(result, found)
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(check)
+        return result
+
+    def check_version(self, version: int) -> None:
+        """Raise if the weights are no more those of the forward that saw `version`."""
+        if version != self.version:
+            raise RuntimeError(f"the weights of {self.name} were updated between its forward and its backward")
 
 
 class _Use(torch.autograd.Function):
@@ -289,8 +309,7 @@ class _Use(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unit, call = ctx.unit, ctx.call
-        if ctx.version != unit.version:
-            raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
+        unit.check_version(ctx.version)
         if ctx.graph == ():
             raise RuntimeError(
                 f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"

@@ -48,7 +48,7 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
         unsupported = ("nesterov", "maximize", "dampening")
-        made = ShardedSGD(units, momentum=optimizer.param_groups[0]["momentum"])
+        made = ShardedSGD(units, momentum=max(group["momentum"] for group in optimizer.param_groups))
     else:
         raise UserError(
             f"optimizer {type(optimizer).__name__} has no sharded form: use AdamW (optim=adamw_torch) or SGD (optim=sgd)"

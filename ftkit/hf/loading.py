@@ -33,7 +33,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
-from ftkit.engine.flat import FlatParameter
+from ftkit.engine.flat import FlatParameter, Origin
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
@@ -170,18 +170,20 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
         )
         if index_path is None:
             return [Path(cached_file(source, "model.safetensors", revision=revision))]
-        names = sorted(set(json.loads(Path(index_path).read_text())["weight_map"].values()))
-        return [Path(cached_file(source, name, revision=revision)) for name in names]
+        return [Path(cached_file(source, name, revision=revision)) for name in _names_in(Path(index_path))]
     except OSError as error:
         raise UserError(f"{source}: neither a folder nor a model that could be fetched ({error})") from error
 
 
-def _indexed(index: Path) -> list[Path]:
+def _names_in(index: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: not a weight index ({error})") from error
-    files = [index.parent / str(name) for name in names]
+
+
+def _indexed(index: Path) -> list[Path]:
+    files = [index.parent / name for name in _names_in(index)]
     for path in files:
         if path.parent != index.parent:
             raise UserError(f"{index}: names a file outside its folder: {path.name}")
@@ -225,14 +227,16 @@ def load_weights(
         report.bytes_read = _stream(units, places, optimizer)
         _load_buffers(described, places)
     missing = wanted - set(places)
-    expected_anew = {n for n in missing if _is_adapter_name(n)}
+    expected_anew = {n for n in missing if _is_adapter_name(n) or _matches(n, described._keys_to_ignore_on_load_missing)}
     report.initialised = sorted(missing - expected_anew) if files else []
     if report.initialised and not init_missing:
         raise UserError(f"{len(report.initialised)} tensors are in no file, first {report.initialised[0]}")
     _refuse_holes(units, report.initialised, files)
-    if init_missing:
-        _initialise(units, missing)
+    fresh = _initialise(units, missing) if init_missing else {}
     units.rewritten()
+    for flat in units.trainable:
+        if (optimizer is None or flat.name not in optimizer.lines) and flat.dtype != torch.float32:
+            flat.origin = _origin(flat, places, fresh.get(flat.name))
     if files:
         _say(report, files)
     if source is not None:
@@ -324,6 +328,30 @@ def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -
     return bytes_read
 
 
+def _origin(flat: FlatParameter, places: _Places, fresh: Origin | None) -> Origin | None:
+    """Return what gives a line's weights as they were before they were cast: initialised here, or wider in the files."""
+    wider = {}
+    for segment in flat.layout.segments:
+        file, key = places.get(segment.name, (None, ""))
+        if file is not None and (stored := file.entries[key].dtype) is not None and stored.itemsize > flat.dtype.itemsize:
+            wider[segment.name] = (file.path, key)
+    if not wider:
+        return fresh
+
+    def fill(start: int, out: Tensor) -> None:
+        if fresh is not None:
+            fresh(start, out)
+        first = flat.layout.shard_range(flat.rank)[0] + start
+        with ExitStack() as stack:
+            opened = {path: stack.enter_context(TensorFile(path)) for path in {path for path, _ in wider.values()}}
+            for span in flat.layout.spans(first, first + out.numel()):
+                if span.segment.name in wider:
+                    path, key = wider[span.segment.name]
+                    opened[path].read(key, span.start - span.segment.start, out[span.start - first : span.stop - first])
+
+    return fill
+
+
 def _own_part(flat: FlatParameter) -> tuple[Tensor, int, int]:
     """Return the weights of a line that lie on this rank, and the elements [start, stop) of the line that they are."""
     if flat.full is not None:
@@ -353,7 +381,7 @@ def _places(
     meta = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     own = _own_names(wanted, aliases, prefix)
     buffers = {name for name, _ in model.named_buffers()}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()  # what old folders of this family hold too much
+    ignored = model._keys_to_ignore_on_load_unexpected  # what old folders of this family hold too much
     places: _Places = {}
     unused: list[str] = []
     for file in opened:
@@ -369,9 +397,13 @@ def _places(
                     places.setdefault(target, (file, key))
             elif name in buffers:
                 places[f"buffer:{name}"] = (file, key)
-            elif name not in meta and not any(re.search(known, name) for known in ignored):
+            elif name not in meta and not _matches(name, ignored):
                 unused.append(key)
     return places, unused
+
+
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
 
 
 def _own_names(wanted: set[str], aliases: Mapping[str, str], prefix: str) -> dict[str, list[str]]:
@@ -426,20 +458,24 @@ def _load_buffers(model: PreTrainedModel, places: _Places) -> None:
             place[0].read(place[1], 0, buffer.view(-1))
 
 
-def _initialise(units: Units, missing: set[str]) -> None:
-    """Initialise the tensors in `missing` with the models' own rules, the same on any number of ranks."""
+def _initialise(units: Units, missing: set[str]) -> dict[str, Origin]:
+    """Initialise the tensors in `missing` with the models' own rules, the same on any number of ranks.
+
+    Returns:
+        For each trained line of 16 bits that was concerned, what gives its new weights in fp32.
+    """
     if not missing:
-        return
+        return {}
     device = units.comm.device
     seed = units.comm.same(int(torch.randint(1 << 62, ()).item()))  # ranks need not have the same random numbers
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for flat in units.flats:
-            if missing.intersection(segment.name for segment in flat.layout.segments):
-                _initialise_line(units.model, flat, missing)
+        concerned = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
+        fresh = {flat.name: _initialise_line(units.model, flat, missing) for flat in concerned}
+    return {flat.name: fresh[flat.name] for flat in concerned if flat.trainable and flat.dtype != torch.float32}
 
 
-def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -> None:
+def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -> Origin:
     """Initialise one line: in fp32, whole, each rank keeping its part."""
     full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.shard.device)
     fresh = []
@@ -459,6 +495,16 @@ def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -
     for span in flat.layout.spans(base, stop):
         if span.segment.name in missing:
             out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
+    first, last = flat.layout.shard_range(flat.rank)
+    own = full[first:last].clone()
+
+    def fill(start: int, out: Tensor) -> None:
+        begin = first + start
+        for span in flat.layout.spans(begin, begin + out.numel()):
+            if span.segment.name in missing:
+                out[span.start - begin : span.stop - begin].copy_(own[span.start - first : span.stop - first])
+
+    return fill
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 
-from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
+from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint, sync_folder, sync_tree
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
@@ -267,9 +267,11 @@ class TrainerMixin:
         with rank_zero(comm) as first:
             if first:
                 self.state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
+                sync_tree(temporary / name)
                 if final.exists():  # the same step again, after a resume from before it
                     shutil.rmtree(final)
                 (temporary / name).rename(final)
+                sync_folder(run_folder)
                 temporary.rmdir()
                 rotate_checkpoints(
                     output_dir=str(run_folder),
