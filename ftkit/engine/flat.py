@@ -59,7 +59,7 @@ class Policy:
             raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
 
 
-Origin = Callable[[int, Tensor], None]
+Origin = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
 
 

@@ -142,8 +142,9 @@ def mean_gradient(setting: Setting, model: nn.Module, step: int, scale: float, t
 
 def train_plain(setting: Setting) -> Trace:
     """Train in plain PyTorch: a 16-bit model, fp32 masters, and the loss scale by hand."""
-    model = narrow(families.build("llama"), setting.dtype)
-    masters = [p.detach().float() for p in model.parameters()]
+    model = families.build("llama")
+    masters = [p.detach().clone() for p in model.parameters()]  # as exact as the model came
+    narrow(model, setting.dtype)
     optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
     scale, clean, trace = setting.loss_scale.value, 0, Trace()
     for step in range(STEPS):

@@ -63,8 +63,8 @@ def backward_twice(activations):
         assert twice == pytest.approx(2 * optimizer.grad_norm(), rel=1e-5)
 
 
-def update_before_backward(activations):
-    model, units = sharded(policy=Policy(activations=activations))
+def update_before_backward(activations, stage=3):
+    model, units = sharded(policy=Policy(stage=stage, activations=activations))
     optimizer = ShardedAdamW(units, None)
     late = token_loss(model, ROWS, TOKENS)
     token_loss(model, ROWS, TOKENS).backward()
@@ -117,6 +117,11 @@ def weight_read_outside_its_block(stage):
     else:
         with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.weight was used outside its block blocks\.0"):
             loss.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_update_before_backward_is_refused_where_plain_autograd_does_the_work(world2, stage):
+    world2.run(update_before_backward, "keep", stage)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])

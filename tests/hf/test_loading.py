@@ -116,6 +116,33 @@ def test_a_dtype_that_is_asked_for(world2, tmp_path):
     assert_identical(ours, {name: tensor.float() for name, tensor in theirs.items()})
 
 
+def masters(folder: str | None, narrow: str) -> dict[str, Tensor]:
+    """A case for a world: the fp32 master weights with which a 16-bit run begins."""
+    torch.manual_seed(7)
+    config = None if folder else runs.llama().config
+    units = ftkit.shard(ftkit.load_model(folder, config=config, dtype=torch.float32), {"stage": 3, "dtype": narrow})
+    optimizer = ftkit.ShardedAdamW(units)
+    found = {}
+    for flat in units.flats:
+        full, master = torch.zeros(flat.layout.padded_numel), optimizer.line(flat).master
+        units.comm.all_gather(full, master) if flat.owners > 1 else full.copy_(master)
+        found |= {s.name: full[s.start : s.stop].view(s.shape) for s in flat.layout.segments}
+    return found
+
+
+def test_masters_of_a_16_bit_run_begin_with_the_weights_as_they_are_stored(world2, tmp_path):
+    model = runs.llama()
+    folder = write(tmp_path / "model", model)
+    for found in world2.run(masters, str(folder), "bf16"):
+        assert_identical(found, dict(model.named_parameters()))
+
+
+def test_masters_of_new_weights_are_not_rounded(world2):
+    exact = world2.run(masters, None, "fp32")[0]
+    assert_identical(world2.run(masters, None, "bf16")[0], exact)
+    assert not torch.equal(exact["lm_head.weight"], exact["lm_head.weight"].bfloat16().float())
+
+
 def test_the_base_models_own_folder_has_names_without_prefix_and_no_head(world2, tmp_path):
     folder = write(tmp_path, runs.llama().model)
     theirs, _ = expected(folder)
