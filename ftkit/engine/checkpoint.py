@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,10 @@ from ftkit.engine.optimizer import LossScale, ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile, create_file
 from ftkit.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""The hub's names of weight files: those of an earlier export are replaced, and no others."""
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -121,7 +126,9 @@ def load_checkpoint(
                 steps = manifest["optimizer"]["steps"]
                 state.steps = [int(steps[segment.name]) for segment in flat.layout.segments]
     if optimizer is not None:
-        optimizer.loss_scale = LossScale(**manifest["optimizer"]["loss_scale"])
+        saved_scale = LossScale(**manifest["optimizer"]["loss_scale"])
+        if saved_scale.dynamic and optimizer.loss_scale.dynamic:  # else it was saved, or goes on, in a wider dtype
+            optimizer.loss_scale = saved_scale
         for group, saved in zip(optimizer.param_groups, manifest["optimizer"]["groups"]):
             known = {*optimizer.defaults, "initial_lr"}
             group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key in known})
@@ -345,17 +352,18 @@ def export_tensors(
 
 
 def _publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
-    """Give whole files their final names, in place of what was there; the index comes last."""
-    for stale in folder.glob("model*.safetensors*"):
-        if stale.suffix != ".writing":
-            stale.unlink()
+    """Give whole files their final names, in place of what was there; the index comes last, then the former files go."""
     for name in files:
-        (folder / f"{name}.writing").rename(folder / name)
+        (folder / f"{name}.writing").replace(folder / name)
     if len(files) > 1:
         weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
         total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    for path in folder.iterdir():
+        stale = (path.name == INDEX and len(files) == 1) or (WEIGHTS.fullmatch(path.name) and path.name not in files)
+        if stale:
+            path.unlink()
     sync_folder(folder)
 
 

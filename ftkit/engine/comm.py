@@ -134,6 +134,17 @@ class Communicator:
             dist.all_reduce(numbers, group=self.group)
         return numbers
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor` (n,) by rank 0's. Cost: its bytes, through the process group."""
+        if self.world_size > 1:
+            self._count("broadcast", tensor)
+            dist.broadcast(tensor, src=self._first, group=self.group)
+
+    @property
+    def _first(self) -> int:
+        """Rank 0 of the group, as the whole world counts."""
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank. Cost: one small all-reduce and a host wait."""
         return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
@@ -143,8 +154,7 @@ class Communicator:
         if self.world_size == 1:
             return value
         box = [value]
-        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast_object_list(box, src=source, group=self.group)
+        dist.broadcast_object_list(box, src=self._first, group=self.group)
         return box[0]
 
     def all(self, value: Any) -> list[Any]:

@@ -59,6 +59,11 @@ class Policy:
             raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
 
 
+def is_absent(parameter: Tensor) -> bool:
+    """Return whether a tensor holds nothing of its own: on meta, or one element expanded."""
+    return parameter.is_meta or (parameter.dim() > 0 and parameter.numel() > 0 and not any(parameter.stride()))
+
+
 Origin = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
 
@@ -130,11 +135,12 @@ class FlatParameter:
         base, limit = self.layout.shard_range(self.rank)
         start, stop = (0, self.layout.numel) if self.full is not None else (base, limit)
         target = self.full if self.full is not None else self.shard
-        wider = [p for p in self.parameters if not p.is_meta and p.dtype.itemsize > self.dtype.itemsize]
+        self.built = not all(map(is_absent, self.parameters))
+        wider = [p for p in self.parameters if not is_absent(p) and p.dtype.itemsize > self.dtype.itemsize]
         exact = torch.zeros(limit - base, dtype=torch.float32, device=device) if wider and self.trainable else None
         for span in self.layout.spans(start, stop):
             source = self.parameters[span.index].detach()
-            if not source.is_meta and span.numel:
+            if not is_absent(source):
                 low = span.start - span.segment.start
                 values = source.reshape(-1)[low : low + span.numel]
                 target[span.start - start : span.stop - start].copy_(values)
@@ -149,6 +155,23 @@ class FlatParameter:
             self.attach(self.full)
         else:
             self.detach()
+
+    def agree(self) -> None:
+        """Make whole copies equal on all ranks, as they may have been built from other random numbers: the owner's count.
+
+        Cost: for a resident line one all-gather or broadcast.
+        """
+        if self.full is None or not self.built:
+            return
+        if self.owners > 1:
+            self.gather(self.full)
+            return
+        self.comm.broadcast(self.full)
+        if self.origin is not None:
+            exact = self.full.float()
+            self.origin(0, exact[: self.layout.numel])
+            self.comm.broadcast(exact)
+            self.origin = lambda start, out: out.copy_(exact[start : start + out.numel()])
 
     def attach(self, full: Tensor) -> None:
         """Point the parameters at their places in `full` (W*S,)."""

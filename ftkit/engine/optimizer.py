@@ -49,6 +49,7 @@ class LossScale:
     growth_steps: int = 1000
     clean_steps: int = 0
     skipped_steps: int = 0
+    limit: float = 2.0**40  # lower for losses in fp16, which cannot hold 2^16
 
     @classmethod
     def for_dtype(cls, dtype: torch.dtype | None) -> LossScale:
@@ -64,7 +65,13 @@ class LossScale:
         if overflow:
             self.value = max(self.value / 2, 2.0**-24)
         elif self.clean_steps >= self.growth_steps:
-            self.value, self.clean_steps = min(self.value * 2, 2.0**40), 0
+            self.value, self.clean_steps = min(self.value * 2, self.limit), 0
+
+    def fit(self, loss: Tensor) -> None:
+        """Keep the scale within what a loss of this dtype can be multiplied by."""
+        if self.dynamic and loss.dtype == torch.float16:
+            self.limit = 2.0**15
+            self.value = min(self.value, self.limit)
 
 
 @dataclass
@@ -210,6 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, to call backward on."""
+        self.loss_scale.fit(loss)
         return loss if self.loss_scale.value == 1.0 else loss * self.loss_scale.value
 
     def zero_grad(self, set_to_none: bool = True) -> None:

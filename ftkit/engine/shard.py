@@ -94,6 +94,7 @@ class Units:
     def updated(self) -> None:
         """Bring resident copies up to date after the optimizer wrote shards. Cost: one all-gather a resident line."""
         self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+        self.await_refreshed()  # anybody may look at what is outside blocks
 
     def await_refreshed(self) -> None:
         """Make the computing stream wait for whole copies outside blocks (a block's own are waited for by its unit)."""
@@ -180,6 +181,7 @@ def shard(
     policy: Policy,
     entries: Sequence[nn.Module] = (),
     whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+    wide: Callable[[str], bool] = lambda name: False,
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs),
     fingerprint: Callable[[nn.Module], Hashable] = lambda module: None,
 ) -> Units:
@@ -190,6 +192,7 @@ def shard(
         blocks: (name, module) of the blocks to recompute, in order of execution.
         entries: modules whose calls count as "the model runs"; the model itself always is one.
         whole: parameters to replicate in any case (LoRA adapters).
+        wide: parameters, by name, that stay fp32 whatever the compute dtype is.
         arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
         fingerprint: of switches inside a block that must not change between forward and backward.
 
@@ -206,7 +209,7 @@ def shard(
     _refuse(model, blocks)
     _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    sorted_ = _sort(model, blocks, bindings, whole, policy)
+    sorted_ = _sort(model, blocks, bindings, whole, wide, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
     for (kind, owner, trainable, dtype, _), members in sorted_.items():
         several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
@@ -231,10 +234,13 @@ def shard(
     units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
     _make_units(units, blocks, owners, arguments, fingerprint)
     _specialise_entries(units, entries)
+    model.register_state_dict_pre_hook(lambda *_: units.transfer.settle())  # whole copies may be on their way
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 setattr(module, key, buffer.to(comm.device))
+    for flat in units.flats:
+        flat.agree()
     units._registered = units._registration()
     return units
 
@@ -285,16 +291,18 @@ def _sort(
     blocks: Sequence[tuple[str, nn.Module]],
     bindings: dict[int, list[Binding]],
     whole: Callable[[str, nn.Parameter], bool],
+    wide: Callable[[str], bool],
     policy: Policy,
 ) -> dict[_Key, list[tuple[str, nn.Parameter]]]:
     """Return the lines to make: (kind, owner, trainable, dtype, serial) to (name, parameter), in model order."""
-    block_of = {id(module): name for name, block in blocks for module in block.modules()}
+    block_of = _blocks_of_modules(blocks)
     total = sum(p.numel() for p in model.parameters())
     lines: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         homes = {block_of.get(id(place.module)) for place in bindings[id(parameter)]}
         home = homes.pop() if len(homes) == 1 else None
         dtype = policy.compute_dtype or parameter.dtype
+        dtype = torch.float32 if wide(name) and dtype.itemsize < 4 else dtype
         if whole(name, parameter):
             key = ("whole", "whole", parameter.requires_grad, dtype, 0)
         elif home is not None:
@@ -307,6 +315,21 @@ def _sort(
             key = ("leaf", name, parameter.requires_grad, dtype, 0)
         lines.setdefault(key, []).append((name, parameter))
     return lines
+
+
+def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Return for each module inside a block, by identity, the block's name.
+
+    Raises:
+        ValueError: if a module with parameters is in several blocks.
+    """
+    found: dict[int, str] = {}
+    for name, block in blocks:
+        for inner, module in block.named_modules():
+            other = found.setdefault(id(module), name)
+            if other != name and next(module.parameters(), None) is not None:
+                raise ValueError(f"{inner} is a part of {other} and of {name}: blocks that share a module are no units")
+    return found
 
 
 def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]]) -> None:

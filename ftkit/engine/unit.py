@@ -154,6 +154,11 @@ class Unit:
         return next((flat.shard.device for flat in self.flats), torch.device("cpu"))
 
     @property
+    def trains(self) -> bool:
+        """Whether any parameter of the block asks for a gradient now."""
+        return any(parameter.requires_grad for parameter in self.module.parameters())
+
+    @property
     def slot(self) -> WeightSlot:
         """The buffer for this unit's weights: its own while it holds one, else slot `number` mod 2."""
         return self.held or self.transfer.slots[self.number % 2]
@@ -241,7 +246,8 @@ class Unit:
         if not torch.is_grad_enabled():
             self.enter(graph=False, neighbour=self.after)
             try:
-                return function(*args, **kwargs)
+                with self._world().without_cast_cache():
+                    return function(*args, **kwargs)
             finally:
                 self.leave()
         arguments = self.arguments(args, kwargs)
@@ -250,14 +256,16 @@ class Unit:
             return self._guarded(function(*arguments[0], **arguments[1]))
         tensors: list[Tensor] = []
         tree = take_tensors(arguments, tensors)
-        call = Call(function, tree, World(self.module, self.device, self.fingerprint))
-        trains = any(p.requires_grad for p in self.module.parameters())
-        if trains or any(t.requires_grad for t in tensors):
+        call = Call(function, tree, self._world())
+        if self.trains or any(t.requires_grad for t in tensors):
             results = _Use.apply(self, call, self.anchor, *tensors)
             return put_tensors(call.result, results)
         with torch.no_grad():
             return self.use(function, *arguments)
 
+
+    def _world(self) -> World:
+        return World(self.module, self.device, self.fingerprint)
 
     def _guarded(self, result: Any) -> Any:
         """Return a block's result, whose backward refuses weights that were updated since."""
@@ -310,6 +318,11 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unit, call = ctx.unit, ctx.call
         unit.check_version(ctx.version)
+        if not torch.autograd._is_checkpoint_valid() and unit.trains:  # torch's own checkpoints ask the same
+            raise RuntimeError(
+                f"gradients of chosen inputs (torch.autograd.grad, backward(inputs=...)) through {unit.name}: those of its "
+                "parameters would be added up all the same. Call backward(), or keep activations on one rank"
+            )
         if ctx.graph == ():
             raise RuntimeError(
                 f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"

@@ -167,11 +167,10 @@ class Accelerator(accelerate.Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale."""
-        scales = {prepared.optimizer.loss_scale.value for prepared in self._optimizers}
-        if len(scales) > 1:
+        if len({prepared.optimizer.loss_scale.value for prepared in self._optimizers}) > 1:
             raise UserError("fp16 with several prepared optimizers is not supported: a loss can have one loss scale")
-        if scales and (scale := scales.pop()) != 1.0:
-            loss = loss * scale
+        if self._optimizers:
+            loss = self._optimizers[0].optimizer.scale(loss)
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -7,7 +7,8 @@ will follow, caches become None: a cache filled again in recomputation would giv
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import re
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,18 @@ def _no_cache(value: Any) -> Any:
     return None
 
 
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return which parameters a family keeps in fp32 when it computes in `dtype`, as transformers does on loading."""
+    patterns = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            names = set(module._keep_in_fp32_modules_strict or ()) if dtype.itemsize < 4 else set()
+            if dtype == torch.float16:
+                names |= set(module._keep_in_fp32_modules or ())
+            patterns += [re.compile(rf"(^|\.){name}($|\.)") for name in names]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
 def is_adapter(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter of a PEFT model belongs to an adapter (and not to a copy made by modules_to_save)."""
     parts = name.split(".")
@@ -158,6 +171,7 @@ def shard(
         policy=policy,
         entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
         whole=is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False,
+        wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
         arguments=without_caches,
         fingerprint=adapter_switches,
     )

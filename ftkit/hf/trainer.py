@@ -141,6 +141,15 @@ class TrainerMixin:
 
     # --- a step
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), which no autocast will do."""
+        inputs = super()._prepare_inputs(inputs)
+        dtype = self.units.policy.compute_dtype if self.engine_is_on and self.units is not None else None
+        if dtype is None or dtype == torch.float32:
+            return inputs
+        cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
+        return {**inputs, **cast}
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
         if self.engine_is_on:
@@ -364,6 +373,11 @@ class TrainerMixin:
             load_adapter(units, folder, optimizer)
         else:
             load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
+
+
+def narrowed(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of fp32 in `dtype`, and anything else as it is."""
+    return value.to(dtype) if torch.is_tensor(value) and value.dtype == torch.float32 else value
 
 
 def watched(number: Tensor, uses: list[Any]) -> Tensor:

@@ -114,6 +114,22 @@ def test_narrow_weights_come_back_from_masters(world2: World, dtype: torch.dtype
     assert scale["dynamic"] == (dtype == torch.float16)
 
 
+def change_dtype(folder: str, before: torch.dtype, after: torch.dtype) -> tuple[float, bool]:
+    """Save in one compute dtype, load in another; return the loss scale that goes on."""
+    units, optimizer = make(Policy(stage=3, compute_dtype=before))
+    train(units, optimizer, 0, 1)
+    save_checkpoint(folder, units, optimizer)
+    units, optimizer = make(Policy(stage=3, compute_dtype=after))
+    load_checkpoint(folder, units, optimizer)
+    return optimizer.loss_scale.value, optimizer.loss_scale.dynamic
+
+
+def test_the_loss_scale_belongs_to_the_dtype_that_goes_on(world2: World, tmp_path: Path) -> None:
+    bf16, fp16 = torch.bfloat16, torch.float16
+    assert world2.run(change_dtype, str(tmp_path / "up"), bf16, fp16)[0] == (2.0**16, True)
+    assert world2.run(change_dtype, str(tmp_path / "down"), fp16, bf16)[0] == (1.0, False)
+
+
 def test_files_are_plain_safetensors_without_a_world_size(worlds: Worlds, tmp_path: Path) -> None:
     for size in (1, 2, 3):
         worlds[size].run(write, str(tmp_path / str(size)), Policy(stage=3))

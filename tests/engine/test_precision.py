@@ -302,6 +302,17 @@ def test_the_loss_scale_grows_falls_and_never_ends():
     assert math.isfinite(scale.value)
 
 
+def test_a_loss_in_fp16_is_scaled_within_its_range():
+    scale = LossScale(2.0**16, dynamic=True, growth_steps=1)
+    scale.fit(torch.tensor(1.0))
+    assert scale.value == 2.0**16
+    scale.fit(torch.tensor(1.0, dtype=torch.float16))
+    for _ in range(3):
+        scale.update(overflow=False)
+    assert scale.value == 2.0**15
+    assert torch.isfinite(torch.tensor(1.0, dtype=torch.float16) * scale.value)
+
+
 def test_only_fp16_scales():
     assert [LossScale.for_dtype(d).dynamic for d in (None, torch.float32, BF16, FP16)] == [False, False, False, True]
     still = LossScale.for_dtype(BF16)

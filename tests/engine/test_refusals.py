@@ -42,9 +42,17 @@ def double_backward(activations):
     model, _ = sharded(policy=Policy(activations=activations))
     embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
     logits = model(inputs_embeds=embedded).logits
-    (slope,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
+    logits.sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.square().sum().backward()
+        embedded.grad.square().sum().backward()
+
+
+def gradients_of_chosen_inputs(activations):
+    model, units = sharded(policy=Policy(activations=activations))
+    embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradients of chosen inputs"):
+        torch.autograd.grad(model(inputs_embeds=embedded).logits.sum(), embedded)
+    assert not any(flat.has_gradient for unit in units.units for flat in unit.flats)
 
 
 def backward_twice(activations):
@@ -125,7 +133,7 @@ def test_an_update_before_backward_is_refused_where_plain_autograd_does_the_work
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("case", [double_backward, backward_twice, update_before_backward])
+@pytest.mark.parametrize("case", [double_backward, backward_twice, gradients_of_chosen_inputs, update_before_backward])
 def test_backward_is_refused(world2, case, activations):
     everywhere(world2, case, activations)
 
@@ -295,6 +303,12 @@ class _Carries(Block):
         self.table = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
 
+def _shares_a_module_among_blocks():
+    net = Net()
+    net.blocks[2].up = net.blocks[0].up
+    return net
+
+
 def _shares_block_with_outside():
     net = Net(_Carries)
     net.blocks[1].table.weight = net.embed.weight
@@ -308,6 +322,7 @@ def _shares_block_with_outside():
         (_with_max_norm, "embed has max_norm=1.0"),
         (_quantised, r"head\.weight has dtype torch\.int8"),
         (_patched, r"forward of block blocks\.1 is replaced on the instance"),
+        (_shares_a_module_among_blocks, r"up is a part of blocks\.0 and of blocks\.2"),
         (_shares_block_with_outside, r"embed\.weight is shared between a block and something outside it"),
     ],
 )

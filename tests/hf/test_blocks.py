@@ -39,6 +39,38 @@ def test_a_cache_made_in_training_is_left_out(world2, name, activations):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
+def dtypes_of(name: str) -> set[str]:
+    model = runs.t5()
+    ftkit.shard(model, {"stage": 3, "dtype": name})
+    loss = model(input_ids=torch.ones(1, 4, dtype=torch.int64), labels=torch.ones(1, 4, dtype=torch.int64)).loss
+    loss.backward()
+    names = ((name.split(".")[-2], p.dtype) for name, p in model.named_parameters())
+    return {f"{module}: {dtype}" for module, dtype in names if module in ("wo", "q")}
+
+
+def test_what_a_family_keeps_in_fp32_stays_so_in_fp16(world2):
+    assert world2.run(dtypes_of, "fp16")[0] == {"wo: torch.float32", "q: torch.float16"}
+    assert world2.run(dtypes_of, "bf16")[0] == {"wo: torch.bfloat16", "q: torch.bfloat16"}
+
+
+def begin_apart(stage: int) -> dict[str, torch.Tensor]:
+    """Build a model from each rank's own random numbers; return what this rank then has."""
+    torch.manual_seed(runs.rank())
+    model = transformers.LlamaForCausalLM(runs.llama().config)
+    torch.manual_seed(runs.rank())
+    model = transformers.LlamaForCausalLM(model.config)
+    ftkit.shard(model, {"stage": stage, "dtype": "bf16"})
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_that_built_other_weights_begin_with_the_same(world2, stage):
+    first, second = world2.run(begin_apart, stage)
+    assert torch.equal(first, second)
+
+
 def on_a_filled_cache() -> None:
     model = runs.llama().train()
     ids = torch.ones(1, 4, dtype=torch.int64)

@@ -214,8 +214,14 @@ def test_a_folder_may_be_written_over_itself(world2, tmp_path):
     folder = write(tmp_path, runs.llama())
     theirs, _ = expected(folder)
     theirs = {name: tensor.clone() for name, tensor in theirs.items()}
+    own = ["model_ema.safetensors", "model.fp16.safetensors", "model-notes.safetensors.txt"]
+    stale = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in own + stale:
+        (folder / name).write_text("x")
     world2.run(saved, str(folder), str(folder), None, 5 * 10**9)
     assert_identical(expected(folder)[0], theirs)
+    assert all((folder / name).exists() for name in own)
+    assert not any((folder / name).exists() for name in stale)
 
 
 # --- every way in which it can be broken

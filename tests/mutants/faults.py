@@ -134,7 +134,7 @@ FAULTS = (
     _fault(
         "weights may be updated between a forward and its backward",
         "ftkit/engine/unit.py",
-        "        if ctx.version != unit.version:\n",
+        "        if version != self.version:\n",
         "        if False:\n",
         _REFUSALS + "test_backward_is_refused[update_before_backward-recompute]",
     ),
