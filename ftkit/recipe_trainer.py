@@ -82,6 +82,16 @@ class RecipeTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> WholeSteps:
         return self.order
 
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader, with the order also where the epoch is set after a resume in mid-epoch.
+
+        Skipping batches wraps the ranks' shard of the batches once more; accelerate then looks for the sampler on the
+        shard, which has none of its own, and the order would stay that of epoch 0.
+        """
+        loader = super().get_train_dataloader()
+        loader.set_sampler(self.order)
+        return loader
+
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:

@@ -181,6 +181,23 @@ def test_it_resumes_exactly(whole, ended, home, worlds, ranks):
         assert summary[name] == pytest.approx(whole[1][name], rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def ended_in_the_second_epoch(home, worlds):
+    """A run that was asked to end after step 9, the first of epoch 1: its folder."""
+    (home / "ended-later").mkdir()
+    worlds[2].run(job, recipe(home, "ended-later"), (), None, 9)
+    return home / "ended-later"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_resumes_with_the_order_of_the_epoch_it_was_in(whole, ended_in_the_second_epoch, home, worlds, ranks):
+    folder = home / f"resumed-later-{ranks}"
+    shutil.copytree(ended_in_the_second_epoch, folder)
+    worlds[ranks].run(job, recipe(home, folder.name), (), str(folder / "checkpoint-9"))
+    for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
 def test_an_adapter_is_left_as_an_adapter_folder(home, worlds):
     (home / "lora").mkdir()
     text = recipe(home, "lora", adapter={"rank": 4, "alpha": 8}, show={"path": str(home / "held.jsonl"), "count": 1})
