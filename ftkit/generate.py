@@ -94,12 +94,14 @@ def load(folder: str) -> tuple[Any, Any]:
         logging.disable_progress_bar()  # a bar in a log file is a line a tick
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        config = AutoConfig.from_pretrained(base)
+        # Said, not left out: where it is left out, transformers asks on stdin whether to run the folder's code.
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_pretrained(base, dtype="auto", use_safetensors=True)
+        model = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
         if adapter:
             model = PeftModel.from_pretrained(model, folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder if _has_tokenizer(folder) else base)
+        named = folder if _has_tokenizer(folder) else base
+        tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
         beneath = f" (the base model of {folder})" if adapter else ""

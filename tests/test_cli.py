@@ -1,5 +1,6 @@
 """The door: its commands, and that every fault of the user's is one screen, exit code 2 and no traceback."""
 
+import json
 import shutil
 import signal
 import socket
@@ -244,3 +245,23 @@ def test_generate_with_an_adapter(capsys, base, tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules="all-linear"))
     model.save_pretrained(tmp_path / "adapter")
     assert leave("generate", tmp_path / "adapter", "1+1?", "--max-new-tokens", "3") == 0
+
+
+def test_generate_runs_no_code_of_a_folder(capsys, base, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "y")
+    shutil.copytree(base, tmp_path / "own")
+    (tmp_path / "own" / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    places = [
+        ("config.json", {"auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}, "model_type": "mine"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["mine.T", None]}, "tokenizer_class": "MineTokenizer"}),
+    ]
+    for name, changes in places:
+        path = tmp_path / "own" / name
+        whole = path.read_text()
+        path.write_text(json.dumps({**json.loads(whole), **changes}))
+        assert leave("generate", tmp_path / "own", "1+1?", "--max-new-tokens", "1") in (0, 2)
+        assert "Traceback" not in capsys.readouterr().err
+        path.write_text(whole)
+    assert not asked
+    assert not (tmp_path / "ran").exists()
