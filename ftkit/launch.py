@@ -15,6 +15,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -115,7 +116,7 @@ def start(
     with tempfile.TemporaryDirectory(prefix="ftkit-ranks-") as name, _quiet_launcher(), counted_signals() as asked:
         folder = Path(name)
         _start_resource_tracker()
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = _loopback_store()
         with _deaf_to_interrupts():
             context = start_processes(
                 name="rank",
@@ -131,6 +132,18 @@ def start(
         finally:
             watch.kill()
             context.close(signal.SIGKILL, timeout=10)
+
+
+def _loopback_store() -> TCPStore:
+    """Return a store that this machine alone can reach: left to itself it listens on every interface, to anyone.
+
+    (Ranks exchange pickles through it.)
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _start_resource_tracker() -> None:

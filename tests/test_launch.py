@@ -70,6 +70,14 @@ def die_on_rank_1(stop, number, path):
     dist.all_reduce(torch.ones(1))
 
 
+def listeners(stop):
+    """Return the addresses (hexadecimal) at which anything listens on the port of the store."""
+    join_world()
+    port = f"{int(os.environ['MASTER_PORT']):04X}"
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
+
+
 def leave_on_rank_1(stop):
     if join_world() == 1:
         os._exit(0)
@@ -105,6 +113,11 @@ def test_ranks_work_together_and_rank_0_answers():
     result = start(add_up, 3)
     assert result == {"total": 7.0, "threads": threads_per_rank(2), "asked": False}
     assert not children()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads Linux's list of sockets")
+def test_the_store_listens_on_the_loopback_alone():
+    assert start(listeners) == ["0100007F"]  # 127.0.0.1, its bytes as they lie in memory
 
 
 def test_an_exception_is_told_once_with_its_rank_and_traceback():
