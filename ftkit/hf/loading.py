@@ -72,6 +72,7 @@ def load_model(
 
     Args:
         folder: a local folder or hub name with config.json and safetensors; None builds from `config` without weights.
+            The weights come from the folder also where `config` is given.
         task: "causal-lm" or "seq2seq".
         config: replaces the folder's configuration: an object, its fields with `model_type`, or a path.
         revision: of the hub name.
@@ -96,7 +97,7 @@ def load_model(
     settled = _config(source, config, revision, trust_remote_code)
     for key, value in config_changes.items():
         setattr(settled, key, value)
-    files = [] if source is None or config is not None else find_weights(source, revision)
+    files = [] if source is None else find_weights(source, revision)
     try:
         with torch.device("meta"):
             model = getattr(transformers, TASKS[task]).from_config(
@@ -199,7 +200,7 @@ def load_weights(
     optimizer: ShardedOptimizer | None = None,
     init_missing: bool = True,
 ) -> LoadReport:
-    """Stream weights into a sharded model. A collective only where tensors are missing.
+    """Stream weights into a sharded model. A collective: whole copies are gathered again, whatever was missing.
 
     Args:
         units: of a model on one of transformers' classes, PEFT adapters on top or not.

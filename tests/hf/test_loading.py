@@ -116,6 +116,19 @@ def test_a_dtype_that_is_asked_for(world2, tmp_path):
     assert_identical(ours, {name: tensor.float() for name, tensor in theirs.items()})
 
 
+def test_a_configuration_beside_the_folder_replaces_its_own_and_not_its_weights(world2, tmp_path):
+    folder = write(tmp_path, runs.llama())
+    theirs, _ = expected(folder)
+    config = transformers.LlamaConfig.from_pretrained(folder, rms_norm_eps=0.5)
+    theirs_changed = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
+    with torch.no_grad():
+        logits = theirs_changed(input_ids=torch.arange(3, 11)[None]).logits
+    for given in (config, config.to_dict()):
+        ours, told = world2.run(loaded, str(folder), {"config": given}, {"stage": 3})[0]
+        assert_identical(ours, theirs)
+        torch.testing.assert_close(told["logits"], logits)
+
+
 def masters(folder: str | None, narrow: str) -> dict[str, Tensor]:
     """A case for a world: the fp32 master weights with which a 16-bit run begins."""
     torch.manual_seed(7)
