@@ -7,8 +7,11 @@ for the sharded one with the same groups: the groups themselves are shared, so s
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import random
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -21,7 +24,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint import load_checkpoint, rank_zero, save_checkpoint
+from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.shard import Units
@@ -29,8 +32,11 @@ from ftkit.errors import UserError
 from ftkit.hf.blocks import shard, units_of
 from ftkit.hf.settings import EngineSettings
 
-STATE_FILES = ("accelerator.pt", "model_*", "scheduler_*.pt", "custom_*.pt", "random_*.pt")
-"""What `save_state` writes, the mark of a whole state first."""
+WHOLE_STATE = "accelerator.pt"
+"""The mark of a whole state: `save_state` removes it first and writes it last."""
+STATE_FILE = re.compile(r"(scheduler|custom|random)_\d+\.pt")
+STATE_FOLDER = re.compile(r"model_\d+")
+DEVICES = ("cpu", "cuda")
 
 
 def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> ShardedOptimizer:
@@ -40,10 +46,11 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
         optimizer: AdamW or SGD over the model's parameters; its `param_groups` are shared, so schedulers drive both.
 
     Raises:
-        UserError: for other classes, or switches that the sharded ones lack.
+        UserError: for other classes, switches that the sharded ones lack, or parameters of a model on meta.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
+    _refuse_meta(optimizer)
     if type(optimizer) is torch.optim.AdamW:
         unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
@@ -62,6 +69,20 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     # a scheduler made for the original goes on driving the shared groups; it wants to know that steps are made
     made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return made
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_meta(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer over parameters on meta: sharding has put others in their places, or will."""
+    if any(parameter.is_meta for parameter in _parameters_of(optimizer)):
+        raise UserError(
+            f"this {type(optimizer).__name__} was made from a model on meta (ftkit.load_model), whose parameters sharding "
+            "replaces: make it after accelerator.prepare(model) or ftkit.shard(model); with the Trainer leave it to "
+            "TrainingArguments (optim, learning_rate) or override create_optimizer"
+        )
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -104,6 +125,11 @@ class Accelerator(accelerate.Accelerator):
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
             raise UserError(f"ftkit's engine cannot share a run with {kind}: leave its plugin and environment settings off")
         precision = self.state._mixed_precision
+        if self.device.type not in DEVICES:
+            raise UserError(
+                f"ftkit's engine computes on CUDA devices or the CPU, and this run is on {self.device.type}: ask for the "
+                "CPU (use_cpu=True in TrainingArguments, Accelerator(cpu=True)), or leave the engine off (ftkit=None)"
+            )
         if precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
         if settings.dtype == "auto" and precision != "no":
@@ -129,6 +155,13 @@ class Accelerator(accelerate.Accelerator):
         if units is None:
             units = shard(model, self.settings, device=self.device, comm=Communicator(self.device), **self.shard_options)
         return units
+
+    def prepare(self, *things: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare as accelerate does, models first: an optimizer may stand before its model."""
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                self.prepare_model(thing)
+        return super().prepare(*things, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -156,10 +189,11 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _units_with(self, optimizer: torch.optim.Optimizer) -> Units:
-        parameter = optimizer.param_groups[0]["params"][0]
+        _refuse_meta(optimizer)
+        updated = set(map(id, _parameters_of(optimizer)))
         for model in self._models:
             units = units_of(model)
-            if units is not None and id(parameter) in units.places:
+            if units is not None and not updated.isdisjoint(units.places):
                 return units
         raise UserError("prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer)")
 
@@ -221,54 +255,58 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write everything that `load_state` needs, in sharded form. A collective.
 
-        An earlier state in the folder is replaced; `accelerator.pt`, without which no state is read, is written last.
-        Hooks registered for it are called with the models, no weights, and the folder.
+        An earlier state in the folder is replaced, and nothing else that lies there; `accelerator.pt`, without which no
+        state is read, is written last. Automatically named states are never written over: numbers go on after the
+        highest there is, also in a run that was started again. Hooks registered for it are called with the models, no
+        weights, and the folder.
 
         Returns:
             The folder: `output_dir`, or the next one under the project's checkpoints.
+
+        Raises:
+            UserError: for a scheduler or registered object whose state `load_state` could not read.
         """
-        folder = self._state_folder(output_dir)
         comm = self._communicator()
+        folder = self._state_folder(output_dir, comm)
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, [], str(folder))
         with rank_zero(comm) as first:
             if first:
+                states = self._other_states()
                 folder.mkdir(parents=True, exist_ok=True)
-                for pattern in STATE_FILES:
-                    for stale in folder.glob(pattern):
-                        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-                for number, scheduler in enumerate(self._schedulers):
-                    torch.save(scheduler.state_dict(), folder / f"scheduler_{number}.pt")
-                for number, thing in enumerate(self._custom_objects):
-                    torch.save(thing.state_dict(), folder / f"custom_{number}.pt")
+                _remove_state(folder)
+                for name, content in states.items():
+                    (folder / name).write_bytes(content)
         for number, (units, optimizer) in enumerate(self._engines()):
             save_checkpoint(folder / f"model_{number}", units, optimizer)
         torch.save(random_state(self.device), folder / f"random_{self.process_index}.pt")
         comm.barrier()
         with rank_zero(comm) as first:
             if first:
-                torch.save({"step": self.step}, folder / STATE_FILES[0])
+                torch.save({"step": self.step}, folder / WHOLE_STATE)
                 if self.project_configuration.automatic_checkpoint_naming and self.project_configuration.total_limit:
-                    for old in _numbered(folder.parent)[: -self.project_configuration.total_limit]:
-                        shutil.rmtree(old)
-        self.project_configuration.iteration += 1
+                    _remove_oldest(folder, self.project_configuration.total_limit)
+        if self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration = _number(folder) + 1
+        else:
+            self.project_configuration.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
         """Read what `save_state` wrote, on any number of ranks. A collective.
 
         Args:
-            input_dir: None takes the last one under the project's checkpoints, where they are named automatically.
+            input_dir: None takes the last whole one under the project's checkpoints, where they are named automatically.
 
         Raises:
             UserError: if the folder lacks a part.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            input_dir = str(_numbered(Path(self.project_dir, "checkpoints"))[-1])
+            input_dir = str(_last_whole(Path(self.project_dir, "checkpoints")))
         if input_dir is None:
             raise UserError("load_state: name the folder that save_state returned")
         folder = Path(os.path.expanduser(input_dir))
-        step = _load(folder / STATE_FILES[0])["step"]
+        step = _load(folder / WHOLE_STATE)["step"]
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
@@ -282,6 +320,12 @@ class Accelerator(accelerate.Accelerator):
         if own.is_file():  # saved by fewer ranks: the others keep the state their seed gave them
             set_random_state(_load(own), self.device)
 
+    def _other_states(self) -> dict[str, bytes]:
+        """Return the files of what is neither model nor optimizer: schedulers and registered objects."""
+        things = {f"scheduler_{number}.pt": each for number, each in enumerate(self._schedulers)}
+        things |= {f"custom_{number}.pt": each for number, each in enumerate(self._custom_objects)}
+        return {name: _readable(name, thing) for name, thing in things.items()}
+
     def _communicator(self) -> Communicator:
         engines = self._engines()
         return engines[0][0].comm if engines else Communicator(self.device)
@@ -292,25 +336,78 @@ class Accelerator(accelerate.Accelerator):
         found = [units for model in self._models if (units := units_of(model)) is not None]
         return [(units, optimizers.get(id(units))) for units in found]
 
-    def _state_folder(self, output_dir: str | None) -> Path:
+    def _state_folder(self, output_dir: str | None, comm: Communicator) -> Path:
         configuration = self.project_configuration
         if configuration.automatic_checkpoint_naming:
-            return Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            parent = Path(self.project_dir, "checkpoints")
+            first_free = comm.same(max(map(_number, _numbered(parent)), default=-1) + 1)
+            return parent / f"checkpoint_{max(self.save_iteration, first_free)}"
         if output_dir is None:
             raise UserError("save_state: name a folder, or set automatic_checkpoint_naming in the ProjectConfiguration")
         return Path(os.path.expanduser(output_dir))
 
 
+def _number(state: Path) -> int:
+    return int(state.name.rpartition("_")[2])
+
+
 def _numbered(folder: Path) -> list[Path]:
-    """Return the folders `checkpoint_<number>` in `folder`, by number.
+    """Return what is called `checkpoint_<number>` in `folder`, by number."""
+    found = [path for path in folder.glob("checkpoint_*") if re.fullmatch(r"checkpoint_[0-9]+", path.name)]
+    return sorted(found, key=_number)
+
+
+def _is_whole(state: Path) -> bool:
+    return (state / WHOLE_STATE).is_file()
+
+
+def _last_whole(folder: Path) -> Path:
+    """Return the whole state with the highest number in `folder`.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there is none.
     """
-    found = [path for path in folder.glob("checkpoint_*") if path.name.rpartition("_")[2].isdigit()]
-    if not found:
-        raise UserError(f"{folder}: no checkpoint_<number> in it")
-    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+    whole = [state for state in _numbered(folder) if _is_whole(state)]
+    if not whole:
+        raise UserError(f"{folder}: no checkpoint_<number> with a whole state in it")
+    return whole[-1]
+
+
+def _remove_oldest(state: Path, limit: int) -> None:
+    """Remove the whole states with the lowest numbers beside `state`, until `limit` are left with it."""
+    others = [other for other in _numbered(state.parent) if other != state and _is_whole(other)]
+    for old in others[: max(0, len(others) + 1 - limit)]:
+        shutil.rmtree(old)
+
+
+def _remove_state(folder: Path) -> None:
+    """Remove what `save_state` wrote into `folder`, its mark first; files of others stay, whatever their names resemble."""
+    (folder / WHOLE_STATE).unlink(missing_ok=True)
+    for path in list(folder.iterdir()):
+        if STATE_FILE.fullmatch(path.name) and path.is_file():
+            path.unlink()
+        elif STATE_FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file():
+            shutil.rmtree(path)
+
+
+def _readable(name: str, thing: Any) -> bytes:
+    """Return the state of a scheduler or registered object as `load_state` will read it: plain data and tensors.
+
+    Raises:
+        UserError: if it holds anything else, which would only show when the state is needed.
+    """
+    buffer = io.BytesIO()
+    torch.save(thing.state_dict(), buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        kind = found.group(1) if found else "something else"
+        raise UserError(
+            f"save_state: {name}, the state_dict() of a {type(thing).__name__}, holds {kind}, which load_state would not "
+            "read (a pickle can run code): let it return numbers, strings, lists, dictionaries and tensors"
+        ) from error
+    return buffer.getvalue()
 
 
 def _load(path: Path) -> Any:

@@ -7,6 +7,7 @@ one or three. The plain loop uses the public functions alone and is compared wit
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,53 @@ def test_states_are_numbered_and_the_oldest_removed(world2, tmp_path):
     assert world2.run(several_states, str(tmp_path)) == [(last, called, 2.0)] * 2
 
 
+def one_more_state(folder: str, limit: int) -> tuple[str, list[str]]:
+    """A case for a world: a run that was started anew in a project, and saves once."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
+    accelerator = make("ours", project_config=project)
+    accelerator.prepare(runs.llama())
+    saved = accelerator.save_state()
+    accelerator.load_state()
+    return Path(saved).name, sorted(path.name for path in Path(saved).parent.iterdir())
+
+
+def test_numbers_of_states_go_on_after_a_restart(world1, world2, tmp_path):
+    folder, states = str(tmp_path), tmp_path / "checkpoints"
+    assert world2.run(one_more_state, folder, 1) == [("checkpoint_0", ["checkpoint_0"])] * 2
+    assert world1.run(one_more_state, folder, 2) == [("checkpoint_1", ["checkpoint_0", "checkpoint_1"])]
+    assert world2.run(one_more_state, folder, 1) == [("checkpoint_2", ["checkpoint_2"])] * 2
+    (states / "checkpoint_7").mkdir()  # of a run that was killed while it saved
+    (states / "checkpoint_7" / "custom_0.pt").touch()
+    last = ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
+    assert world2.run(one_more_state, folder, 2) == [("checkpoint_8", last)] * 2
+
+
+def test_a_users_own_files_beside_a_state_stay(tmp_path):
+    accelerator = make("ours")
+    accelerator.prepare(runs.llama())
+    own = ["model_notes.txt", "model_7", "scheduler_best.pt", "custom_x.pt", "random_forest.pt"]
+    for name in own:
+        (tmp_path / name).touch()
+    (tmp_path / "model_old").mkdir()
+    for _ in range(2):
+        accelerator.save_state(str(tmp_path))
+    state = ["accelerator.pt", "model_0", "random_0.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*own, "model_old", *state])
+    accelerator.load_state(str(tmp_path))
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
+    accelerator, counter = make("ours"), Counter()
+    accelerator.prepare(runs.llama())
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(str(tmp_path))
+    counter.count = datetime.datetime(2026, 1, 1)  # pickles, and is no plain data
+    with pytest.raises(ftkit.UserError, match=r"custom_0\.pt, the state_dict\(\) of a Counter, holds datetime\.datetime"):
+        accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))  # the earlier state is untouched
+    assert counter.count == 0
+
+
 def export(folder: str) -> None:
     """A case for a world: the ways in which Accelerate's users save a model."""
     accelerator = make("ours", {"stage": 3})
@@ -283,6 +331,28 @@ def test_what_is_not_supported_is_refused():
         make("ours", {"stag": 3})
     with accelerator.accumulate(model), refused(match="if accelerator.sync_gradients"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_an_optimizer_may_stand_before_its_model_and_begin_with_an_empty_group():
+    accelerator, model = make("ours"), runs.llama()
+    optimizer = torch.optim.AdamW([{"params": []}, {"params": model.parameters()}])
+    optimizer, model = accelerator.prepare(optimizer, model)
+    assert optimizer.optimizer.units is units_of(model)
+    assert accelerator._models == [model]
+
+
+def test_an_optimizer_of_a_model_on_meta_is_refused(tmp_path):
+    runs.llama().save_pretrained(tmp_path)
+    model = ftkit.load_model(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ftkit.UserError, match=r"made from a model on meta .* make it after accelerator\.prepare\(model\)"):
+        make("ours").prepare(model, optimizer)
+
+
+def test_devices_that_the_engine_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("mps"))
+    with pytest.raises(ftkit.UserError, match=r"this run is on mps: ask for the CPU"):
+        make("ours")
 
 
 def test_mixed_precision_is_the_engines():

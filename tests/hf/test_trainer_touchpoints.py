@@ -222,6 +222,10 @@ def foreign(model):
     return torch.optim.AdamW(runs.llama().parameters()), None
 
 
+def on_meta(model):
+    return torch.optim.AdamW(runs.llama().to("meta").parameters()), None
+
+
 class OwnAdamW(torch.optim.AdamW):
     """Who knows what its step does."""
 
@@ -236,6 +240,7 @@ def subclassed(model):
         (unsupported, "amsgrad has no sharded form"),
         (stepped, "has stepped already"),
         (foreign, "does not belong to the sharded model"),
+        (on_meta, "made from a model on meta .* with the Trainer leave it to"),
         (subclassed, "OwnAdamW has no sharded form"),
     ],
 )
