@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,25 @@ def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
         )
 
 
+def decoder_inputs(recipe: Recipe, model: Any) -> Callable[[Any], Any] | None:
+    """Return what makes decoder_input_ids from labels, where the Trainer keeps the labels from an encoder-decoder.
+
+    With label smoothing it computes the loss itself and calls the model without them.
+
+    Raises:
+        UserError: The model does not say how its decoder's input follows from labels.
+    """
+    if recipe.task != "seq2seq" or not recipe.train.label_smoothing:
+        return None
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None:
+        raise UserError(
+            f"train.label_smoothing: the model ({model.config.model_type}) does not say how its decoder's input follows "
+            "from the labels; set it to 0"
+        )
+    return make
+
+
 def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ranks: int) -> RecipeTrainer:
     """Load the model and put it, the rows and the recipe's wishes into a Trainer."""
     model = build_model(recipe)
@@ -204,7 +224,7 @@ def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ran
         train_dataset=rows.train,
         eval_dataset=rows.held_out,
         processing_class=tokenizer,
-        data_collator=Collator.of(tokenizer),
+        data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model)),
         order=rows.prepared.order(recipe.train.seed),
         step_sequences=micro_batch * accumulation * ranks,
         metrics=recipe.eval.metrics if recipe.eval else (),

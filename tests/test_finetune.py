@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.errors import UserError
-from ftkit.finetune import run
+from ftkit.finetune import decoder_inputs, run
 from ftkit.generate import answers
 from ftkit.held_out import HeldOut, row_statistics
 from ftkit.recipe import parse
@@ -243,6 +244,39 @@ def test_an_encoder_decoder(home, worlds):
     text = recipe(home, "pairs", task="seq2seq", model=model, show={"prompts": ["3+1?"], "max_new_tokens": 4})
     summary = worlds[2].run(job, text)[0]
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_label_smoothing_of_an_encoder_decoder(family, home, worlds):
+    folder = home / f"smooth-{family}"
+    tokenizer = make_tokenizer(folder, template=None)
+    words = {"vocab_size": len(tokenizer), "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
+    if family == "t5":
+        config = transformers.T5Config(d_kv=8, d_ff=64, num_layers=2, num_heads=4, **words)
+    else:
+        sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 64))}
+        heads = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+        config = transformers.BartConfig(**sizes, **heads, **words)
+    config.save_pretrained(folder)
+    model = {"config": str(folder), "tokenizer": str(folder)}
+    summaries = []
+    for smoothing in (0.0, 0.1):
+        out = f"smooth-{family}-{smoothing}"
+        (home / out).mkdir()
+        train = {"batch_tokens": 192, "max_steps": 2, "label_smoothing": smoothing}
+        summaries += worlds[2].run(job, recipe(home, out, task="seq2seq", model=model, train=train))[:1]
+    plain, smooth = summaries
+    # Held-out losses are of the bare labels: before training the decoder must have seen the same.
+    assert smooth["eval_loss_before"] == pytest.approx(plain["eval_loss_before"], rel=1e-6)
+    assert smooth["eval_loss_after"] < smooth["eval_loss_before"]
+    assert smooth["train_loss"] != plain["train_loss"]
+
+
+def test_label_smoothing_is_refused_where_the_model_cannot_make_its_decoders_input(home):
+    text = recipe(home, "none", task="seq2seq", train={"batch_tokens": 192, "label_smoothing": 0.1})
+    model = SimpleNamespace(config=SimpleNamespace(model_type="odd"))
+    with pytest.raises(UserError, match=r"train\.label_smoothing: the model \(odd\)"):
+        decoder_inputs(parse(text, "recipe.yaml"), model)
 
 
 def test_bf16_and_fp16(home, worlds):

@@ -7,14 +7,15 @@ step are the same whatever the number of ranks, as long as the global batch is. 
 
 `Collator` pads to the longest of the batch, on the right. For packed sequences it sends no attention mask (the
 restarted positions are the mask, see `ftkit.hf.packing`) and padding is one more sample, with no labels. Labels of an
-encoder-decoder batch have a length of their own; the model makes `decoder_input_ids` from them.
+encoder-decoder batch have a length of their own; the model makes `decoder_input_ids` from them, or the collator does
+where the model will not see the labels (label smoothing).
 
 Refused: order by length here (Trainer has it), padding on the left (positions would shift).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,13 +112,20 @@ class Collator:
     Args:
         pad_token_id: what input_ids are padded with
         multiple_tokens: lengths are rounded up to a multiple of this (8 suits tensor cores)
+        decoder_inputs: makes decoder_input_ids from (B, T) labels; None leaves that to the model
     """
 
     pad_token_id: int
     multiple_tokens: int = 1
+    decoder_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, tokenizer: Any, multiple_tokens: int = 1) -> Collator:
+    def of(
+        cls,
+        tokenizer: Any,
+        multiple_tokens: int = 1,
+        decoder_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Collator:
         """Take the padding token of a tokenizer, or its end-of-sequence token where it has none.
 
         Raises:
@@ -126,7 +134,7 @@ class Collator:
         token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if token is None:
             raise UserError("the tokenizer has neither a padding nor an end-of-sequence token; set tokenizer.pad_token")
-        return cls(token, multiple_tokens)
+        return cls(token, multiple_tokens, decoder_inputs)
 
     def __call__(self, samples: Sequence[dict]) -> dict[str, Any]:
         """Return the batch of B samples.
@@ -136,12 +144,15 @@ class Collator:
 
         Returns:
             input_ids (B, T) int64, labels (B, T) int64 with -100 where padded (encoder-decoder: of their own length),
+            decoder_input_ids like them where they are made here,
             and either attention_mask (B, T) int64, or, if packed, position_ids (B, T) int64 and use_cache=False.
         """
         ids = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
         labels = [torch.as_tensor(sample["labels"], dtype=torch.int64) for sample in samples]
         batch: dict[str, Any] = {"input_ids": self.padded(ids, self.pad_token_id)}
         batch["labels"] = self.padded(labels, IGNORED_LABEL)
+        if self.decoder_inputs is not None:
+            batch["decoder_input_ids"] = self.decoder_inputs(batch["labels"])
         if "position_ids" in samples[0]:
             positions = torch.arange(batch["input_ids"].shape[1]).repeat(len(samples), 1)
             for row, sample in enumerate(samples):
