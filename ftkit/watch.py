@@ -162,18 +162,21 @@ class Watch:
                         each.kill()
 
     def _note_ends(self) -> None:
-        """Note the exit code of each rank that ended, without reaping it: that is the launcher's business."""
+        """Note the exit code of each rank that ended."""
         for rank, pid in self.context.pids().items():
             if rank in self.exit_codes:
                 continue
-            try:
-                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # the launcher reaped it and found nothing to complain of
-                self.exit_codes[rank] = 0
-                continue
-            if end is not None:
-                killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                self.exit_codes[rank] = -end.si_status if killed else end.si_status
+            code = _exit_code(pid) if hasattr(os, "waitid") else self._launchers_exit_code(pid)
+            if code is not None:
+                self.exit_codes[rank] = code
+
+    def _launchers_exit_code(self, pid: int) -> int | None:
+        """Return a rank's exit code from the launcher's own handle: macOS has no `os.waitid` before Python 3.13.
+
+        The handle reaps the process and remembers its code, so the launcher finds it as well.
+        """
+        handles = self.context._pc.processes if self.context._pc is not None else []
+        return next((handle.exitcode for handle in handles if handle.pid == pid), None)
 
     def _wait_for_the_others_words(self) -> None:
         deadline = time.monotonic() + GRACE_SECONDS
@@ -232,6 +235,17 @@ class Watch:
             for pid in self.context.pids().values():
                 with suppress(*_GONE):
                     os.kill(pid, signal.SIGINT)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a child, negative for a signal, without reaping it; None while it runs."""
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the launcher reaped it and found nothing to complain of
+        return 0
+    if end is None:
+        return None
+    return -end.si_status if end.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else end.si_status
 
 
 def _state(pid: int) -> str:

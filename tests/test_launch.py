@@ -149,6 +149,15 @@ def test_a_rank_that_leaves_without_a_word_is_named():
         start(leave_on_rank_1)
 
 
+def test_without_waitid_ends_are_read_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "waitid")  # as on macOS before Python 3.13
+    assert start(add_up, 3)["total"] == 7.0
+    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
+        start(die_on_rank_1, signal.SIGKILL, str(tmp_path / "died"))
+    assert caught.value.rank == 1
+    assert not children()
+
+
 def test_a_stopped_rank_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "STOPPED_SECONDS", 3.0)
     when_ready(tmp_path, lambda pids: os.kill(pids[1], signal.SIGSTOP))
