@@ -37,7 +37,7 @@ from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.run_folder import RunFolder, write, write_json
-from ftkit.summary import show_answers, show_summary, summarise
+from ftkit.summary import show_answers, show_summary, summarise, tokens_until
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
     end = add_callbacks(trainer, recipe, folder, stop, say, [shown] if asked and checkpoint is None else [])
 
+    tokens_before = tokens_until(checkpoint)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
@@ -98,7 +99,7 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
         trainer.evaluate()
     after = shown.answers(trainer.model) if asked else []
     trainer.save_model(str(folder.model))
-    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype))
+    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), tokens_before)
     if trainer.is_world_process_zero():
         write_json(folder.summary, {**summary, "answers": shown.records(after)})
         show_answers(say, shown.records(after))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ftkit.held_out import read_before, write_rows
 from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
@@ -23,7 +26,9 @@ from ftkit.run_folder import RunFolder
 PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
 
-def summarise(trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str) -> dict[str, Any]:
+def summarise(
+    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, tokens_before: int = 0
+) -> dict[str, Any]:
     """Return what summary.json holds, and write the loss of each held-out row; all ranks take part.
 
     Args:
@@ -31,8 +36,10 @@ def summarise(trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: 
         folder: Of the run.
         seconds: Of training, the evaluations in between included.
         dtype: Of compute: fp32, bf16 or fp16.
+        tokens_before: Seen before the checkpoint that the run was continued from: they took other seconds.
     """
     peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
+    tokens = int(trainer.state.num_input_tokens_seen)
     noted = trainer.held_out
     before = noted[0] if noted and noted[0].step == 0 else read_before(folder.per_example)
     after = noted[-1] if noted else None
@@ -42,7 +49,8 @@ def summarise(trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: 
         "world_size": trainer.args.world_size,
         "steps": trainer.state.global_step,
         "seconds": seconds,
-        "tokens": int(trainer.state.num_input_tokens_seen),
+        "tokens": tokens,
+        "tokens_per_second": (tokens - tokens_before) / seconds if seconds else None,
         "train_loss": _mean_loss(trainer.state.log_history),
         "eval_loss_before": before.loss if before else None,
         "eval_loss_after": after.loss if after else None,
@@ -54,6 +62,13 @@ def summarise(trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: 
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
     }
+
+
+def tokens_until(checkpoint: str | None) -> int:
+    """Return the tokens seen until a checkpoint was written; to be asked before training, which may rotate it away."""
+    if checkpoint is None:
+        return 0
+    return int(TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).num_input_tokens_seen)
 
 
 def versions() -> dict[str, str]:
@@ -85,10 +100,9 @@ def show_summary(console: Console, summary: dict[str, Any], folder: RunFolder) -
 
 
 def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
-    seconds, tokens = summary["seconds"], summary["tokens"]
-    speed = f"{tokens / seconds:,.0f} tokens/s" if seconds else ""
+    seconds, speed = summary["seconds"], summary["tokens_per_second"]
     ranks = f"{summary['world_size']} rank{'s' * (summary['world_size'] > 1)}"
-    lines = [("steps", f"{summary['steps']} on {ranks}, {seconds:.1f} s, {speed}")]
+    lines = [("steps", f"{summary['steps']} on {ranks}, {seconds:.1f} s" + (f", {speed:,.0f} tokens/s" if speed else ""))]
     if summary["train_loss"] is not None:
         lines.append(("train loss", f"{summary['train_loss']:.4f}"))
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]

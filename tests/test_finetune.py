@@ -43,6 +43,7 @@ SUMMARY = {
     "steps",
     "seconds",
     "tokens",
+    "tokens_per_second",
     "train_loss",
     "eval_loss_before",
     "eval_loss_after",
@@ -123,6 +124,7 @@ def test_a_run_leaves_its_folder(whole):
     written = json.loads((folder / "summary.json").read_text())
     assert set(written) >= SUMMARY
     assert (written["world_size"], written["steps"], len(written["peaks_per_rank"])) == (2, 10, 2)
+    assert written["tokens_per_second"] == pytest.approx(written["tokens"] / written["seconds"])
     assert written["train_loss"] == pytest.approx(np.mean([line["loss"] for line in told]))
     assert written["eval_loss_after"] < 0.8 * written["eval_loss_before"]
     assert [each["step"] for each in written["evaluations"]] == [0, 5, 10, 10]
@@ -173,6 +175,9 @@ def test_it_resumes_exactly(whole, ended, home, worlds, ranks):
     folder = home / f"resumed-{ranks}"
     shutil.copytree(ended[0], folder)
     summary = worlds[ranks].run(job, recipe(home, folder.name), (), str(folder / "checkpoint-6"))[0]
+    until_then = json.loads((ended[0] / "checkpoint-6" / "trainer_state.json").read_text())["num_input_tokens_seen"]
+    assert 0 < until_then < summary["tokens"]
+    assert summary["tokens_per_second"] * summary["seconds"] == pytest.approx(summary["tokens"] - until_then)
     expected = losses(whole[0])
     if ranks == 2:
         assert losses(folder) == expected

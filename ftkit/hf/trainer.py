@@ -198,6 +198,7 @@ class TrainerMixin:
             if not self._hides_count:
                 loss, *outputs = answer if return_outputs else (answer,)
                 return (loss.as_subclass(Tensor), *outputs) if return_outputs else loss.as_subclass(Tensor)
+            del answer  # with its graph: two forwards' activations may not fit
             set_random_state(random, self.accelerator.device)
             if self.loss_is_scaled_for_ga is None:
                 self.loss_is_scaled_for_ga = False

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,17 @@ def subclassed(model):
 def test_optimizers_that_cannot_be_exchanged_are_refused(optimizers, words, trainer):
     with pytest.raises(ValueError, match=words):
         trainer(replace(SHORT, options={"optimizers": optimizers})).train()
+
+
+def test_the_graph_of_the_forward_that_only_probed_is_gone_before_the_next(trainer):
+    def labelled():
+        return runs.labelled_rows(12)
+
+    made, losses, alive = trainer(Run(model=runs.classifier, rows=labelled)), [], []
+    made.model.register_forward_pre_hook(lambda *_: alive.append([loss() is not None for loss in losses]))
+    made.model.register_forward_hook(lambda model, args, output: losses.append(weakref.ref(output.loss)))
+    made.train()
+    assert alive[:2] == [[], [False]]
 
 
 @pytest.mark.parametrize("mixin", [OwnModel, OwnAccelerator, NoAccelerator])
