@@ -472,26 +472,54 @@ def _initialise(units: Units, missing: set[str]) -> dict[str, Origin]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         concerned = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
-        fresh = {flat.name: _initialise_line(units.model, flat, missing) for flat in concerned}
+        owners = [_owners(units.model, flat) for flat in concerned]
+        with _set_aside(units.model):
+            fresh = {flat.name: _initialise_line(flat, line, missing) for flat, line in zip(concerned, owners)}
     return {flat.name: fresh[flat.name] for flat in concerned if flat.trainable and flat.dtype != torch.float32}
 
 
-def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -> Origin:
-    """Initialise one line: in fp32, whole, each rank keeping its part."""
+@contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Put empty tensors, marked as done, in the place of every parameter while the body runs, and mark the buffers.
+
+    A module's initialiser may write to all that is below it, of which other lines hold some.
+    """
+    held = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+    buffers = list(model.buffers())
+    for module, key, parameter in held:
+        module._parameters[key] = _empty(parameter)
+    for buffer in buffers:
+        buffer._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for module, key, parameter in held:
+            module._parameters[key] = parameter
+        for buffer in buffers:
+            del buffer._is_hf_initialized
+
+
+def _empty(parameter: Tensor) -> nn.Parameter:
+    empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
+    empty._is_hf_initialized = True
+    return empty
+
+
+def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]) -> Origin:
+    """Initialise one line, the others being set aside: in fp32, whole, each rank keeping its part."""
     full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.shard.device)
     fresh = []
     for segment in flat.layout.segments:
         value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
         value._is_hf_initialized = segment.name not in missing  # transformers' initialisers skip what is marked
         fresh.append(value)
-    owners = _owners(model, flat)
     _register(owners, fresh)
     try:
         for owner in owners:
             owner.module._is_hf_initialized = False
             owner.initialise(owner.module)
     finally:
-        _register(owners, flat.parameters)
+        _register(owners, [_empty(parameter) for parameter in flat.parameters])
     out, base, stop = _own_part(flat)
     for span in flat.layout.spans(base, stop):
         if span.segment.name in missing:
@@ -510,7 +538,7 @@ def _initialise_line(model: nn.Module, flat: FlatParameter, missing: set[str]) -
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds parameters of one line: its attributes with their index there, and who initialises them."""
+    """A module with parameters of one line in or below it: its own, with their index there, and who initialises it."""
 
     module: nn.Module
     places: tuple[tuple[str, int], ...]
@@ -518,22 +546,28 @@ class Owner:
 
 
 def _owners(model: nn.Module, flat: FlatParameter) -> list[Owner]:
-    """Return the modules that hold the line's parameters, each with the `_init_weights` of the model it belongs to."""
+    """Return the modules with the line's parameters in or below them, each with the `_init_weights` of its model.
+
+    Children come first, as in transformers: some families give a weight its scale in the module above the one that has it.
+    """
     indices = {id(parameter): index for index, parameter in enumerate(flat.parameters)}
     owners: list[Owner] = []
+    placed: set[int] = set()  # a tied weight is initialised where it stands first: an embedding, not the head tied to it
 
-    def walk(module: nn.Module, initialise: Callable[[nn.Module], None]) -> None:
+    def walk(module: nn.Module, initialise: Callable[[nn.Module], None]) -> bool:
         if isinstance(module, PreTrainedModel):
             initialise = module._init_weights
-        for child in module.children():
-            walk(child, initialise)
-        places = tuple((key, indices[id(p)]) for key, p in module._parameters.items() if id(p) in indices)
-        if places:
+        below = [walk(child, initialise) for child in module.children()]
+        own = {key: indices[id(p)] for key, p in module._parameters.items() if id(p) in indices}
+        places = tuple((key, index) for key, index in own.items() if index not in placed)
+        placed.update(own.values())
+        if concerned := bool(own) or any(below):
             owners.append(Owner(module, places, initialise))
         if isinstance(module, LoraLayer) and any(
             id(parameter) in indices for name, parameter in module.named_parameters() if name.startswith("lora_")
         ):
             owners.append(Owner(module, (), reset_adapter))  # after its parts: what transformers gave them is not LoRA's
+        return concerned
 
     def reset_adapter(module: Any) -> None:
         for name in module.active_adapters:

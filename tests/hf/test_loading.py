@@ -202,6 +202,64 @@ def test_from_a_configuration_alone_weights_do_not_depend_on_the_ranks(stage, wo
             assert told["initialised"] == []  # nothing was expected from a file
 
 
+FAMILIES = {
+    "t5": (
+        transformers.T5Config(
+            vocab_size=400, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+        ),
+        "seq2seq",
+    ),
+    "t5-gated": (
+        transformers.T5Config(
+            vocab_size=400,
+            d_model=64,
+            d_kv=16,
+            d_ff=96,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            decoder_start_token_id=0,
+        ),
+        "seq2seq",
+    ),
+    "gpt2": (transformers.GPT2Config(vocab_size=400, n_embd=64, n_layer=8, n_head=4, n_positions=32), "causal-lm"),
+    "bert": (
+        transformers.BertConfig(
+            vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, is_decoder=True
+        ),
+        "causal-lm",
+    ),
+    "llama": (runs.llama().config, "causal-lm"),
+    "llama-tied": (runs.tied_llama().config, "causal-lm"),
+}
+
+
+def from_scratch(config: dict[str, Any], task: str, settings: Any) -> dict[str, Tensor]:
+    """A case for a world: a model from its configuration."""
+    return ftkit.shard(ftkit.load_model(None, config=config, task=task), settings).state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_a_configuration_every_tensor_has_the_spread_that_transformers_gives_it(family, stage, world2):
+    config, task = FAMILIES[family]
+    kinds = {"seq2seq": transformers.AutoModelForSeq2SeqLM, "causal-lm": transformers.AutoModelForCausalLM}
+    theirs = kinds[task].from_config(config).state_dict()
+    ours = world2.run(from_scratch, config.to_dict(), task, {"stage": stage})[0]
+    assert sorted(ours) == sorted(theirs)
+    wrong = {}
+    for name, tensor in theirs.items():
+        spread, aim = (float(t.float().std(correction=0)) for t in (ours[name], tensor))
+        if spread != pytest.approx(aim, rel=5 / tensor.numel() ** 0.5, abs=1e-9):  # five standard errors and more
+            wrong[name] = (spread, aim)
+        if aim == 0 and not torch.equal(ours[name], tensor):
+            wrong[name] = "another constant"
+        if tensor.dim() == 2 and not torch.equal((ours[name] == 0).all(1), (tensor == 0).all(1)):
+            wrong[name] = "another row of zeros"  # of the padding token
+    assert not wrong
+
+
 def saved(folder: str, target: str, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """A case for a world: load a folder and write it to another."""
     units = ftkit.shard(ftkit.load_model(folder), {"stage": 3})
