@@ -175,9 +175,14 @@ def shard(
         arguments=without_caches,
         fingerprint=adapter_switches,
     )
+    cut = _cuts_gradients(units)
+    if cut:
+        _refuse_shared_keys(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
+        if isinstance(module, PreTrainedModel) and cut:
+            module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
     if source is not None:
         load_weights(units)
     return units
@@ -200,6 +205,54 @@ def _refuse(model: nn.Module, world_size: int) -> None:
             raise UserError(
                 "output_router_logits with a router loss: tensors taken from inside blocks carry no gradient there, so the "
                 "routers would not learn from it; set config.output_router_logits = False"
+            )
+
+
+def _cuts_gradients(units: Units) -> bool:
+    """Return whether a tensor that leaves a block other than as its result loses its gradient: not by plain autograd."""
+    return bool(units.trainable) and any(not unit.keep or unit.gathered or unit.reduced for unit in units.units)
+
+
+PLAIN = "set ftkit={'stage': 1, 'activations': 'keep'} (engine: in a recipe), where blocks run by plain autograd"
+
+
+def _refuse_shared_keys(model: nn.Module) -> None:
+    """Raise for models whose blocks hand keys and values to later ones past their arguments and results (Gemma 3n, 4).
+
+    Raises:
+        UserError: naming what to set.
+    """
+    for module in model.modules():
+        shared = isinstance(module, PreTrainedModel) and getattr(module.config, "num_kv_shared_layers", 0)
+        if shared:
+            raise UserError(
+                f"num_kv_shared_layers={shared}: these blocks use keys and values of earlier ones, which get no gradient "
+                f"through blocks that are recomputed or sharded; {PLAIN}"
+            )
+
+
+def _refuse_captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a call with gradients on asks for tensors that transformers takes from inside blocks.
+
+    Families that return them as results of their blocks, and not by recording, lose nothing. Hidden states are results.
+
+    Raises:
+        UserError: naming what to set.
+    """
+    if not torch.is_grad_enabled():
+        return
+    recorded = model._can_record_outputs or {}
+    harmless = getattr(model.config, "router_aux_loss_coef", None) == 0
+    asked = {
+        "output_attentions": "attentions" in recorded
+        and kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)),
+        "output_router_logits": "router_logits" in recorded and kwargs.get("output_router_logits") and not harmless,
+    }
+    for flag, wanted in asked.items():
+        if wanted:
+            raise UserError(
+                f"{flag}=True while gradients are on: what is taken from inside blocks carries no gradient there. Leave it "
+                f"off, ask for it under torch.no_grad(), or {PLAIN}"
             )
 
 

@@ -1,10 +1,12 @@
-"""Key/value caches: a model may make one in training as it does by default; the engine's blocks must not fill it twice.
+"""What blocks exchange past their arguments and results: caches, shared keys and values, tensors recorded inside them.
 
-A block that is recomputed would write its keys into the same cache a second time, and attend to both.
+A model may make a cache in training as it does by default; the engine's blocks must not fill it twice: a block that is
+recomputed would write its keys into the same cache a second time, and attend to both. What would get no gradient is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -84,3 +86,96 @@ def on_a_filled_cache() -> None:
 
 def test_training_on_a_prompts_cache_is_refused(world2):
     world2.run(on_a_filled_cache)
+
+
+# --- tensors that pass beside arguments and results
+
+
+def gemma() -> torch.nn.Module:
+    """Return a small Gemma 3n, whose last two blocks take keys and values from earlier ones."""
+    torch.manual_seed(3)
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=families.VOCABULARY,
+        vocab_size_per_layer_input=families.VOCABULARY,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    return transformers.Gemma3nForCausalLM(config)
+
+
+def mixtral() -> torch.nn.Module:
+    """Return a small Mixtral."""
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=families.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        router_aux_loss_coef=0.5,
+        attn_implementation="eager",
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+FLAGS = ("output_router_logits", "output_attentions")
+RECOMPUTED = {"stage": 0, "activations": "recompute"}
+KEPT = {"stage": 1, "activations": "keep"}
+CUT = [  # (ranks, settings) under which blocks are not run by plain autograd
+    (1, RECOMPUTED),
+    (2, RECOMPUTED),
+    (2, {"stage": 2, "activations": "keep"}),
+    (2, {"stage": 3, "activations": "keep"}),
+]
+WHOLE = [(1, KEPT), (2, KEPT), (1, {"stage": 3, "activations": "keep"})]
+
+
+def norm_of(make: Callable[[], torch.nn.Module], settings: dict | None, asked: dict[str, bool]) -> float:
+    """Return the gradient norm of one batch, in plain PyTorch or on the engine."""
+    ids = torch.randint(3, families.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    model = make().train()
+    units = ftkit.shard(model, settings) if settings else None
+    model(input_ids=ids, labels=ids, use_cache=False, **asked).loss.backward()
+    if units is not None:
+        return ftkit.ShardedAdamW(units).grad_norm()
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def refused(make: Callable[[], torch.nn.Module], settings: dict, words: str, asked: dict[str, bool]) -> None:
+    """A case for a world: a batch that is refused with these words."""
+    with pytest.raises(ftkit.UserError, match=words):
+        norm_of(make, settings, asked)
+
+
+@pytest.mark.parametrize("ranks, settings", CUT)
+def test_what_passes_beside_results_is_refused_where_it_would_get_no_gradient(ranks, settings, worlds):
+    words = r"num_kv_shared_layers=2: .* set ftkit=\{'stage': 1, 'activations': 'keep'\}"
+    worlds[ranks].run(refused, gemma, settings, words, {})
+    for flag in FLAGS:
+        worlds[ranks].run(refused, mixtral, settings, f"{flag}=True while gradients are on", {flag: True})
+
+
+@pytest.mark.parametrize("ranks, settings", WHOLE)
+def test_what_passes_beside_results_trains_by_plain_autograd(ranks, settings, worlds):
+    for make, asked in ((gemma, {}), *((mixtral, {flag: True}) for flag in FLAGS)):
+        for ours in worlds[ranks].run(norm_of, make, settings, asked):
+            assert ours == pytest.approx(norm_of(make, None, asked), rel=1e-5)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_tensors_inside_blocks_may_be_asked_for_without_gradients(flag):
+    model = mixtral()
+    ftkit.shard(model, RECOMPUTED)
+    with torch.no_grad():
+        assert model(input_ids=torch.ones(1, 4, dtype=torch.int64), **{flag: True})[flag.removeprefix("output_")]
