@@ -29,9 +29,11 @@ from torch import Tensor
 
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import FlatParameter
+from ftkit.engine.layout import Span
 from ftkit.engine.optimizer import LossScale, ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile, create_file
+from ftkit.engine.tiers import Store
 from ftkit.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -65,6 +67,7 @@ def save_checkpoint(
     folder = Path(folder)
     comm = units.comm
     temporary = folder.with_name(folder.name + ".writing")
+    units.settle()
     with rank_zero(units.comm) as first:
         if first:
             if folder.exists():
@@ -76,8 +79,8 @@ def save_checkpoint(
                     shapes = [(s.name, s.shape, dtype) for s in flat.layout.segments]
                     create_file(temporary / _file(flat, kind), shapes)
     for flat in units.flats:
-        for kind, _, tensor in _kinds(flat, optimizer, frozen):
-            _write_line(temporary / _file(flat, kind), flat, tensor)
+        for kind, _, store in _kinds(flat, optimizer, frozen):
+            _write_line(temporary / _file(flat, kind), flat, store)
     comm.barrier()
     with rank_zero(units.comm) as first:
         if first:
@@ -112,6 +115,7 @@ def load_checkpoint(
     manifest = read_manifest(folder)
     if optimizer is not None:
         _check_optimizer(folder, manifest, optimizer)
+    units.settle()
     with ExitStack() as stack:
         places = _index(folder, stack)
         for flat in units.flats:
@@ -119,10 +123,10 @@ def load_checkpoint(
                 _read_weights(flat, places, folder)
             if optimizer is not None and flat.trainable:
                 state = optimizer.line(flat)
-                if state.master is not flat.shard:
+                if state.master is not flat.weights:
                     _read_line(flat, places, ("master", "weights"), state.master, folder)
-                for moment, tensor in state.moments.items():
-                    _read_line(flat, places, (moment,), tensor, folder)
+                for moment, store in state.moments.items():
+                    _read_line(flat, places, (moment,), store, folder)
                 steps = manifest["optimizer"]["steps"]
                 state.steps = [int(steps[segment.name]) for segment in flat.layout.segments]
     if optimizer is not None:
@@ -211,39 +215,39 @@ def _file(flat: FlatParameter, kind: str) -> str:
 
 def _kinds(
     flat: FlatParameter, optimizer: ShardedOptimizer | None, frozen: bool
-) -> list[tuple[str, torch.dtype, Tensor]]:
-    """Return what is written of a line: (kind, dtype, this rank's tensor (S,))."""
+) -> list[tuple[str, torch.dtype, Store]]:
+    """Return what is written of a line: (kind, dtype, this rank's part (S,))."""
     if not flat.trainable:
-        return [("weights", flat.dtype, flat.shard)] if frozen else []
+        return [("weights", flat.dtype, flat.weights)] if frozen else []
     if optimizer is None:
-        return [("weights", flat.dtype, flat.shard)]
+        return [("weights", flat.dtype, flat.weights)]
     state = optimizer.line(flat)
-    kinds: list[tuple[str, torch.dtype, Tensor]] = []
-    if state.master is flat.shard:
-        kinds.append(("weights", flat.dtype, flat.shard))
+    kinds: list[tuple[str, torch.dtype, Store]] = []
+    if state.master is flat.weights:
+        kinds.append(("weights", flat.dtype, flat.weights))
     else:
         kinds.append(("master", torch.float32, state.master))
-    return kinds + [(name, torch.float32, tensor) for name, tensor in state.moments.items()]
+    return kinds + [(name, torch.float32, store) for name, store in state.moments.items()]
 
 
-def _write_line(path: Path, flat: FlatParameter, tensor: Tensor) -> None:
+def _write_line(path: Path, flat: FlatParameter, store: Store) -> None:
     """Write this rank's range of a line; a replicated line is cut among the ranks all the same."""
     with TensorFile(path, writable=True) as file:
-        for name, start, values in owned_ranges(flat, tensor):
+        for name, start, values in owned_ranges(flat, store):
             file.write(name, start, values)
         os.fsync(file._handle)
 
 
-def owned_ranges(flat: FlatParameter, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (tensor name, first element in it, values) of what this rank should write of a line's `tensor` (S,)."""
+def owned_ranges(flat: FlatParameter, store: Store) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (tensor name, first element in it, values) of what this rank should write of a line's `store` (S,)."""
     base, stop = flat.layout.shard_range(flat.rank)
     first, last = base, stop
     if flat.owners < flat.comm.world_size:  # replicated: every rank has all, and writes its part
         part = -(-stop // flat.comm.world_size)
         first = min(part * flat.comm.rank, stop)
         last = min(first + part, stop)
-    for span in flat.layout.spans(first, last):
-        yield span.segment.name, span.start - span.segment.start, tensor[span.start - base : span.stop - base]
+    for span, values in flat.spans(store, first, last):
+        yield span.segment.name, span.start - span.segment.start, values
 
 
 Places = dict[tuple[str, str], TensorFile]
@@ -260,13 +264,13 @@ def _index(folder: Path, stack: ExitStack) -> Places:
 
 
 def _read_weights(flat: FlatParameter, places: Places, folder: Path) -> None:
-    _read_line(flat, places, ("weights", "master"), flat.shard, folder)
+    _read_line(flat, places, ("weights", "master"), flat.weights, folder)
 
 
-def _read_line(flat: FlatParameter, places: Places, kinds: tuple[str, ...], out: Tensor, folder: Path) -> None:
-    """Read this rank's range of a line into `out` (S,), from the first of `kinds` that has the tensor."""
-    base, stop = flat.layout.shard_range(flat.rank)
-    for span in flat.layout.spans(base, stop):
+def _read_line(flat: FlatParameter, places: Places, kinds: tuple[str, ...], store: Store, folder: Path) -> None:
+    """Read this rank's range of a line into `store` (S,), from the first of `kinds` that has the tensor."""
+
+    def read(span: Span, out: Tensor) -> None:
         name = span.segment.name
         file = next((places[kind, name] for kind in kinds if (kind, name) in places), None)
         if file is None:
@@ -275,7 +279,9 @@ def _read_line(flat: FlatParameter, places: Places, kinds: tuple[str, ...], out:
             raise UserError(
                 f"{file.path}: {name} has shape {file.entries[name].shape}, the model needs {span.segment.shape}"
             )
-        file.read(name, span.start - span.segment.start, out[span.start - base : span.stop - base])
+        file.read(name, span.start - span.segment.start, out)
+
+    flat.fill(store, read)
 
 
 def _manifest(units: Units, optimizer: ShardedOptimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
@@ -326,6 +332,7 @@ def export_tensors(
         for hub in names_of(segment.name)
     ] + [(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
     files = _cut(wanted, shard_bytes)
+    units.settle()
     with rank_zero(units.comm) as first:
         if first:
             for stale in folder.glob("model*.writing"):
@@ -336,7 +343,7 @@ def export_tensors(
     with ExitStack() as stack:
         opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
         for flat in units.flats:
-            source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.shard
+            source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
             for name, start, values in owned_ranges(flat, source):
                 for hub in names_of(name):
                     opened[home[hub]].write(hub, start, values)

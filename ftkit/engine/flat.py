@@ -2,30 +2,42 @@
 
 [Note: the tensors of a flat parameter]   N elements, W ranks, shards of S elements (layout.py)
 
-    shard       (S,)    compute dtype   this rank's part of the weights; permanent; written by the optimizer and the loader
+    weights     (S,)    compute dtype   this rank's part of the weights; permanent; written by the optimizer and the loader
     full        (W*S,)  compute dtype   all weights; permanent ("resident") or lent by a slot (transfer.py)
     grad        (S,)    gradient dtype  this rank's part of the mean gradient, summed over a step's micro-batches
     full_grad   (W*S,)  gradient dtype  the local gradient of all weights; only where reduction waits for the step's end
+
+`weights` and the gradient may lie in host memory or on NVMe (tiers.py); what follows reads them through their stores. A
+gradient that leaves the device is moved by drain.py, which also takes its squared norm while it passes.
 
 The `nn.Parameter` objects of the model stay where they are, under the names they have. While a unit is gathered their
 `.data` are views of `full`. Otherwise they are *absent*: shape, dtype and device stay true (counts, PEFT and Trainer read
 them), and the one element behind them is NaN, so that an accidental use is loud.
 
-A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or one rank) keeps `full` for good, and
-`shard` is a view of it. A replicated one (stage 0) is laid out for a world of one although W ranks hold it.
+A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or one rank whose weights are on the device)
+keeps `full` for good, and `weights` is a view of it. A replicated one (stage 0) is laid out for a world of one although W
+ranks hold it.
+
+While the optimizer updates a line in the background, `update` says so; whoever reads or writes its weights, its gradient
+or its state calls `settle` first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm import Communicator
-from ftkit.engine.layout import FlatLayout
+from ftkit.engine.layout import FlatLayout, Span
+from ftkit.engine.tiers import MemoryStore, Placement, Store, Tiers
+
+if TYPE_CHECKING:
+    from ftkit.engine.drain import Drain
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,10 @@ class Policy:
         compute_dtype: dtype of weights in use and of gradients on the wire; None keeps each parameter's own.
         gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype.
         prefetch: gather the neighbour's weights while a block computes.
+        placement: the tier of each kind of tensor.
+        deferred_update: make the update while the next forward runs, unit by unit.
+        parts: micro-batches into which a block divides what it is given: all of them pass it before the next block's
+            weights are gathered ("layer-major" accumulation).
         debug: fill every freed buffer with NaN, and compare among ranks what each gather and reduction is for.
     """
 
@@ -48,6 +64,9 @@ class Policy:
     compute_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
     prefetch: bool = True
+    placement: Placement = field(default_factory=Placement)
+    deferred_update: bool = False
+    parts: int = 1
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +76,12 @@ class Policy:
             raise ValueError(f"activations is {self.activations!r}, 'recompute' or 'keep' is needed")
         if self.weights not in ("free", "hold"):
             raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
+        if self.placement.parameters != "device" and self.stage < 3:
+            raise ValueError(f"parameters on the {self.placement.parameters} tier need stage 3, not {self.stage}")
+        if self.placement.gradients != "device" and self.stage < 2:
+            raise ValueError(f"gradients on the {self.placement.gradients} tier need stage 2 or 3, not {self.stage}")
+        if self.parts < 1:
+            raise ValueError(f"parts is {self.parts}, at least 1 is needed")
 
 
 def is_absent(parameter: Tensor) -> bool:
@@ -68,25 +93,35 @@ Origin = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
 
 
+class Update(Protocol):
+    """A line's update under way (update.py)."""
+
+    def wait(self) -> None:
+        """Return when it is done; raise if it failed."""
+
+
 def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a tensor of `parameter`'s shape that holds nothing: one NaN, expanded."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
 
 
 class FlatParameter:
-    """One line of parameters of one dtype that are trained, or frozen, together.
+    """One line of parameters of one dtype that are trained, or frozen, together. `allocate` comes after the constructor.
 
     Args:
         name: unique in the model; the checkpoint's file name.
-        parameters: (name in the model, parameter) in model order. They are absent afterwards.
+        parameters: (name in the model, parameter) in model order.
         comm: the ranks that share it.
         dtype: compute dtype of the line.
         policy: see `Policy`.
         resident: keep all weights on every rank.
-        deferred: reduce the gradient once, at the end of the step, instead of after each use. (Where there is nothing
-            to reduce, on one rank, this is the only way: autograd's gradients are added straight into `full_grad`.)
+        deferred: reduce the gradient once, at the end of the step, instead of after each use. (On one rank, where there is
+            nothing to reduce, autograd's gradients are added straight into `full_grad` as long as they stay on the device.)
         replicated: every rank owns the whole line (stage 0).
     """
+
+    weights: Store
+    gradient: Store | None = None  # below the device
 
     def __init__(
         self,
@@ -108,53 +143,128 @@ class FlatParameter:
         self.owners = 1 if replicated else comm.world_size
         self.rank = 0 if replicated else comm.rank
         self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
-        self.resident = resident or self.owners == 1
-        self.deferred = deferred or self.owners == 1
+        alone = self.owners == 1
+        self.resident = resident or (alone and policy.placement.parameters == "device")
+        self.deferred = deferred or (alone and policy.placement.gradients == "device")
         self.grad_dtype = policy.gradient_dtype or dtype
         self.version = 0  # of the weights: +1 an update
         self.touched = [False] * len(self.parameters)  # which tensors got a gradient since zero_grad
-        self.grad: Tensor | None = None
+        self.grad: Tensor | None = None  # on the device
         self.full_grad: Tensor | None = None
+        self.square: float | None = None  # of a gradient below the device
         self.full: Tensor | None = None
         self.full_version = 0
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
+        self.update: Update | None = None
+        self.drain: Drain | None = None
         self._has_gradient = False
         self._finished = False
         self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
-        self._allocate(comm.device)
 
-    def _allocate(self, device: torch.device) -> None:
-        """Lay down this rank's bytes; take over values of parameters that have them (a meta tensor has none)."""
+    # --- where it lies
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of this rank's part, without padding."""
+        start, stop = self.layout.shard_range(self.rank)
+        return stop - start
+
+    @property
+    def offloads_gradient(self) -> bool:
+        """Whether finished gradients leave the device."""
+        return self.gradient is not None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's weights (S,), where they are in memory.
+
+        Raises:
+            RuntimeError: if they are in a file.
+        """
+        self.settle()
+        if self.weights.tensor is None:
+            raise RuntimeError(f"the weights of {self.name} lie on NVMe: read them piece by piece")
+        return self.weights.tensor
+
+    def allocate(self, tiers: Tiers, drain: Drain | None) -> None:
+        """Lay down this rank's bytes; take over values of parameters that have them (a meta tensor has none).
+
+        The parameters are absent afterwards, or views of `full`.
+        """
+        device, numel = self.comm.device, self.layout.shard_numel
         if self.resident:
             self.full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=device)
-            start = self.rank * self.layout.shard_numel
-            self.shard = self.full[start : start + self.layout.shard_numel]
+            self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], "device")
         else:
-            self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
-        base, limit = self.layout.shard_range(self.rank)
-        start, stop = (0, self.layout.numel) if self.full is not None else (base, limit)
-        target = self.full if self.full is not None else self.shard
-        self.built = not all(map(is_absent, self.parameters))
-        wider = [p for p in self.parameters if not is_absent(p) and p.dtype.itemsize > self.dtype.itemsize]
-        exact = torch.zeros(limit - base, dtype=torch.float32, device=device) if wider and self.trainable else None
-        for span in self.layout.spans(start, stop):
-            source = self.parameters[span.index].detach()
-            if not is_absent(source):
-                low = span.start - span.segment.start
-                values = source.reshape(-1)[low : low + span.numel]
-                target[span.start - start : span.stop - start].copy_(values)
-                first, last = max(span.start, base), min(span.stop, limit)
-                if exact is not None and first < last:
-                    exact[first - base : last - base].copy_(values[first - span.start : last - span.start])
-        if exact is not None:
-            self.origin = lambda begin, out: out.copy_(exact[begin : begin + out.numel()])
+            self.weights = tiers.make("parameters", f"{self.name}.weights", numel, self.dtype)
+        if self.trainable and not self.deferred and tiers.tier("gradients") != "device":
+            self.gradient = tiers.make("gradients", f"{self.name}.gradient", numel, self.grad_dtype)
+            self.drain = drain
+        self._take_over(device)
         for parameter in self.parameters:
             parameter.grad = None
         if self.full is not None:
             self.attach(self.full)
         else:
             self.detach()
+
+    def _take_over(self, device: torch.device) -> None:
+        sources = [parameter.detach() for parameter in self.parameters]
+        self.built = not all(map(is_absent, sources))
+        if not self.built:
+            return
+
+        def copy(span: Span, out: Tensor) -> None:
+            if not is_absent(sources[span.index]):
+                low = span.start - span.segment.start
+                out.copy_(sources[span.index].reshape(-1)[low : low + span.numel])
+
+        if self.trainable and any(not is_absent(s) and s.dtype.itemsize > self.dtype.itemsize for s in sources):
+            exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), "device")
+            self.fill(exact, copy)
+            self.origin = lambda start, out: out.copy_(exact.tensor[start : start + out.numel()])
+        if self.full is not None:
+            for span in self.layout.spans(0, self.layout.numel):
+                copy(span, self.full[span.start : span.stop])
+        else:
+            self.fill(self.weights, copy)
+
+    def fill(self, store: Store, put: Callable[[Span, Tensor], object]) -> None:
+        """Let `put` write each tensor's part of this rank's range into `store` (S,), piece by piece."""
+        base, stop = self.layout.shard_range(self.rank)
+        for low, high in store.pieces():
+            piece = store.read(low, high)
+            for span in self.layout.spans(base + low, min(base + high, stop)):
+                put(span, piece[span.start - base - low : span.stop - base - low])
+            store.write(low, piece)
+
+    def spans(self, store: Store, first: int | None = None, last: int | None = None) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each tensor's part of this rank's range in `store` (S,), with its values, piece by piece.
+
+        Args:
+            first, last: only elements [first, last) of the line.
+        """
+        base, stop = self.layout.shard_range(self.rank)
+        first, last = max(base, first or base), stop if last is None else min(stop, last)
+        for low, high in store.pieces():
+            start, end = max(base + low, first), min(base + high, last)
+            if start < end:
+                piece = store.read(low, high)
+                for span in self.layout.spans(start, end):
+                    yield span, piece[span.start - base - low : span.stop - base - low]
+
+    def settle(self) -> None:
+        """Wait for an update of this line that is under way.
+
+        Raises:
+            RuntimeError: if it failed: the weights and their state no longer belong together.
+        """
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+
+    # --- weights
 
     def agree(self) -> None:
         """Make whole copies equal on all ranks, as they may have been built from other random numbers: the owner's count.
@@ -181,30 +291,61 @@ class FlatParameter:
     def detach(self) -> None:
         """Make the parameters absent."""
         for parameter in self.parameters:
-            parameter.data = absent(parameter, self.shard.device, self.dtype)
+            parameter.data = absent(parameter, self.comm.device, self.dtype)
 
-    def gather(self, full: Tensor) -> None:
-        """Fill `full` (W*S,) with every rank's shard. Cost: one all-gather of W*S elements."""
-        if self.owners > 1:
-            self.comm.all_gather(full, self.shard)
-        elif full.data_ptr() != self.shard.data_ptr():
-            full.copy_(self.shard)
+    def gather(self, full: Tensor, read: Tensor | None = None) -> None:
+        """Fill `full` (W*S,) with every rank's weights. Cost: one all-gather of W*S elements, and a copy from their tier.
 
-    def exact_weights(self) -> Tensor:
-        """Return this rank's weights (S,) in fp32, as exact as they came; what is behind them is let go.
-
-        Cost: 4 bytes an element of S.
+        Args:
+            read: this rank's weights (S,) in host memory, where they were read ahead from a file.
         """
-        weights = self.shard.float()
-        if self.origin is not None:
-            base, stop = self.layout.shard_range(self.rank)
-            self.origin(0, weights[: stop - base])
-            self.origin = None
+        self.settle()
+        source = self.weights.tensor if read is None else read
+        if self.owners > 1 and source is not None and read is None and source.device == full.device:
+            self.comm.all_gather(full, source)
+            return
+        numel = self.layout.shard_numel
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        if source is None:
+            for low, high in self.weights.pieces():
+                own[low:high].copy_(self.weights.read(low, high))
+        elif own.data_ptr() != source.data_ptr():
+            own.copy_(source, non_blocking=True)
+        if self.owners > 1:
+            self.comm.all_gather(full, own)
+
+    def collect(self, store: Store) -> Tensor:
+        """Return all (W*S,) of what `store` (S,) is this rank's part of. A collective; on the device.
+
+        Cost: its bytes on every rank, and an all-gather.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=store.dtype, device=self.comm.device)
+        numel = self.layout.shard_numel
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        for low, high in store.pieces():
+            own[low:high].copy_(store.read(low, high))
+        if self.owners > 1:
+            self.comm.all_gather(full, own)
+        return full
+
+    def exact_weights(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of this rank's weights in fp32, as exact as they came. They must lie in one piece.
+
+        Cost: 4 bytes an element.
+        """
+        weights = self.weights.read(start, stop).float()
+        if self.origin is not None and start < self.own_numel:
+            self.origin(start, weights[: self.own_numel - start])
         return weights
+
+    @property
+    def stale(self) -> bool:
+        """Whether a resident copy is older than the shards."""
+        return self.full is not None and self.full_version != self.version
 
     def refresh(self) -> None:
         """Bring a resident copy up to date after an update. Cost: one all-gather, if it is stale."""
-        if self.full is not None and self.full_version != self.version:
+        if self.full is not None and self.stale:
             self.gather(self.full)
             self.full_version = self.version
 
@@ -213,6 +354,7 @@ class FlatParameter:
     def zero_grad(self) -> None:
         """Forget the step's gradient. Nothing is written: the next contribution overwrites."""
         self._has_gradient = self._finished = False
+        self.square = None
         self.contributions += 1
         self.touched = [False] * len(self.parameters)
 
@@ -229,6 +371,7 @@ class FlatParameter:
             )
         self._finished = False
         self.contributions += 1
+        self.settle()
 
     def contribute(self, full: Tensor) -> None:
         """Add the mean over ranks of a local gradient `full` (W*S,), which is scratch after, to this rank's `grad`.
@@ -236,12 +379,19 @@ class FlatParameter:
         Cost: one reduce-scatter of W*S elements.
         """
         self._changes()
+        if self.drain is not None:
+            start = self.rank * self.layout.shard_numel
+            part = full[start : start + self.layout.shard_numel]
+            self.comm.reduce_scatter_mean(part, full)
+            self.drain.take(self, part, add=self._has_gradient)
+            self._has_gradient = True
+            return
         if self.grad is None:
-            self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.shard.device)
+            self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.comm.device)
         if not self._has_gradient and self.grad_dtype == full.dtype:
             self.comm.reduce_scatter_mean(self.grad, full)
         else:
-            part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.shard.device)
+            part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.comm.device)
             self.comm.reduce_scatter_mean(part, full)
             if self._has_gradient:
                 self.grad.add_(part)
@@ -253,7 +403,7 @@ class FlatParameter:
         """Add tensor `index`'s local `gradient` to `full_grad`; `finish` reduces it."""
         self._changes()
         if self.full_grad is None:
-            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.shard.device)
+            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
         segment = self.layout.segments[index]
         place = self.full_grad[segment.start : segment.stop]
         if self.touched[index]:
@@ -274,8 +424,9 @@ class FlatParameter:
         self._finished = True
         if not self.deferred:
             return
+        self.settle()
         if self.full_grad is None:
-            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.shard.device)
+            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
         for index, segment in enumerate(self.layout.segments):
             if not self.touched[index]:
                 self.full_grad[segment.start : segment.stop].zero_()
@@ -289,6 +440,14 @@ class FlatParameter:
             self.comm.reduce_scatter_mean(self.grad, self.full_grad)
         self._has_gradient = True
 
+    def gradient_store(self) -> Store | None:
+        """Return where this rank's part (S,) of the step's gradient lies; None if there is none."""
+        if not self._has_gradient:
+            return None
+        if self.gradient is not None:
+            return self.gradient
+        return None if self.grad is None else MemoryStore(self.grad, "device")
+
     @property
     def has_gradient(self) -> bool:
         """Whether this rank holds a gradient for the current step."""
@@ -296,9 +455,12 @@ class FlatParameter:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storages by kind: parameters, gradients (the optimizer adds its own)."""
-        weights = self.full if self.full is not None else self.shard
+        weights = self.full.untyped_storage().nbytes() if self.full is not None else store_bytes(self.weights)
         gradient = self.full_grad if self.full_grad is not None else self.grad
-        return {
-            "parameters": weights.untyped_storage().nbytes(),
-            "gradients": gradient.untyped_storage().nbytes() if gradient is not None else 0,
-        }
+        held = gradient.untyped_storage().nbytes() if gradient is not None else 0
+        return {"parameters": weights, "gradients": held + (store_bytes(self.gradient) if self.gradient else 0)}
+
+
+def store_bytes(store: Store) -> int:
+    """Return the bytes of a shard, wherever it lies."""
+    return store.numel * store.dtype.itemsize

@@ -52,7 +52,7 @@ class Leaf:
         self.attribute = attribute
         self.running = running
         self.gathered: Tensor | None = None
-        self.anchor = torch.zeros((), device=flat.shard.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
     def read(self) -> Tensor:
         """Return the parameter's value where it has one to give: gathered while the model runs, else absent."""
@@ -100,14 +100,14 @@ class _Gather(torch.autograd.Function):
 
 
 def _whole(flat: FlatParameter) -> Tensor:
-    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
     flat.gather(full)
     return full[: flat.layout.numel].view(flat.layout.segments[0].shape)
 
 
 def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
     """Reduce the local `gradient` of the one tensor on `flat`. Cost: one reduce-scatter, one buffer of W*S elements."""
-    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
     full[: flat.layout.numel].copy_(gradient.reshape(-1))
     full[flat.layout.numel :].zero_()
     flat.touched[0] = True

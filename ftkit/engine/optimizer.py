@@ -1,37 +1,42 @@
-"""The update: loss scale, one collective for norm and overflow, and AdamW (or SGD) over each rank's shards.
+"""The optimizer: parameter groups, loss scale, one collective for norm and overflow, and what a step does to each line.
 
 [Note: a step]
     clip_grad_norm_ or step, whichever comes first:
         finish the gradients; one sum over ranks of (squared norm, overflow, which tensors got a gradient); cached
     step:
         overflow -> the loss scale backs off and nothing is written
-        else     -> each line's shard is updated in pieces that fit the cache: gradient to fp32 (times clip / scale), fp32
-                    master weight and moments in place, weight out in the compute dtype
+        else     -> learning rates, clip, scale and step counts are noted for each line, and the updater (update.py) walks
+                    the shards: gradient to fp32 (times clip / scale), fp32 master weight and moments in place, weight out
+                    in the compute dtype; at once, or under the next forward
 
 The parameter groups hold the model's own parameters, so Trainer's decay names, per-group learning rates and every LR
 scheduler work; a group is a list of runs on the line, not a reordering of it. A tensor that got no gradient on any
-rank is left alone and its own step count stays, as in PyTorch. Where weights are fp32 they are their own master.
+rank is left alone and its own step count stays, as in PyTorch. Where weights are fp32 they are their own master, if they
+lie where the state does.
 
-The arithmetic is torch's fused AdamW (decoupled decay: arXiv:1711.05101), on a CPU as on CUDA.
+On the host the arithmetic is one pass over memory (host_adam.py), on CUDA torch's fused AdamW; both decouple the decay
+(arXiv:1711.05101).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ftkit.engine.flat import FlatParameter
+from ftkit.engine.flat import FlatParameter, store_bytes
+from ftkit.engine.host_adam import HostAdamW
 from ftkit.engine.shard import Units
+from ftkit.engine.tiers import Store
+from ftkit.engine.update import LineState, LineStep, Run, Updater
 
-PIECE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements updated at a time. On a CPU gradient, master and two moments (4 MiB in fp32) stay in cache between passes; on
-a GPU a piece only bounds the fp32 copy of the gradient (64 MiB)."""
+PIECE_NUMEL = 1 << 18
+"""Elements that torch's own operations update at a time on a CPU: gradient, master and moments stay in cache meanwhile."""
 
 
 @dataclass
@@ -74,30 +79,6 @@ class LossScale:
             self.value = min(self.value, self.limit)
 
 
-@dataclass
-class LineState:
-    """The optimizer state of one line on this rank: fp32 tensors (S,), and how often each tensor was updated."""
-
-    master: Tensor
-    moments: dict[str, Tensor]
-    steps: list[int] = field(default_factory=list)
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes beside the weights themselves (a master that is the weight is not counted)."""
-        return sum(t.untyped_storage().nbytes() for t in self.moments.values())
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring elements [start, stop) of a shard that are updated alike: same group, same step count."""
-
-    start: int
-    stop: int
-    group: int
-    step: int
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
     """What all sharded optimizers share: groups, norm, clipping, loss scale, the walk over the shards.
 
@@ -129,6 +110,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
         self._clip = 1.0
         super().__init__(params if params is not None else _trainable(units), defaults)
+        self.updater = Updater(
+            units.comm.device,
+            state_on_device=units.policy.placement.state == "device",
+            update_piece=self.update_piece,
+            moment_names=self.moment_names,
+            deferred=units.policy.deferred_update,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters must be the sharded model's.
@@ -175,27 +163,61 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state
 
     def line(self, flat: FlatParameter) -> LineState:
-        """Return the state of `flat`, made at first use. Cost: 4 bytes an element of S for the master and each moment."""
-        state = self.lines.get(flat.name)
-        if state is None:
-            fp32 = flat.dtype == torch.float32
-            state = LineState(
-                master=flat.shard if fp32 else flat.exact_weights(),
-                moments={name: torch.zeros_like(flat.shard, dtype=torch.float32) for name in self.moment_names},
-                steps=[0] * len(flat.parameters),
-            )
-            self.lines[flat.name] = state
-        return state
+        """Return the state of `flat`, once no update of it is under way; all state is made at first use.
+
+        Cost: 4 bytes an element of S for the master and each moment, on their tier.
+        """
+        flat.settle()
+        if not self.lines:
+            self._make_lines()
+        return self.lines[flat.name]
+
+    def settle(self) -> None:
+        """Wait for updates under way.
+
+        Raises:
+            RuntimeError: if one failed.
+        """
+        self.updater.settle()
+
+    def _make_lines(self) -> None:
+        tiers, fp32 = self.units.tiers, torch.float32
+        own = {flat.name: not self._is_own_master(flat) for flat in self.units.trainable}
+        kinds = {f.name: [*(["master"] if own[f.name] else []), *self.moment_names] for f in self.units.trainable}
+        sizes = [(f.layout.shard_numel, fp32) for f in self.units.trainable for _ in kinds[f.name]]
+        tiers.reserve("state", sizes)
+        for flat in self.units.trainable:
+            stores = {
+                kind: tiers.make("state", f"{flat.name}.{kind}", flat.layout.shard_numel, fp32) for kind in kinds[flat.name]
+            }
+            if own[flat.name]:
+                master = stores.pop("master")
+                for start, stop in _ranges(master, flat.weights):
+                    piece = master.blank(start, stop)
+                    piece.copy_(flat.exact_weights(start, stop))
+                    master.write(start, piece)
+            else:
+                master = flat.weights
+            flat.origin = None
+            self.lines[flat.name] = LineState(master, stores, [0] * len(flat.parameters))
+
+    def _is_own_master(self, flat: FlatParameter) -> bool:
+        """Whether fp32 weights serve as their master: they must be at hand where the state is updated."""
+        if flat.dtype != torch.float32:
+            return False
+        at_home = flat.weights.tensor is None or flat.weights.tensor.device.type == self.updater.home.type
+        return at_home
 
     def state_bytes(self) -> int:
-        """Return the bytes of live optimizer storages on this rank, masters included, fp32 weights not."""
-        total = 0
-        for flat in self.units.trainable:
-            if flat.name in self.lines:
-                state = self.lines[flat.name]
-                total += state.own_bytes
-                total += 0 if state.master is flat.shard else state.master.untyped_storage().nbytes()
-        return total
+        """Return the bytes of live optimizer stores on this rank, masters included, fp32 weights not."""
+        stores = [
+            store
+            for flat in self.units.trainable
+            if (state := self.lines.get(flat.name)) is not None
+            for store in (state.master, *state.moments.values())
+            if store is not flat.weights
+        ]
+        return sum(store_bytes(store) for store in stores)
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse: the state lies on all ranks.
@@ -240,10 +262,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device = self.units.comm.device
         square = torch.zeros((), dtype=torch.float32, device=device)
         for flat in flats:
-            if flat.has_gradient and flat.grad is not None:
-                start, stop = flat.layout.shard_range(flat.rank)
-                norm = torch.linalg.vector_norm(flat.grad[: stop - start], dtype=torch.float32)
-                share = self.units.comm.world_size if flat.owners == 1 else 1
+            share = self.units.comm.world_size if flat.owners == 1 else 1
+            if flat.square is not None:  # taken while the gradient left the device
+                square += flat.square / share
+            elif flat.has_gradient and flat.grad is not None:
+                norm = torch.linalg.vector_norm(flat.grad[: flat.own_numel], dtype=torch.float32)
                 square += norm.square() / share
         touched = [float(t) for flat in flats for t in flat.touched]
         told = self.units.comm.sum(torch.cat([square.reshape(1), torch.tensor(touched, device=device)])).tolist()
@@ -282,33 +305,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale.update(overflow=overflow)
         self.step_was_skipped = overflow
         if not overflow:
-            for flat in self.units.trainable:
-                self._update_line(flat, factor)
+            steps = [step for flat in self.units.trainable if (step := self._line_step(flat, factor)) is not None]
+            self.updater.submit(steps)
             self.units.updated()
         self._norm, self._clip = None, 1.0
 
-    def _update_line(self, flat: FlatParameter, factor: float) -> None:
+    def _line_step(self, flat: FlatParameter, factor: float) -> LineStep | None:
+        """Return what this step does to a line, or None if nothing. The schedulers change the groups right after."""
         state = self.line(flat)
         groups = self.group_of[flat.name]
-        due = [flat.touched[i] and groups[i] is not None for i in range(len(groups))]
-        if not any(due) or flat.grad is None:
-            return
+        due = [touched and group is not None for touched, group in zip(flat.touched, groups)]
+        gradient = flat.gradient_store()
+        if not any(due) or gradient is None:
+            return None
         state.steps = [count + now for count, now in zip(state.steps, due)]
-        for run in _runs(flat, [g if d else None for g, d in zip(groups, due)], state.steps):
-            group = self.param_groups[run.group]
-            step = PIECE_NUMEL[flat.shard.device.type]
-            for start in range(run.start, run.stop, step):
-                piece = slice(start, min(start + step, run.stop))
-                gradient = flat.grad[piece].float()
-                if factor != 1.0:
-                    gradient = gradient * factor
-                moments = {name: tensor[piece] for name, tensor in state.moments.items()}
-                self.update_piece(state.master[piece], gradient, moments, group, run.step)
-                if state.master is not flat.shard:
-                    flat.shard[piece].copy_(state.master[piece])
-        flat.version += 1
+        runs = list(_runs(flat, [g if d else None for g, d in zip(groups, due)], state.steps))
+        noted = [{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]
+        return LineStep(flat, state, gradient, runs, noted, factor)
 
     def update_piece(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        weight: Tensor | None,
+        group: dict[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """Update `master` (n,) fp32 and `moments` in place, and `weight` (n,) from it.
+
+        Args:
+            gradient: (n,) gradient dtype, scaled and not clipped yet.
+            group: hyper-parameters. step: 1 at a tensor's first update. factor: on the gradient.
+        """
+        width = PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
+        for start in range(0, master.numel(), width):
+            part = slice(start, start + width)
+            clipped = gradient[part].float()
+            if factor != 1.0:
+                clipped = clipped * factor
+            self.update(master[part], clipped, {name: tensor[part] for name, tensor in moments.items()}, group, step)
+            if weight is not None:
+                weight[part].copy_(master[part])
+
+    def update(
         self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
     ) -> None:
         """Update `master` (n,) fp32 and `moments` in place from `gradient` (n,) fp32, unscaled and clipped.
@@ -338,12 +379,42 @@ class ShardedAdamW(ShardedOptimizer):
         loss_scale: LossScale | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.host = HostAdamW(torch.get_num_threads())
         super().__init__(units, params, defaults, loss_scale)
 
     def update_piece(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        weight: Tensor | None,
+        group: dict[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """See `ShardedOptimizer.update_piece`. On a host, one pass over memory."""
+        if master.device.type != "cpu":
+            super().update_piece(master, gradient, moments, weight, group, step, factor)
+            return
+        self.host.update(
+            master,
+            gradient,
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            weight,
+            factor=factor,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+        )
+
+    def update(
         self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
     ) -> None:
-        """See `ShardedOptimizer.update_piece`."""
+        """See `ShardedOptimizer.update`."""
         adamw(
             [master],
             [gradient],
@@ -377,10 +448,10 @@ class ShardedSGD(ShardedOptimizer):
         self.moment_names = ("momentum_buffer",) if momentum else ()
         super().__init__(units, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, loss_scale)
 
-    def update_piece(
+    def update(
         self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
     ) -> None:
-        """See `ShardedOptimizer.update_piece`."""
+        """See `ShardedOptimizer.update`."""
         if group["weight_decay"]:
             gradient = gradient.add(master, alpha=group["weight_decay"])
         if group["momentum"]:
@@ -391,6 +462,11 @@ class ShardedSGD(ShardedOptimizer):
 
 def _trainable(units: Units) -> list[Tensor]:
     return [parameter for flat in units.trainable for parameter in flat.parameters]
+
+
+def _ranges(*stores: Store) -> Iterator[tuple[int, int]]:
+    """Yield ranges that are whole pieces of every one of the stores."""
+    yield from max((list(store.pieces()) for store in stores), key=len)
 
 
 def _runs(flat: FlatParameter, groups: list[int | None], steps: list[int]) -> Iterator[Run]:

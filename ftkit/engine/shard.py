@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm import Communicator
+from ftkit.engine.drain import Drain
 from ftkit.engine.flat import FlatParameter, Policy, absent
 from ftkit.engine.leaf import Leaf, Running, receive
+from ftkit.engine.tiers import Tiers
 from ftkit.engine.transfer import Transfer
-from ftkit.engine.unit import Unit
+from ftkit.engine.unit import Split, Unit
 
 WHOLE_SHARE = 0.002
 """A parameter outside blocks of at most this share of the model is replicated: gathering it would cost more than it."""
@@ -52,10 +54,12 @@ class Units:
 
     transfer: Transfer
 
-    def __init__(self, model: nn.Module, comm: Communicator, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, policy: Policy, tiers: Tiers) -> None:
         self.model = model
         self.comm = comm
         self.policy = policy
+        self.tiers = tiers
+        self.drain: Drain | None = None
         self.units: list[Unit] = []
         self.flats: list[FlatParameter] = []
         self.aliases: dict[str, str] = {}
@@ -67,8 +71,11 @@ class Units:
 
     @property
     def trainable(self) -> list[FlatParameter]:
-        """The flat parameters that an optimizer may update, in model order."""
-        return [flat for flat in self.flats if flat.trainable]
+        """The flat parameters that an optimizer may update, in the order in which a forward wants them: whole ones outside
+        blocks, which are looked at when the model is called, then model order.
+        """
+        trainable = [flat for flat in self.flats if flat.trainable]
+        return sorted(trainable, key=lambda flat: not (flat.resident and flat in self.outside))
 
     def place(self, parameter: Tensor) -> tuple[FlatParameter, int]:
         """Return the flat parameter that `parameter` is on, and its index there.
@@ -89,23 +96,46 @@ class Units:
         """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
         for flat in self.trainable:
             flat.finish()
+        if self.drain is not None:
+            self.drain.finish()
         self.transfer.settle()
 
     def updated(self) -> None:
-        """Bring resident copies up to date after the optimizer wrote shards. Cost: one all-gather a resident line."""
-        self.transfer.refresh([flat for flat in self.trainable if flat.resident])
-        self.await_refreshed()  # anybody may look at what is outside blocks
+        """Bring resident copies up to date after the optimizer wrote shards, or began to: then each when it is wanted.
 
-    def await_refreshed(self) -> None:
-        """Make the computing stream wait for whole copies outside blocks (a block's own are waited for by its unit)."""
+        Cost: one all-gather a resident line.
+        """
+        self.transfer.note_update()
+        if not self.policy.deferred_update:
+            self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+            self._await_outside()  # anybody may look at what is outside blocks
+
+    def _await_outside(self) -> None:
         for flat in self.outside:
             self.transfer.side.wait(flat.refreshed)
+
+    def begin_call(self) -> None:
+        """Make ready for a call of the model: whole copies outside blocks, and the first blocks' weights on their way."""
+        self.transfer.refresh(self.outside)
+        self._await_outside()
+        if self.units:
+            self.transfer.read_ahead([unit.gathered for unit in self.units[:2]])
+
+    def settle(self) -> None:
+        """Wait for updates under way.
+
+        Raises:
+            RuntimeError: if one failed.
+        """
+        for flat in self.flats:
+            flat.settle()
 
     def rewritten(self) -> None:
         """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
         for flat in self.flats:
             flat.version += 1
             flat.origin = None
+        self.transfer.note_update()
         self.transfer.refresh([flat for flat in self.flats if flat.resident])
 
     def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +147,10 @@ class Units:
         for flat in self.flats if flats is None else flats:
             full = flat.full
             if full is None:
-                full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.shard.device)
+                full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=self.comm.device)
                 flat.gather(full)
+            else:
+                flat.refresh()
             for segment in flat.layout.segments:
                 yield segment.name, full[segment.start : segment.stop].view(segment.shape)
 
@@ -166,7 +198,8 @@ class Units:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storages on this rank: parameters, gradients, slots."""
-        total = {"parameters": 0, "gradients": 0, "slots": self.transfer.slot_bytes}
+        staging = self.transfer.staging_bytes + (self.drain.staging_bytes if self.drain is not None else 0)
+        total = {"parameters": 0, "gradients": 0, "slots": self.transfer.slot_bytes, "staging": staging}
         for flat in self.flats:
             for kind, size in flat.state_bytes().items():
                 total[kind] += size
@@ -184,6 +217,8 @@ def shard(
     wide: Callable[[str], bool] = lambda name: False,
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs),
     fingerprint: Callable[[nn.Module], Hashable] = lambda module: None,
+    tiers: Tiers | None = None,
+    split: Split | None = None,
 ) -> Units:
     """Shard a model in place over the ranks of `comm`.
 
@@ -195,6 +230,8 @@ def shard(
         wide: parameters, by name, that stay fp32 whatever the compute dtype is.
         arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
         fingerprint: of switches inside a block that must not change between forward and backward.
+        tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
+        split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
 
     Returns:
         The units, which an optimizer and a checkpoint take.
@@ -204,7 +241,7 @@ def shard(
 
     Cost: this rank's shards and two slots of the widest block; the model's own storage is let go tensor by tensor.
     """
-    units = Units(model, comm, policy)
+    units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement))
     bindings = _bindings(model)
     _refuse(model, blocks)
     _materialise(bindings, comm.device)
@@ -232,7 +269,8 @@ def shard(
         else:
             _outside(units, flat, bindings)
     units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
-    _make_units(units, blocks, owners, arguments, fingerprint)
+    _allocate(units)
+    _make_units(units, blocks, owners, arguments, fingerprint, split)
     _specialise_entries(units, entries)
     model.register_state_dict_pre_hook(lambda *_: units.transfer.settle())  # whole copies may be on their way
     for module in model.modules():
@@ -243,6 +281,18 @@ def shard(
         flat.agree()
     units._registered = units._registration()
     return units
+
+
+def _allocate(units: Units) -> None:
+    """Lay down every line's bytes on their tiers."""
+    tiers, flats = units.tiers, units.flats
+    tiers.reserve("parameters", [(f.layout.shard_numel, f.dtype) for f in flats if not f.resident])
+    leaving = [f for f in flats if f.trainable and not f.deferred and tiers.tier("gradients") != "device"]
+    tiers.reserve("gradients", [(f.layout.shard_numel, f.grad_dtype) for f in leaving])
+    if leaving:
+        units.drain = Drain(leaving, tiers.tier("gradients"), units.comm.device, torch.get_num_threads())
+    for flat in flats:
+        flat.allocate(tiers, units.drain)
 
 
 def _bindings(model: nn.Module) -> dict[int, list[Binding]]:
@@ -349,6 +399,7 @@ def _make_units(
     owners: dict[str, list[FlatParameter]],
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
     fingerprint: Callable[[nn.Module], Hashable],
+    split: Split | None,
 ) -> None:
     policy = units.policy
     units.units = [
@@ -361,11 +412,13 @@ def _make_units(
             hold=policy.weights == "hold",
             arguments=arguments,
             fingerprint=fingerprint,
+            parts=policy.parts,
+            split=split,
         )
         for number, (name, block) in enumerate(blocks)
     ]
     groups = [unit.flats for unit in units.units]
-    units.transfer = Transfer(groups, units.comm, prefetch=policy.prefetch, debug=policy.debug)
+    units.transfer = Transfer(groups, units.comm, units.tiers, prefetch=policy.prefetch, debug=policy.debug)
     row = [None, *units.units, None]
     for unit, before, after in zip(units.units, row, row[2:]):
         unit.connect(units.transfer, before, after)
@@ -421,7 +474,7 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
         def call(self: nn.Module, *args: Any, _entry_call: Any = entry_call, **kwargs: Any) -> Any:
             if units.running.depth == 0:
                 units.check_unchanged()
-                units.await_refreshed()
+                units.begin_call()
             with units.running.call():
                 return _entry_call(self, *args, **kwargs)
 

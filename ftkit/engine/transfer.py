@@ -11,6 +11,9 @@ ranks: all-gather of the neighbour, computation, reduce-scatter. Events guard th
 reader of the slot has finished, a computation waits for its own gather only, and a block writes gradients only after the
 former reduction has read them. On a CPU the same calls run in plain order.
 
+Weights that lie in files are read ahead: while block i computes, the neighbour's are gathered from host memory, and those
+of the two blocks beyond are on their way there from the disk (`ReadAhead`).
+
 This file knows bytes and streams, nothing of autograd.
 """
 
@@ -18,13 +21,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import FlatParameter
+from ftkit.engine.kept import Keeper
+from ftkit.engine.tiers import FileStore, Tiers
 
 ALIGNMENT_BYTES = 256
 """Each flat parameter inside a slot begins at a multiple of this, as CUDA's own allocations do."""
@@ -73,18 +80,88 @@ class WeightSlot:
         self.read: torch.cuda.Event | None = None  # when the last computation that reads it is done
 
 
+READ_AHEAD = 2
+"""Units whose weights are on their way from the disk while their neighbour is gathered."""
+
+Content = tuple[tuple[str, int], ...]
+"""What a buffer holds: names and versions of weights."""
+
+
+class ReadAhead:
+    """This rank's weights of the units to come, read from files into host memory before they are gathered.
+
+    Args:
+        groups: for each unit, its gathered flat parameters.
+        device: that will copy from the buffers.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[FlatParameter]], device: torch.device) -> None:
+        sizes = [[(flat.layout.shard_numel, flat.dtype) for flat in group] for group in groups]
+        room = max(map(arena_bytes, sizes))
+        self.arena = Arena((READ_AHEAD + 1) * room, device)
+        self.free = [self.arena.take(room, torch.uint8) for _ in range(READ_AHEAD + 1)]
+        self.device = device
+        self.coming: dict[Content, tuple[Future[None], Tensor]] = {}
+        self.copied: list[tuple[torch.cuda.Event, Tensor]] = []  # buffers that a copy to the device still reads
+        self.thread = ThreadPoolExecutor(1, "ftkit-read-ahead")  # waits for updates, so that nobody else has to
+
+    def start(self, flats: Sequence[FlatParameter]) -> None:
+        """Start reading the weights of a unit, unless they are on their way."""
+        content = _content(flats)
+        if content in self.coming or not flats:
+            return
+        buffer = self._buffer()
+        self.coming[content] = (self.thread.submit(self._read, flats, buffer), buffer)
+
+    def take(self, flats: Sequence[FlatParameter]) -> tuple[list[Tensor], Tensor]:
+        """Return the unit's weights (S,) each, and the buffer they lie in, which `give_back` wants. Waits for the disk."""
+        self.start(flats)
+        future, buffer = self.coming.pop(_content(flats))
+        future.result()
+        return list(_parts(buffer, flats)), buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let a buffer be used again once what was asked of the current CUDA stream is done."""
+        if self.device.type == "cuda":
+            self.copied.append((torch.cuda.current_stream(self.device).record_event(), buffer))
+        else:
+            self.free.append(buffer)
+
+    def _buffer(self) -> Tensor:
+        while self.copied:
+            event, buffer = self.copied.pop(0)
+            event.synchronize()
+            self.free.append(buffer)
+        if not self.free:  # an order that did not come: what was read first is let go
+            future, buffer = self.coming.pop(next(iter(self.coming)))
+            future.exception()
+            self.free.append(buffer)
+        return self.free.pop()
+
+    @staticmethod
+    def _read(flats: Sequence[FlatParameter], buffer: Tensor) -> None:
+        requests = []
+        for flat, part in zip(flats, _parts(buffer, flats)):
+            if (update := flat.update) is not None:  # waited for, not settled: that is the computing thread's to do
+                update.wait()
+            if isinstance(flat.weights, FileStore):
+                requests.append(flat.weights.file.read(0, part))
+        for request in requests:
+            request.wait()
+
+
 class Transfer:
     """The slots of one model.
 
     Args:
         groups: for each unit, in order of execution, its flat parameters.
-        comm: the ranks.
+        comm: the ranks. tiers: where the shards lie.
         prefetch: whether units gather their neighbour while they compute.
         debug: fill what is freed with NaN, compare among ranks what each gather and reduction is for.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[FlatParameter]], comm: Communicator, *, prefetch: bool, debug: bool
+        self, groups: Sequence[Sequence[FlatParameter]], comm: Communicator, tiers: Tiers, *, prefetch: bool, debug: bool
     ) -> None:
         self.comm = comm
         self.prefetch = prefetch
@@ -95,6 +172,8 @@ class Transfer:
         weights = max((_places(group)[1] for group in gathered), default=0)
         gradients = max((_places(group)[1] for group in reduced), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
+        self.keeper = Keeper(tiers)
+        self.ahead = ReadAhead(gathered, comm.device) if weights and tiers.tier("parameters") == "nvme" else None
         self.gradient_bytes = gradients
         self._gradient_slot: Tensor | None = None  # allocated by the first backward: evaluation needs none
         self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot
@@ -105,6 +184,11 @@ class Transfer:
     def slot_bytes(self) -> int:
         """Bytes of the permanent slots on this rank."""
         return sum(slot.buffer.numel() for slot in self.slots) + self.gradient_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of host memory in which weights are read ahead."""
+        return self.ahead.arena.requested_bytes if self.ahead is not None else 0
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
         """Return a slot of its own for a unit that holds its weights until backward."""
@@ -118,16 +202,26 @@ class Transfer:
         Raises:
             RuntimeError: in debug mode, if the ranks do something else at this point.
         """
-        content = tuple((flat.name, flat.version) for flat in flats)
+        content = _content(flats)
         if slot.content == content:
             return
-        slot.content = content
+        slot.content = ()
+        read, buffer = self.ahead.take(flats) if self.ahead is not None else ([None] * len(flats), None)
         with self.side.after(self.updated, slot.read or self.side.now()):
             if self.debug:
                 self._same("gather", number)
-            for flat, place in zip(flats, _views(slot.buffer, flats)):
-                flat.gather(place)
+            for flat, place, part in zip(flats, _views(slot.buffer, flats), read):
+                flat.gather(place, part)
+            if self.ahead is not None and buffer is not None:
+                self.ahead.give_back(buffer)
+        slot.content = content
         slot.filled = self.side.mark()
+
+    def read_ahead(self, groups: Sequence[Sequence[FlatParameter]]) -> None:
+        """Start reading from the disk what will be gathered next; nothing where weights lie in memory."""
+        if self.ahead is not None and self.prefetch:
+            for flats in groups:
+                self.ahead.start(flats)
 
     def take(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Make unit `number`'s weights usable by the computing stream: the parameters become views of `slot`."""
@@ -175,14 +269,21 @@ class Transfer:
                 flat.contribute(place)
         self.reduced = self.side.mark()
 
-    def refresh(self, flats: Sequence[FlatParameter]) -> None:
-        """Bring resident copies up to date after an update, in the order given, on the side stream."""
+    def note_update(self) -> None:
+        """Take note that shards were written by what the computing stream was given so far."""
         self.updated = self.side.now()
         self.updates += 1
+
+    def refresh(self, flats: Sequence[FlatParameter]) -> None:
+        """Bring resident copies up to date after an update, in the order given, on the side stream.
+
+        Cost: one all-gather for each that is stale.
+        """
         for flat in flats:
-            with self.side.after(self.updated):
-                flat.refresh()
-            flat.refreshed = self.side.mark()
+            if flat.stale:
+                with self.side.after(self.updated):
+                    flat.refresh()
+                flat.refreshed = self.side.mark()
 
     def settle(self) -> None:
         """Make the computing stream wait for everything that was given to the side stream."""
@@ -194,6 +295,19 @@ class Transfer:
         if len(set(told)) > 1:
             doing = ", ".join(f"rank {r}: {operations[n % 2]} unit {n // 2}" for r, n in enumerate(told))
             raise RuntimeError(f"the ranks differ in what they do next ({doing}): they run blocks in different orders")
+
+
+def _content(flats: Sequence[FlatParameter]) -> Content:
+    return tuple((flat.name, flat.version) for flat in flats)
+
+
+def _parts(buffer: Tensor, flats: Sequence[FlatParameter]) -> Iterator[Tensor]:
+    """Yield this rank's weights (S,) of each flat parameter in a buffer of whole pages each."""
+    start = 0
+    for flat in flats:
+        size = flat.layout.shard_numel * flat.dtype.itemsize
+        yield buffer[start : start + size].view(flat.dtype)
+        start += arena_bytes([(flat.layout.shard_numel, flat.dtype)])
 
 
 def _places(flats: Sequence[FlatParameter]) -> tuple[list[int], int]:

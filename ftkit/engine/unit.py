@@ -12,11 +12,16 @@ weights are not kept alive by it: autograd remembers parameters and views of the
 the unit's slot has again in backward. Two ways to hold weights are another: a unit that *holds* gathers into a buffer of
 its own, which lives until its backward.
 
+Micro-batches may pass a unit together (`parts`): it divides what it is given, and all parts go through it before the next
+unit's weights are gathered, so that weights move once a step and gradients add up in the slot. What may be divided is
+declared by whoever shards (`Split`), never guessed from sizes.
+
 What it refuses: double backward, a forward whose weights are updated before its backward, and (in `arguments`) caches.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +34,7 @@ from ftkit.engine.flat import FlatParameter
 from ftkit.engine.tree import put_tensors, take_tensors
 
 if TYPE_CHECKING:
+    from ftkit.engine.kept import Ticket
     from ftkit.engine.transfer import Transfer, WeightSlot
 
 
@@ -80,14 +86,38 @@ class World:
             yield
 
 
-class Call:
-    """One call of a block: the function, its arguments as a tree with holes for tensors, and the world it ran in."""
+Split = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], list[bool]]
+"""From a block and a call's (args, kwargs) to a flag for each tensor in them, in order: whether its rows are the batch."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Any, world: World) -> None:
+
+class Call:
+    """One call of a block: the function, its arguments as a tree with holes for tensors, and the worlds it ran in.
+
+    Args:
+        note_world: returns the present world.
+        divided: for each tensor, whether its rows are divided among `parts`. parts: micro-batches.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        note_world: Callable[[], World],
+        divided: Sequence[bool] = (),
+        parts: int = 1,
+    ) -> None:
         self.function = function
         self.arguments = arguments
-        self.world = world
+        self.note_world = note_world
+        self.divided = divided
+        self.parts = parts
+        self.worlds: list[World] = []
         self.result: Any = None
+
+    def enter_world(self) -> World:
+        """Note the world in which the next micro-batch is computed."""
+        self.worlds.append(self.note_world())
+        return self.worlds[-1]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Compute the block; return the tensors of its result and remember their tree in `result`."""
@@ -95,6 +125,48 @@ class Call:
         found: list[Tensor] = []
         self.result = take_tensors(self.function(*args, **kwargs), found)
         return found
+
+    # --- micro-batches
+
+    def part(self, tensors: Sequence[Tensor], number: int) -> list[Tensor]:
+        """Return the tensors as micro-batch `number` has them."""
+        if self.parts == 1:
+            return list(tensors)
+        return [t.tensor_split(self.parts)[number] if cut else t for t, cut in zip(tensors, self.divided)]
+
+    def share(self, gradient: Tensor | None, number: int) -> Tensor | None:
+        """Return micro-batch `number`'s rows of a result's gradient."""
+        return gradient if gradient is None or self.parts == 1 else gradient.tensor_split(self.parts)[number]
+
+    def joined(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the results of all micro-batches, row after row.
+
+        Raises:
+            RuntimeError: if a result has other rows than the batch: it could not be divided again in backward.
+        """
+        if self.parts == 1:
+            return list(parts[0])
+        rows = next(len(t) for t, cut in zip(tensors, self.divided) if cut)
+        whole = [torch.cat(results) for results in zip(*parts)]
+        if any(len(result) != rows for result in whole):
+            raise RuntimeError(
+                f"a block returns a tensor whose rows are not the {rows} of its batch; such a model cannot divide its batch "
+                "inside blocks: use accumulation: step"
+            )
+        return whole
+
+    def summed(self, found: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Return the gradient of each of the call's tensors from those of its micro-batches."""
+        if self.parts == 1:
+            return list(found[0])
+        total: list[Tensor | None] = []
+        for gradients, cut in zip(zip(*found), self.divided):
+            there = [g for g in gradients if g is not None]
+            if len(there) < (len(gradients) if cut else 1):
+                total.append(None)
+            else:
+                total.append(torch.cat(there) if cut else torch.stack(there).sum(0))
+        return total
 
 
 class Unit:
@@ -106,6 +178,7 @@ class Unit:
         module: the block.
         flats: its flat parameters (frozen and trainable, one a dtype).
         keep: keep the graph from forward to backward. hold: keep the weights gathered from forward to backward.
+        parts: micro-batches into which a call that a backward follows is divided; `split` says what of it.
         arguments: cleans a call's (args, kwargs) when gradients are on.
         fingerprint: see `World`.
     """
@@ -121,12 +194,18 @@ class Unit:
         hold: bool,
         arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
         fingerprint: Callable[[nn.Module], Hashable],
+        parts: int = 1,
+        split: Split | None = None,
     ) -> None:
+        if parts > 1 and split is None:
+            raise ValueError("to divide a block's batch, shard() must be told what of its arguments is the batch (split)")
+        self.parts, self.split = parts, split
         self.number = number
         self.name = name
         self.module = module
         self.flats = list(flats)
         self.gathered = [flat for flat in flats if not flat.resident]
+        self.resident = [flat for flat in flats if flat.resident]
         self.reduced = [flat for flat in flats if flat.trainable and not flat.deferred]
         self.keep = keep
         self.hold = hold
@@ -135,6 +214,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         self.held: WeightSlot | None = None
+        self.kept: list[list[weakref.ref[Ticket]]] = []  # of each forward whose backward is to come
         self.pending = 0  # forwards since zero_grad that wait for their backward: counted, so alike on all ranks
         self.receiving: dict[FlatParameter, Tensor] = {}  # open gradient buffers, while this unit's backward runs
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)  # makes a unit on raw data differentiable
@@ -151,7 +231,7 @@ class Unit:
     @property
     def device(self) -> torch.device:
         """Where the unit computes."""
-        return next((flat.shard.device for flat in self.flats), torch.device("cpu"))
+        return next((flat.comm.device for flat in self.flats), torch.device("cpu"))
 
     @property
     def trains(self) -> bool:
@@ -172,6 +252,7 @@ class Unit:
 
     def fetch(self, *, graph: bool) -> None:
         """Start gathering the weights, if they are not here; into a buffer of its own if this unit holds for a graph."""
+        self.transfer.refresh(self.resident)
         if not self.gathered:
             return
         if self.hold and graph and self.held is None:
@@ -180,13 +261,22 @@ class Unit:
 
     def enter(self, *, graph: bool, neighbour: Unit | None) -> None:
         """Make the weights usable, and start the neighbour's gather. `graph`: a backward will follow."""
-        for flat in self.flats:
+        self.fetch(graph=graph)
+        for flat in self.resident:
             self.transfer.side.wait(flat.refreshed)
         if self.gathered:
-            self.fetch(graph=graph)
             self.transfer.take(self.slot, self.gathered, self.number)
-            if neighbour is not None and self.transfer.prefetch:
-                neighbour.fetch(graph=graph)
+        if neighbour is not None and self.transfer.prefetch:
+            neighbour.fetch(graph=graph)
+        self.transfer.read_ahead([unit.gathered for unit in self._beyond(neighbour, turns=graph)])
+
+    def _beyond(self, neighbour: Unit | None, *, turns: bool) -> list[Unit]:
+        """Return the units that come after the neighbour; after the last one of a forward, those that its backward wants."""
+        if neighbour is None:
+            return [unit for unit in (self.before,) if unit is not None and turns]
+        forward = neighbour is self.after
+        coming = neighbour.after if forward else neighbour.before
+        return [coming] if coming is not None else []
 
     def leave(self) -> None:
         """Free the weights, but for a held buffer that a backward will ask for."""
@@ -198,6 +288,7 @@ class Unit:
     def forget(self) -> None:
         """Let a held buffer go; a backward that comes all the same gathers again."""
         self.pending, self.held = 0, None
+        self.kept.clear()
 
     # --- the gradients
 
@@ -212,7 +303,11 @@ class Unit:
             if flat.deferred:
                 flat.accumulate(index, gradient)
             elif flat in self.receiving:
-                self.receiving[flat][segment.start : segment.stop].copy_(gradient.reshape(-1))
+                place = self.receiving[flat][segment.start : segment.stop]
+                if (flat.name, index) in self.written:  # by an earlier micro-batch in the same slot
+                    place.add_(gradient.reshape(-1))
+                else:
+                    place.copy_(gradient.reshape(-1))
                 self.written.add((flat.name, index))
             else:
                 raise RuntimeError(f"{segment.name} was used outside its block {self.name}, where it is not gathered")
@@ -256,7 +351,8 @@ class Unit:
             return self._guarded(function(*arguments[0], **arguments[1]))
         tensors: list[Tensor] = []
         tree = take_tensors(arguments, tensors)
-        call = Call(function, tree, self._world())
+        divided, parts = self._division(arguments, tensors)
+        call = Call(function, tree, self._world, divided, parts)
         if self.trains or any(t.requires_grad for t in tensors):
             results = _Use.apply(self, call, self.anchor, *tensors)
             return put_tensors(call.result, results)
@@ -266,6 +362,27 @@ class Unit:
 
     def _world(self) -> World:
         return World(self.module, self.device, self.fingerprint)
+
+    def _division(self, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[list[bool], int]:
+        """Return which of a call's tensors are divided, and into how many micro-batches: none has less than a row."""
+        if self.parts == 1 or self.split is None:
+            return [], 1
+        divided = self.split(self.module, *arguments)
+        return divided, min(self.parts, max((len(t) for t, cut in zip(tensors, divided) if cut), default=1))
+
+    def keep_inputs(self, tensors: Sequence[Tensor]) -> list[Ticket | None]:
+        """Move a call's activations to their tier, until its backward; None for what stays with autograd."""
+        tickets = self.transfer.keeper.keep(tensors)
+        self.kept.append([weakref.ref(ticket) for ticket in tickets if ticket is not None])
+        return tickets
+
+    @staticmethod
+    def bring_inputs_of(unit: Unit | None) -> None:
+        """Start bringing back what a unit will want next."""
+        if unit is not None and unit.kept:
+            for known in unit.kept.pop():
+                if (ticket := known()) is not None:
+                    ticket.bring()
 
     def _guarded(self, result: Any) -> Any:
         """Return a block's result, whose backward refuses weights that were updated since."""
@@ -294,22 +411,28 @@ class _Use(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.unit, ctx.call, ctx.version = unit, call, unit.version
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
         unit.enter(graph=True, neighbour=unit.after)
         unit.pending += 1
+        parts: list[list[Tensor]] = []
+        graphs: list[_Graph] = []
         try:
-            with call.world.without_cast_cache():
-                if unit.keep:
-                    inputs = _leaves(tensors)
-                    with torch.enable_grad():
-                        results = call.run(inputs)
-                    ctx.graph = (inputs, results)
-                else:
-                    ctx.graph = None
-                    results = call.run(tensors)
+            for number in range(call.parts):
+                inputs = call.part(tensors, number)
+                with call.enter_world().without_cast_cache():
+                    if unit.keep:
+                        inputs = _leaves(inputs)
+                        with torch.enable_grad():
+                            parts.append(call.run(inputs))
+                        graphs.append((inputs, parts[-1]))
+                    else:
+                        parts.append(call.run(inputs))
         finally:
             unit.leave()
-        returned = tuple(r.detach() for r in results)
+        ctx.graphs = graphs if unit.keep else None
+        if not unit.keep:
+            ctx.tickets = unit.keep_inputs(tensors)
+            ctx.save_for_backward(*(t for t, ticket in zip(tensors, ctx.tickets) if ticket is None))
+        returned = tuple(r.detach() for r in call.joined(tensors, parts))
         ctx.mark_non_differentiable(*(r for r in returned if not r.is_floating_point()))
         return returned
 
@@ -323,30 +446,49 @@ class _Use(torch.autograd.Function):
                 f"gradients of chosen inputs (torch.autograd.grad, backward(inputs=...)) through {unit.name}: those of its "
                 "parameters would be added up all the same. Call backward(), or keep activations on one rank"
             )
-        if ctx.graph == ():
+        if ctx.graphs == []:
             raise RuntimeError(
                 f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"
             )
         unit.pending = max(unit.pending - 1, 0)  # zero_grad may have come between
+        tensors: list[Tensor] = []
+        if ctx.graphs is None:
+            saved = iter(ctx.saved_tensors)
+            tensors = [next(saved) if ticket is None else ticket.take() for ticket in ctx.tickets]
+            unit.bring_inputs_of(unit.before)
         unit.enter(graph=False, neighbour=unit.before)
+        found = []
         try:
-            if ctx.graph is None:
-                inputs = _leaves(ctx.saved_tensors)
-                with call.world.restored(), torch.enable_grad():
-                    results = call.run(inputs)
-            else:
-                inputs, results = ctx.graph
-                ctx.graph = ()
-            pairs = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
             with unit.gradients():
-                if pairs:
-                    torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                for number in range(call.parts):
+                    graph = _again(call, tensors, number) if ctx.graphs is None else ctx.graphs.pop(0)
+                    found.append(_walk_back(graph, [call.share(g, number) for g in gradients]))
         except Exception as error:
             error.add_note(f"in the backward of {unit.name}") if hasattr(error, "add_note") else None
             raise
         finally:
             unit.leave()
-        return (None, None, None, *(tensor.grad for tensor in inputs))
+        return (None, None, None, *call.summed(found))
+
+
+_Graph = tuple[list[Tensor], list[Tensor]]
+"""Inputs, cut from the graph they came from, and results that hang on them."""
+
+
+def _again(call: Call, tensors: Sequence[Tensor], number: int) -> _Graph:
+    """Compute micro-batch `number` once more, in forward's world, with a graph."""
+    inputs = _leaves(call.part(tensors, number))
+    with call.worlds[number].restored(), torch.enable_grad():
+        return inputs, call.run(inputs)
+
+
+def _walk_back(graph: _Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of a graph's inputs; those of parameters go where their hooks put them."""
+    inputs, results = graph
+    pairs = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
+    if pairs:
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    return [tensor.grad for tensor in inputs]
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

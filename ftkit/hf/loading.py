@@ -34,6 +34,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.utils import cached_file
 
 from ftkit.engine.flat import FlatParameter, Origin
+from ftkit.engine.layout import Span
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
@@ -316,16 +317,21 @@ def _described(model: nn.Module) -> PreTrainedModel:
 def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -> int:
     """Read this rank's ranges of the tensors in `places`; return the bytes read."""
     bytes_read = 0
+
+    def read(span: Span, out: Tensor) -> None:
+        nonlocal bytes_read
+        if span.segment.name in places:
+            file, key = places[span.segment.name]
+            file.read(key, span.start - span.segment.start, out)
+            bytes_read += span.numel * file.entries[key].dtype.itemsize
+
+    units.settle()
     for flat in units.flats:
-        outs = [_own_part(flat)]
-        if optimizer is not None and (line := optimizer.lines.get(flat.name)) and line.master is not flat.shard:
-            outs.append((line.master, *flat.layout.shard_range(flat.rank)))
-        for out, base, stop in outs:
-            for span in flat.layout.spans(base, stop):
-                if span.segment.name in places:
-                    file, key = places[span.segment.name]
-                    file.read(key, span.start - span.segment.start, out[span.start - base : span.stop - base])
-                    bytes_read += (span.stop - span.start) * file.entries[key].dtype.itemsize
+        _fill_weights(flat, read)
+        if optimizer is not None and flat.name in optimizer.lines:
+            master = optimizer.line(flat).master
+            if master is not flat.weights:
+                flat.fill(master, read)
     return bytes_read
 
 
@@ -353,11 +359,13 @@ def _origin(flat: FlatParameter, places: _Places, fresh: Origin | None) -> Origi
     return fill
 
 
-def _own_part(flat: FlatParameter) -> tuple[Tensor, int, int]:
-    """Return the weights of a line that lie on this rank, and the elements [start, stop) of the line that they are."""
-    if flat.full is not None:
-        return flat.full, 0, flat.layout.numel
-    return (flat.shard, *flat.layout.shard_range(flat.rank))
+def _fill_weights(flat: FlatParameter, put: Callable[[Span, Tensor], object]) -> None:
+    """Let `put` write each tensor's part of what this rank holds of a line: all of it where it is resident."""
+    if flat.full is None:
+        flat.fill(flat.weights, put)
+        return
+    for span in flat.layout.spans(0, flat.layout.numel):
+        put(span, flat.full[span.start : span.stop])
 
 
 def _say(report: LoadReport, files: list[Path]) -> None:
@@ -507,7 +515,7 @@ def _empty(parameter: Tensor) -> nn.Parameter:
 
 def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]) -> Origin:
     """Initialise one line, the others being set aside: in fp32, whole, each rank keeping its part."""
-    full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.shard.device)
+    full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.comm.device)
     fresh = []
     for segment in flat.layout.segments:
         value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
@@ -520,10 +528,7 @@ def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]
             owner.initialise(owner.module)
     finally:
         _register(owners, [_empty(parameter) for parameter in flat.parameters])
-    out, base, stop = _own_part(flat)
-    for span in flat.layout.spans(base, stop):
-        if span.segment.name in missing:
-            out[span.start - base : span.stop - base].copy_(full[span.start : span.stop])
+    _fill_weights(flat, lambda span, out: span.segment.name in missing and out.copy_(full[span.start : span.stop]))
     first, last = flat.layout.shard_range(flat.rank)
     own = full[first:last].clone()
 

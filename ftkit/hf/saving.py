@@ -108,16 +108,14 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
 
 def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
+    units.settle()
     units.transfer.settle()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]
         if not segments:
             continue
-        source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.shard
-        full = source
-        if flat.owners > 1:
-            full = torch.empty(flat.layout.padded_numel, dtype=source.dtype, device=source.device)
-            units.comm.all_gather(full, source)
+        source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
+        full = flat.collect(source)
         for segment in segments:
             yield segment.name, full[segment.start : segment.stop].view(segment.shape)
 

@@ -124,11 +124,11 @@ def test_whole_copies_follow_the_shards(world2, stage):
 
 
 def pieces() -> None:
-    optimizer_module.PIECE_NUMEL["cpu"], before = 1000, optimizer_module.PIECE_NUMEL["cpu"]
+    optimizer_module.PIECE_NUMEL, before = 1000, optimizer_module.PIECE_NUMEL
     try:
-        compare("adamw", "two", ["abcde", "ace"], 1.0)
+        compare("sgd", "two", ["abcde", "ace"], 1.0)
     finally:
-        optimizer_module.PIECE_NUMEL["cpu"] = before
+        optimizer_module.PIECE_NUMEL = before
 
 
 def test_many_pieces_are_one_update(world2):
@@ -231,7 +231,7 @@ def test_an_optimizer_without_arithmetic_cannot_step():
     _, units = sharded()
     optimizer = ShardedOptimizer(units, None, {"lr": 1.0})
     give(units, 0)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(RuntimeError, match="NotImplementedError"):
         optimizer.step()
 
 

@@ -103,9 +103,7 @@ def train(setting: Setting) -> Trace:
         trace.scales.append(optimizer.loss_scale.value)
         assert optimizer.step_was_skipped == (setting.dtype == torch.float16 and step == OVERFLOW_STEP)
     for flat in units.flats:  # the masters, whole: gathered through fp32 lines of the same layout
-        full = torch.zeros(flat.layout.padded_numel)
-        shard = optimizer.lines[flat.name].master
-        units.comm.all_gather(full, shard) if flat.owners > 1 else full.copy_(shard)
+        full = flat.collect(optimizer.line(flat).master)
         for segment in flat.layout.segments:
             trace.masters[segment.name] = full[segment.start : segment.stop].view(segment.shape)
     return trace

@@ -137,8 +137,7 @@ def masters(folder: str | None, narrow: str) -> dict[str, Tensor]:
     optimizer = ftkit.ShardedAdamW(units)
     found = {}
     for flat in units.flats:
-        full, master = torch.zeros(flat.layout.padded_numel), optimizer.line(flat).master
-        units.comm.all_gather(full, master) if flat.owners > 1 else full.copy_(master)
+        full = flat.collect(optimizer.line(flat).master)
         found |= {s.name: full[s.start : s.stop].view(s.shape) for s in flat.layout.segments}
     return found
 
