@@ -13,42 +13,65 @@ from itertools import combinations, product
 from typing import Any
 
 Row = dict[str, Any]
-_Pair = tuple[tuple[str, Hashable], tuple[str, Hashable]]
+_Tuple = tuple[tuple[str, Hashable], ...]
 
 
-def pairs_of(row: Mapping[str, Hashable]) -> set[_Pair]:
-    """Return the pairs of (setting, value) that meet in `row`."""
-    return set(combinations(sorted(row.items(), key=lambda item: item[0]), 2))
+def tuples_of(row: Mapping[str, Hashable], width: int) -> set[_Tuple]:
+    """Return the sets of `width` (setting, value) that meet in `row`."""
+    return set(combinations(sorted(row.items(), key=lambda item: item[0]), width))
 
 
-def all_pairs(settings: Mapping[str, Sequence[Hashable]]) -> list[_Pair]:
-    """Return every pair of values of two settings, in a fixed order."""
-    names = sorted(settings)
+def all_tuples(settings: Mapping[str, Sequence[Hashable]], width: int) -> list[_Tuple]:
+    """Return every `width` values of different settings, in a fixed order."""
     return [
-        ((one, first), (two, second))
-        for one, two in combinations(names, 2)
-        for first, second in product(settings[one], settings[two])
+        tuple(zip(names, values))
+        for names in combinations(sorted(settings), width)
+        for values in product(*(settings[name] for name in names))
     ]
+
+
+def covering(settings: Mapping[str, Sequence[Hashable]], width: int) -> list[Row]:
+    """Return rows that hold every `width` values of different settings at least once."""
+    open_tuples = dict.fromkeys(all_tuples(settings, width))  # a set that remembers its order
+    by_member: dict[tuple[str, Hashable], set[_Tuple]] = {}
+    for each in open_tuples:
+        for member in each:
+            by_member.setdefault(member, set()).add(each)
+    rows: list[Row] = []
+    while open_tuples:
+        row: Row = dict(next(iter(open_tuples)))
+        for name in sorted(settings, key=lambda n: -len(settings[n])):
+            if name not in row:
+                gains = [_gain(row, (name, value), by_member) for value in settings[name]]
+                row[name] = settings[name][gains.index(max(gains))]
+        for each in tuples_of(row, width):
+            if each in open_tuples:
+                del open_tuples[each]
+                for member in each:
+                    by_member[member].discard(each)
+        rows.append({name: row[name] for name in settings})
+    return rows
+
+
+def _gain(row: Row, member: tuple[str, Hashable], by_member: Mapping[tuple[str, Hashable], set[_Tuple]]) -> int:
+    """Return how many open tuples a value would close in a row that is not full yet."""
+    have = set(row.items())
+    return sum(all(other in have or other == member for other in each) for each in by_member.get(member, ()))
+
+
+def pairs_of(row: Mapping[str, Hashable]) -> set[_Tuple]:
+    """Return the pairs of (setting, value) that meet in `row`."""
+    return tuples_of(row, 2)
+
+
+def all_pairs(settings: Mapping[str, Sequence[Hashable]]) -> list[_Tuple]:
+    """Return every pair of values of two settings, in a fixed order."""
+    return all_tuples(settings, 2)
 
 
 def pairwise(settings: Mapping[str, Sequence[Hashable]]) -> list[Row]:
     """Return rows that hold every pair of values of two settings at least once."""
-    order = list(settings)
-    open_pairs = dict.fromkeys(all_pairs(settings))  # a set that remembers its order
-    rows: list[Row] = []
-    while open_pairs:
-        row: Row = dict(next(iter(open_pairs)))
-        for name in sorted(order, key=lambda n: -len(settings[n])):
-            if name not in row:
-                gains = [
-                    sum(pair in open_pairs for pair in pairs_of({**row, name: value}) if (name, value) in pair)
-                    for value in settings[name]
-                ]
-                row[name] = settings[name][gains.index(max(gains))]
-        for pair in pairs_of(row):
-            open_pairs.pop(pair, None)
-        rows.append({name: row[name] for name in order})
-    return rows
+    return covering(settings, 2)
 
 
 def full_product(settings: Mapping[str, Sequence[Hashable]]) -> list[Row]:

@@ -7,6 +7,7 @@ will follow, caches become None: a cache filled again in recomputation would giv
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.shard import Units
 from ftkit.engine.shard import shard as shard_blocks
+from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
@@ -84,6 +86,58 @@ def _no_cache(value: Any) -> Any:
             "pass no past_key_values in training"
         )
     return None
+
+
+BATCH_ARGUMENTS = frozenset(
+    {
+        "hidden_states",
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "position_embeddings_global",
+        "position_embeddings_local",
+        "position_bias",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "encoder_decoder_position_bias",
+        "causal_mask",
+        "alibi",
+    }
+)
+"""Arguments of transformers' blocks whose tensors have the batch (or 1, for all of it) in their first dimension."""
+
+SHARED_ARGUMENTS = frozenset({"cache_position", "head_mask", "layer_head_mask", "cross_attn_layer_head_mask"})
+"""Arguments whose tensors are the same for every sample."""
+
+
+def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
+    """Say for each tensor among a block's arguments, in order, whether its rows are the batch and may be divided.
+
+    Raises:
+        RuntimeError: for an argument that is not known, or whose rows are neither the batch nor one.
+    """
+    bound = inspect.signature(type(block).forward).bind_partial(block, *args, **kwargs)
+    names = list(bound.signature.parameters)[1:]
+    named = [*zip(names, args), *kwargs.items()]
+    rows = next((len(value) for name, value in named if name == "hidden_states"), None)
+    if rows is None:
+        raise RuntimeError(f"{type(block).__name__} takes no hidden_states: its batch cannot be divided inside blocks")
+    flags: list[bool] = []
+    for name, value in named:
+        found: list[torch.Tensor] = []
+        take_tensors(value, found)
+        for tensor in found:
+            if name not in BATCH_ARGUMENTS | SHARED_ARGUMENTS:
+                raise RuntimeError(
+                    f"{type(block).__name__}: whether {name!r} holds the batch is not known: set engine.accumulation: step"
+                )
+            batched = name in BATCH_ARGUMENTS and tensor.dim() > 0
+            if batched and len(tensor) not in (1, rows):
+                raise RuntimeError(
+                    f"{type(block).__name__}: {name} has {len(tensor)} rows, the batch {rows}: it cannot be divided"
+                )
+            flags.append(batched and len(tensor) == rows > 1)
+    return flags
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:

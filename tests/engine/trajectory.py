@@ -8,7 +8,10 @@ Comparisons are written so that a NaN fails them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ftkit.engine import disk, drain, transfer, update
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.shard import Units, shard
+from ftkit.engine.tiers import Placement, Tier, Tiers
+from ftkit.hf.blocks import batch_rows
 from tests.engine import families
 
 STEPS = 10
@@ -42,12 +48,22 @@ class Row:
     clip: bool = True
     groups: int = 1
     optimizer: str = "adamw"
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    state: Tier = "device"
+    kept: Tier = "device"
+    deferred: bool = False
+    parts: int = 1
+    late: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         words = [self.family, f"W{self.world}", f"stage{self.stage}", self.activations, self.weights]
         words += [f"acc{self.accumulation}", f"{self.groups}groups", self.optimizer]
-        words += [name for name in ("prefetch", "debug", "clip") if getattr(self, name)]
+        tiers = [f"{name[0]}={getattr(self, name)}" for name in ("parameters", "gradients", "state", "kept")]
+        words += [word for word in tiers if not word.endswith("device")]
+        words += [f"parts{self.parts}"] * (self.parts > 1)
+        words += [name for name in ("prefetch", "debug", "clip", "deferred", "late") if getattr(self, name)]
         return "-".join(word for word in words if word)
 
     @property
@@ -63,6 +79,9 @@ class Row:
             activations=self.activations,
             weights=self.weights,
             prefetch=self.prefetch,
+            placement=Placement(self.parameters, self.gradients, self.state, self.kept),
+            deferred_update=self.deferred,
+            parts=self.parts,
             debug=self.debug,
         )
 
@@ -79,6 +98,10 @@ class Record:
 def shard_model(model: nn.Module, policy: Policy, comm: Communicator | None = None, **settings: Any) -> Units:
     """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
     comm = comm or Communicator(torch.device("cpu"))
+    if policy.placement.uses_disk and "tiers" not in settings:
+        settings["tiers"] = Tiers.open(comm, policy.placement, tempfile.gettempdir())
+    if policy.parts > 1:
+        settings.setdefault("split", batch_rows)
     return shard(model, families.blocks(model), comm=comm, policy=policy, entries=families.entries(model), **settings)
 
 
@@ -171,6 +194,13 @@ def run_sharded(
     **settings: Any,
 ) -> Record:
     """Train on the engine; every rank of a world of `row.world` calls this. Arguments as `run_plain`'s and `shard`'s."""
+    with late_transfers() if row.late else nullcontext():
+        return _run_sharded(row, model, loss_of, steps=steps, early_zero_grad=early_zero_grad, **settings)
+
+
+def _run_sharded(
+    row: Row, model: nn.Module | None, loss_of: Loss, *, steps: int, early_zero_grad: bool, **settings: Any
+) -> Record:
     model = model or families.build(row.family, **dict(row.changes))
     units = shard_model(model, row.policy, **settings)
     assert units.comm.world_size == row.world
@@ -198,7 +228,32 @@ def run_sharded(
         record.losses.append(units.comm.sum(total).item())
         record.norms.append(norm)
     record.weights = units.state_dict()
+    units.tiers.close()
     return record
+
+
+@contextmanager
+def late_transfers() -> Iterator[None]:
+    """Let everything that runs beside the computation come late: reads, writes, updates, sums of gradients."""
+    slow = [(disk.FlatFile, "_transfer"), (update.Updater, "_compute"), (drain.Drain, "_add"), (transfer.ReadAhead, "_read")]
+    before = [(owner, name, vars(owner)[name]) for owner, name in slow]
+
+    def delayed(function: Any) -> Any:
+        inner = function.__func__ if isinstance(function, staticmethod) else function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.003)
+            return inner(*args, **kwargs)
+
+        return staticmethod(call) if isinstance(function, staticmethod) else call
+
+    try:
+        for owner, name, function in before:
+            setattr(owner, name, delayed(function))
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 def _tuple(losses: Any) -> tuple[Tensor, ...]:

@@ -1,0 +1,76 @@
+"""The loss is the loss, wherever the bytes lie and whenever they are moved.
+
+Parameters, gradients, optimizer state and kept inputs on the device, in host memory or on NVMe; updates at once or under
+the next forward; batches divided inside blocks or outside; transfers that come artificially late; freed buffers poisoned.
+Every pair of values here, every three where marked slow, each against plain PyTorch as in `test_trajectory`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.engine.trajectory import Record, Row, differences, run_plain, run_sharded, same_on_all_ranks
+from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
+
+TIERS = ("device", "host", "nvme")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "family": ("llama", "gpt2", "qwen3", "bert"),
+    "world": (2, 1, 3),
+    "parameters": TIERS,
+    "gradients": TIERS,
+    "state": TIERS,
+    "kept": TIERS,
+    "deferred": (False, True),
+    "parts": (1, 2),
+    "late": (False, True),
+    "accumulation": (1, 2),
+    "prefetch": (True, False),
+    "activations": ("recompute", "keep"),
+}
+
+
+def row_of(settings: dict[str, Any]) -> Row:
+    """Return the run of a combination: freed buffers are always poisoned, two groups, clipped."""
+    return Row(**settings, debug=True, groups=2)
+
+
+ROWS = [row_of(settings) for settings in pairwise(SETTINGS)]
+SLOW_ROWS = [row_of(settings) for settings in covering(SETTINGS, 3)]
+LOWER_STAGES = [
+    Row("llama", 2, stage, groups=2, state=state, gradients=gradients, deferred=True, debug=True, late=True)
+    for stage, state, gradients in ((0, "host", "device"), (1, "nvme", "device"), (2, "nvme", "nvme"), (2, "host", "host"))
+]
+
+
+@cache
+def plain(row: Row) -> Record:
+    """The run in plain PyTorch."""
+    return run_plain(row)
+
+
+def check(worlds, row):
+    records = worlds[row.world].run(run_sharded, row)
+    assert same_on_all_ranks(records)
+    assert differences(records[0], plain(row.plain)) == []
+
+
+@pytest.mark.parametrize("row", ROWS + LOWER_STAGES, ids=str)
+def test_every_pair_of_places_trains_as_plain_pytorch(worlds, row):
+    check(worlds, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
+def test_every_three_places_train_as_plain_pytorch(worlds, row):
+    check(worlds, row)
+
+
+def test_every_pair_and_every_three_are_covered():
+    print(*ROWS, sep="\n")
+    met = set().union(*(pairs_of({name: getattr(row, name) for name in SETTINGS}) for row in ROWS))
+    assert met >= set(all_pairs(SETTINGS))
+    threes = set().union(*(tuples_of({name: getattr(row, name) for name in SETTINGS}, 3) for row in SLOW_ROWS))
+    assert threes >= set(all_tuples(SETTINGS, 3))
