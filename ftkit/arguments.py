@@ -57,18 +57,17 @@ def engine_settings(recipe: Recipe, ranks: int) -> dict[str, Any]:
         ranks: Processes of this box, which share the host memory granted.
     """
     engine, memory = recipe.engine, recipe.memory
+    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "debug")
+    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in")
     on_device_gib = memory.device_gib
     if not torch.cuda.is_available() and memory.host_gib is not None:  # a CPU rank's device is the host
         on_device_gib = min(on_device_gib or memory.host_gib, memory.host_gib / ranks)
     return {
-        "stage": engine.stage,
-        "activations": engine.activations,
-        "weights": engine.weights,
-        "gradient_dtype": engine.gradient_dtype,
-        "prefetch": engine.prefetch,
-        "debug": engine.debug,
+        **{key: getattr(engine, key) for key in choices},
         "dtype": compute_dtype(recipe.train.dtype),
         "device_gib": on_device_gib,
+        "host_gib": memory.host_gib,
+        "nvme_dir": memory.nvme_dir,
     }
 
 

@@ -234,14 +234,10 @@ class Memory(Section):
 
     device_gib: Positive | None = Field(None, description="GiB of each GPU; default: what is free when it starts")
     host_gib: Positive | None = Field(None, description="GiB of host memory of all ranks together")
-    nvme_dir: PathText | None = Field(None, description="folder on NVMe; not built yet")
+    nvme_dir: ExistingPath | None = Field(None, description="folder on an NVMe drive, for what host memory cannot hold")
 
-    @field_validator("nvme_dir")
-    @classmethod
-    def _not_yet(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise ValueError("the NVMe tier is not built yet; remove the key and grant memory.host_gib instead")
-        return value
+
+TierOrAuto = Literal["auto", "device", "host", "nvme"]
 
 
 class Engine(Section):
@@ -253,6 +249,12 @@ class Engine(Section):
     micro_batch: Literal["auto"] | Count = Field("auto", description="sequences of a rank in one forward")
     accumulation: Literal["auto"] | Count = Field("auto", description="micro-batches of one optimizer step")
     gradient_dtype: Literal["auto", "fp32", "compute"] = Field("auto", description="of accumulated gradient shards")
+    parameters: TierOrAuto = Field("auto", description="where weight shards lie")
+    gradients: TierOrAuto = Field("auto", description="where gradient shards lie")
+    state: TierOrAuto = Field("auto", description="where master weights and moments lie")
+    kept: TierOrAuto = Field("auto", description="where the inputs of recomputed blocks wait for backward")
+    update: Literal["auto", "now", "deferred"] = Field("auto", description="in the step, or under the next forward")
+    accumulate_in: Literal["auto", "step", "unit"] = Field("auto", description="micro-batches pass the model, or each block")
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 
@@ -313,6 +315,9 @@ class Recipe(Section):
             )
         if self.task == "seq2seq" and self.data.packing:
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
+        on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self.engine, key) == "nvme"]
+        if on_disk and self.memory.nvme_dir is None:
+            raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
         return self
 
     def dump(self) -> str:

@@ -89,8 +89,9 @@ optimizer:
         ("model: {name: a, quantization: nf4}", "quantised bases are not supported"),
         ("launcher: mpi", "r.yaml:1: launcher: other launchers are not supported"),
         ("model: {config: {model_type: llama, quantization_config: {}}, tokenizer: t}", "quantised bases"),
-        ("memory: {nvme_dir: /nvme}", "memory.nvme_dir: the NVMe tier is not built yet"),
         ("model: {tokenizer: t}", "model: needs `name`"),
+        ("memory: {nvme_dir: /nowhere}", "memory.nvme_dir: no such file or folder: /nowhere"),
+        ("engine: {kept: disk}", "engine.kept"),
         ("model: {config: {model_type: llama}}", "needs a `tokenizer`"),
         ("model: {config: c.json, tokenizer: t}", "model.config: no such file or folder: c.json"),
         ("model: {name: ./nowhere}", "model.name: no such file or folder: ./nowhere"),
@@ -124,6 +125,8 @@ def test_refusals(text, words):
 def test_checks_of_the_whole():
     (found,) = problems(SMALL, "train.batch_tokens=1000")
     assert "set train.batch_tokens to 1024" in found
+    (found,) = problems(SMALL, "engine.state=nvme")
+    assert "engine.state is nvme and no folder is named for it; set memory.nvme_dir" in found
     (found,) = problems(SMALL, "task=seq2seq", "data.packing=true")
     assert "data.packing works with task: causal-lm only" in found
 

@@ -93,7 +93,7 @@ class Arena:
         present = (ctypes.c_ubyte * pages)()
         if _libc().mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._size_bytes), present):
             raise OSError(ctypes.get_errno(), "mincore failed")
-        return int((np.frombuffer(present, np.uint8) & 1).sum(dtype=np.int64)) * mmap.PAGESIZE
+        return int((np.frombuffer(bytes(present), np.uint8) & 1).sum(dtype=np.int64)) * mmap.PAGESIZE
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) of `dtype`: zeros, on whole pages of its own, alive as long as it is referred to.

@@ -272,7 +272,7 @@ class FlatFile:
         self.dtype = dtype
         self.direct = disk.direct
         self.handle = handle
-        self.piece_bytes = PIECE_NUMEL * dtype.itemsize
+        self.piece_bytes: int = PIECE_NUMEL * dtype.itemsize
         self._sums = [0] * -(-numel // PIECE_NUMEL)  # what was never written reads as zeros
 
     def read(self, start: int, out: Tensor) -> Request:
@@ -371,6 +371,7 @@ class FlatFile:
     def _transfer(self, call: Callable[[int, Sequence[Any], int], int], data: Bytes, start: int, doing: str) -> None:
         """Move all of `data` from or to the bytes from `start` on of the tensor, with as many calls as it takes."""
         done, at = 0, DATA_START + start
+        unit = PAGE_BYTES if self.direct else 1  # O_DIRECT goes on at a page: a started one is moved again
         while done < data.nbytes:
             try:
                 got = call(self.handle, [data[done:]], at + done)
@@ -378,9 +379,9 @@ class FlatFile:
                     self._forget(at + done, got)
             except OSError as error:
                 raise self._problem(doing, at, data.nbytes, done, error) from error
-            if got < PAGE_BYTES:
+            if got < unit:
                 raise self._problem(doing, at, data.nbytes, done + got, None)
-            done += got // PAGE_BYTES * PAGE_BYTES  # O_DIRECT goes on at a page: a started one is moved again
+            done += got // unit * unit
 
     def _forget(self, at: int, size: int) -> None:
         """Keep a file without O_DIRECT out of the page cache: it would push out what the run needs there."""
@@ -444,7 +445,7 @@ class Disk:
     def __init__(self, folder: Path, name: str, *, depth: int | None = None, block_bytes: int | None = None) -> None:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} cannot be part of a file name: letters, digits, '_', '-' and '.' can")
-        folder = Path(folder)
+        folder = Path(folder).absolute()
         self.path = folder / f"{PREFIX}{name}"
         with _explained("use", folder):
             self.removed = _remove_leftovers(folder)
@@ -521,7 +522,8 @@ class Disk:
     def measure(self, size_bytes: int = 256 << 20, seconds: float = 2.0) -> Rates:
         """Return the best block size and depth for this folder's drive, and what they give; nothing is changed by it.
 
-        Ranks that do this together measure what each gets while all of them are at it, which is what a run will see.
+        Ranks that do this together measure what each gets while all of them are at it, which is what a run will see. A
+        request is never joined with another: large blocks need requests as large.
 
         Args:
             size_bytes: of the scratch file, which is removed. seconds: after which no other candidate is begun.

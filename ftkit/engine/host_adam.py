@@ -17,8 +17,9 @@ copy of the gradient. torch's fused AdamW wants gradient and weight in fp32, whi
     multiply-add is where torch has it too. Nothing is reassociated, no NaN or infinity is assumed away. So the result does
     not depend on the number of threads, on where a tensor starts, or on the make of the CPU.
 
-What it refuses: tensors that are not contiguous, on the CPU and of the same length, and to run without numba: a silent
-fallback would be several times slower. What it costs: numba and llvmlite (150 MB installed), half a second at first use.
+What it refuses: tensors that are not contiguous, on the CPU and of the same length; fp16 on x86 CPUs older than 2012, which
+have no instruction for it; and to run without numba: a silent fallback would be several times slower. What it costs: numba
+and llvmlite (210 MB installed), and under a second at first use.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BLOCK_NUMEL = 1 << 14
 
 
 class HostAdamW:
-    """AdamW, and the sum of squares that clipping needs, over CPU tensors, on `threads` threads.
+    """AdamW over CPU tensors, with the sum of squares that clipping needs and the sum of gradients, on `threads` threads.
 
     Its methods may be called from any thread and let others run meanwhile (the loops hold no interpreter lock), but two
     calls on the same tensors must not overlap. The caller's own thread works too; `threads - 1` more are started at need.
@@ -108,9 +109,9 @@ class HostAdamW:
         states = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         for name, tensor in states.items():
             _check(name, tensor, master.numel(), (torch.float32,))
-        _check("gradient", gradient, master.numel())
+        _check("gradient", gradient, master.numel(), self._loops.dtypes)
         if weight is not None:
-            _check("weight", weight, master.numel())
+            _check("weight", weight, master.numel(), self._loops.dtypes)
         if step < 1 or not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"step must be 1 or more and betas in [0, 1), not step={step}, betas=({beta1}, {beta2})")
         numbers = (
@@ -143,7 +144,7 @@ class HostAdamW:
 
         Cost: one read of the tensor.
         """
-        _check("gradient", gradient, gradient.numel())
+        _check("gradient", gradient, gradient.numel(), self._loops.dtypes)
         array = _array(gradient)
         sums = np.zeros(-(-gradient.numel() // BLOCK_NUMEL))
 
@@ -152,6 +153,29 @@ class HostAdamW:
 
         self._share(work, len(sums), max(1, 4 * RANGE_NUMEL // BLOCK_NUMEL))
         return math.fsum(sums)
+
+    def add_(self, into: Tensor, other: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times `other` to `into` in place, in fp32, rounded once more where `into` is 16-bit.
+
+        torch's own `add_` is as fast where both have one dtype; where they differ it widens all of `other` first.
+
+        Args:
+            into: (n,) fp32, bf16 or fp16, read and written. other: (n,) of any of these dtypes, read.
+
+        Raises:
+            ValueError: if a tensor has another dtype, device or length, or is not contiguous.
+            ImportError: if numba cannot compile here; says what to install.
+
+        Cost: one read of both and one write; allocates nothing.
+        """
+        for name, tensor in (("into", into), ("other", other)):
+            _check(name, tensor, into.numel(), self._loops.dtypes)
+        target, source = _array(into), _array(other)
+
+        def work(start: int, stop: int) -> None:
+            _call(self._loops.add, target[start:stop], source[start:stop], scale)
+
+        self._share(work, into.numel(), RANGE_NUMEL)
 
     def close(self) -> None:
         """End the threads; no call may follow. Without it they end when this object is collected."""
@@ -175,14 +199,15 @@ class HostAdamW:
             other.result()
 
 
-def _check(name: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...] = tuple(CARRIERS)) -> None:
+def _check(name: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise ValueError unless `tensor` is a contiguous CPU tensor of `numel` elements and one of `dtypes`."""
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(str(d) for d in dtypes)}")
+        without = " (fp16 needs a CPU with F16C)" if tensor.dtype == torch.float16 and len(dtypes) > 1 else ""
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(str(d) for d in dtypes)}{without}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous and on the CPU, not on {tensor.device}, strides {tensor.stride()}")
     if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements, master has {numel}")
+        raise ValueError(f"{name} has {tensor.numel()} elements, not {numel} as the tensor before it")
 
 
 def _array(tensor: Tensor) -> Any:
@@ -222,7 +247,7 @@ def _adamw_loop(
         g = _widen(gradient[i]) * factor_
         m = exp_avg[i]
         m = _multiply_add(blend, g - m, m if near else g)
-        v = exp_avg_sq[i] * beta2_ + fresh_ * g * g
+        v = _multiply_add(fresh_ * g, g, exp_avg_sq[i] * beta2_)
         p = master[i] * keep_ - rate_ * m / (math.sqrt(v) / root_ + eps_)
         exp_avg[i] = m
         exp_avg_sq[i] = v
@@ -234,11 +259,19 @@ def _adamw_loop(
 def _square_loop(values: Any, sums: Any) -> None:
     """Put the sum of squares of the k-th `BLOCK_NUMEL` of `values` (n,) into sums[k], float64."""
     for k in range(sums.size):
+        block = values[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
         total = 0.0
-        for x in values[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]:
-            wide = np.float64(_widen(x))
+        for i in range(block.size):  # over the elements themselves it would not become vector code
+            wide = np.float64(_widen(block[i]))
             total += wide * wide
         sums[k] = total
+
+
+def _add_loop(into: Any, other: Any, scale: float) -> None:
+    """Add to array `into` (n,); see `HostAdamW.add_`."""
+    scale_ = np.float32(scale)
+    for i in range(into.size):
+        into[i] = _narrow(_multiply_add(scale_, _widen(other[i]), _widen(into[i])), into)
 
 
 def _widen(carried: Any) -> Any:
@@ -261,10 +294,12 @@ def _multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 @dataclass(frozen=True)
 class Loops:
-    """The loops above, compiled at the first call with each combination of dtypes."""
+    """The loops above, compiled at the first call with each combination of dtypes; and which dtypes this CPU can read."""
 
     adamw: Callable[..., None]
     square_sums: Callable[..., None]
+    add: Callable[..., None]
+    dtypes: tuple[torch.dtype, ...] = tuple(CARRIERS)
 
 
 def _compiled() -> Loops:
@@ -288,7 +323,15 @@ def _compiled() -> Loops:
 def _build() -> Loops:
     numba = importlib.import_module("numba")
     _teach(importlib.import_module("numba.extending"), numba.types, importlib.import_module("llvmlite.ir"))
-    return Loops(_jit(numba, _adamw_loop, set()), _jit(numba, _square_loop, {"reassoc"}))
+    features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+    lacking = {torch.float16} if features.get("f16c") is False else set()  # it would call a function that nobody linked
+    dtypes = tuple(dtype for dtype in CARRIERS if dtype not in lacking)
+    return Loops(
+        adamw=_jit(numba, _adamw_loop, set()),
+        square_sums=_jit(numba, _square_loop, {"reassoc", "contract"}),
+        add=_jit(numba, _add_loop, set()),
+        dtypes=dtypes,
+    )
 
 
 def _jit(numba: ModuleType, loop: Callable[..., None], fastmath: set[str]) -> Callable[..., None]:

@@ -114,12 +114,14 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(**kwargs)
         self.adopt(EngineSettings.of(ftkit))
 
-    def adopt(self, settings: EngineSettings, *, micro_batch_tokens: int = 2048, accumulation_steps: int = 0) -> None:
+    def adopt(
+        self, settings: EngineSettings, *, micro_batch_tokens: int = 2048, accumulation_steps: int = 0, parts: int = 1
+    ) -> None:
         """Take over an accelerator that accelerate (or a Trainer) has built.
 
         Args:
             settings: of the engine.
-            micro_batch_tokens, accumulation_steps: see `ftkit.shard`; 0 takes this accelerator's.
+            micro_batch_tokens, accumulation_steps, parts: see `ftkit.shard`; 0 takes this accelerator's.
         """
         kind = self.distributed_type.value
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
@@ -140,6 +142,7 @@ class Accelerator(accelerate.Accelerator):
         self.shard_options = {
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
+            "parts": parts,
         }
 
     @property

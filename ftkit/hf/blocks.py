@@ -26,6 +26,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.shard import Units
 from ftkit.engine.shard import shard as shard_blocks
+from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
 from ftkit.hf.loading import load_weights
@@ -181,6 +182,7 @@ def shard(
     blocks: list[tuple[str, nn.Module]] | None = None,
     micro_batch_tokens: int = 2048,
     accumulation_steps: int = 1,
+    parts: int = 1,
     comm: Communicator | None = None,
 ) -> Units:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
@@ -193,6 +195,7 @@ def shard(
         blocks: (name, module) of the units; None finds them.
         micro_batch_tokens: tokens of one forward on one rank, for the memory estimate behind "auto".
         accumulation_steps: micro-batches a step; more than one sums gradients in fp32 unless told otherwise.
+        parts: micro-batches into which each block divides the batch it is given (`accumulate_in: unit`).
         comm: the ranks; None takes the default process group, or one rank where there is none.
 
     Returns:
@@ -214,7 +217,7 @@ def shard(
     dtype = DTYPES.get(settings.dtype)
     check_dtype(dtype or next(model.parameters()).dtype, device)
     _refuse(model, comm.world_size)
-    policy = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps)
+    policy = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
@@ -228,6 +231,8 @@ def shard(
         wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
         arguments=without_caches,
         fingerprint=adapter_switches,
+        tiers=Tiers.open(comm, policy.placement, settings.nvme_dir),
+        split=batch_rows,
     )
     cut = _cuts_gradients(units)
     if cut:
@@ -318,6 +323,7 @@ def _policy(
     dtype: torch.dtype | None,
     tokens: int,
     accumulation_steps: int,
+    parts: int,
 ) -> Policy:
     """Return the policy: what is forced, and for the rest the fastest way that fits on every rank."""
     wide = settings.gradient_dtype == "fp32" or (settings.gradient_dtype == "auto" and accumulation_steps > 1)
@@ -330,7 +336,14 @@ def _policy(
         activations=None if settings.activations == "auto" else settings.activations,
         weights=None if settings.weights == "auto" else settings.weights,
     )
+    placement = Placement(
+        *(_tier(getattr(settings, kind)) for kind in ("parameters", "gradients", "state", "kept")),
+    )
+    beside = placement.state == "nvme" or (placement.state == "host" and comm.device.type == "cuda")
     return Policy(
+        placement=placement,
+        deferred_update=settings.update == "deferred" or (settings.update == "auto" and beside),
+        parts=parts,
         stage=choice.stage,
         activations=choice.activations,
         weights=choice.weights,
@@ -339,6 +352,11 @@ def _policy(
         prefetch=settings.prefetch,
         debug=settings.debug,
     )
+
+
+def _tier(wanted: str) -> Tier:
+    """Return the tier for what a user said."""
+    return "device" if wanted == "auto" else wanted  # type: ignore[return-value]
 
 
 def _granted_bytes(comm: Communicator) -> float:

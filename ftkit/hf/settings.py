@@ -15,9 +15,13 @@ from typing import Any, Literal
 import torch
 import yaml
 
+from ftkit.engine.tiers import TIERS
 from ftkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+TierOrAuto = Literal["auto", "device", "host", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,14 @@ class EngineSettings:
         dtype: compute dtype "fp32", "bf16", "fp16"; "auto" takes the Trainer's fp16/bf16 flags, else the model's own.
         gradient_dtype: "fp32", "compute", or "auto": fp32 where a step has several micro-batches.
         prefetch, debug: see `Policy`.
+        parameters, gradients, state, kept: the tier of each, "device", "host", "nvme" or "auto" (see `ftkit.engine.tiers`);
+            state is master weights and moments, kept the inputs of recomputed blocks.
+        update: "now", in `step()`; "deferred", under the next forward; "auto": deferred where the state is elsewhere than
+            where blocks are computed.
+        accumulate_in: "step": micro-batches go through the model one after another; "unit": all of them through a block
+            before the next is gathered, with a Trainer that then gets the whole batch of a step; "auto": "step".
         device_gib: memory granted on each rank's device, GiB; None: what is free at the start, less a reserve.
+        host_gib: host memory granted to all ranks of a box, GiB; None: what is free. nvme_dir: folder of the NVMe tier.
     """
 
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
@@ -40,7 +51,15 @@ class EngineSettings:
     gradient_dtype: Literal["auto", "fp32", "compute"] = "auto"
     prefetch: bool = True
     debug: bool = False
+    parameters: TierOrAuto = "auto"
+    gradients: TierOrAuto = "auto"
+    state: TierOrAuto = "auto"
+    kept: TierOrAuto = "auto"
+    update: Literal["auto", "now", "deferred"] = "auto"
+    accumulate_in: Literal["auto", "step", "unit"] = "auto"
     device_gib: float | None = None
+    host_gib: float | None = None
+    nvme_dir: str | None = None
 
     @classmethod
     def of(cls, value: EngineSettings | Mapping[str, Any] | str) -> EngineSettings:
@@ -74,14 +93,22 @@ class EngineSettings:
             "gradient_dtype": ("auto", "fp32", "compute"),
             "prefetch": (True, False),
             "debug": (True, False),
+            **dict.fromkeys(("parameters", "gradients", "state", "kept"), ("auto", *TIERS)),
+            "update": ("auto", "now", "deferred"),
+            "accumulate_in": ("auto", "step", "unit"),
         }
         for key, values in allowed.items():
             value = getattr(self, key)
             if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
                 listed = ", ".join(map(str, values))
                 raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
-        if self.device_gib is not None and not (isinstance(self.device_gib, (int, float)) and self.device_gib > 0):
-            raise UserError(f"ftkit settings: device_gib is {self.device_gib!r}, a positive number is needed")
+        for key in ("device_gib", "host_gib"):
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise UserError(f"ftkit settings: {key} is {value!r}, a positive number is needed")
+        on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self, key) == "nvme"]
+        if on_disk and self.nvme_dir is None:
+            raise UserError(f"ftkit settings: {on_disk[0]} is 'nvme' and no folder is named: set nvme_dir")
 
 
 def _file(path: str) -> Mapping[str, Any]:

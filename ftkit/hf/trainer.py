@@ -70,8 +70,14 @@ class TrainerMixin:
 
     # --- building
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.ftkit is not None:
+            self._train_batch_size = self.args.train_batch_size  # a whole step's, where blocks accumulate
+
     def create_accelerator_and_postprocess(self) -> None:
         """Build the accelerator as the Trainer does, then give it the engine."""
+        parts = self._take_whole_steps()
         super().create_accelerator_and_postprocess()
         if not hasattr(self.args, "ftkit"):
             raise UserError(
@@ -87,9 +93,24 @@ class TrainerMixin:
         self.accelerator.__class__ = Accelerator
         self.accelerator.adopt(
             settings,
-            micro_batch_tokens=self.args.per_device_train_batch_size * _sequence_tokens(self.args, self.model),
+            micro_batch_tokens=self.args.per_device_train_batch_size * _sequence_tokens(self.args, self.model) // parts,
             accumulation_steps=self.args.gradient_accumulation_steps,
+            parts=parts,
         )
+
+    def _take_whole_steps(self) -> int:
+        """Where blocks accumulate, let the loader hand over a step's whole batch; return its number of micro-batches.
+
+        The arguments are copied: those that the user gave say what the user said.
+        """
+        settings = getattr(self.args, "ftkit", None)
+        micro_batches = self.args.gradient_accumulation_steps
+        if settings is None or EngineSettings.of(settings).accumulate_in != "unit" or micro_batches == 1:
+            return 1
+        self.args = copy(self.args)
+        self.args.gradient_accumulation_steps = 1
+        self.args.per_device_train_batch_size *= micro_batches
+        return micro_batches
 
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _hides_count = False  # whether the Trainer's own loss is asked for without it

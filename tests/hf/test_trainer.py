@@ -63,15 +63,24 @@ def changed(run: Run, **arguments: Any) -> Run:
         (2, {"stage": 3, "activations": "keep", "weights": "hold"}),
         (3, {"stage": 3, "activations": "recompute", "weights": "free", "debug": True}),
         (2, {"stage": 3, "activations": "keep", "weights": "free", "prefetch": False}),
+        (2, {"accumulate_in": "unit", "stage": 3}),
+        (1, {"accumulate_in": "unit", "state": "host", "update": "deferred"}),
+        (3, {"accumulate_in": "unit", "stage": 3, "debug": True, **dict.fromkeys(("gradients", "state", "kept"), "nvme")}),
+        (2, {"stage": 3, "activations": "recompute", **dict.fromkeys(("parameters", "gradients", "state", "kept"), "nvme")}),
+        (1, {"stage": 3, "activations": "keep", **dict.fromkeys(("parameters", "gradients", "state"), "host")}),
     ],
 )
 def test_the_same_log_by_one_import_changed(ranks, settings, worlds, stock, tmp_path):
+    if isinstance(settings, dict):
+        settings = {**settings, "nvme_dir": str(tmp_path)}
     ours = worlds[ranks].run(train, "ours", str(tmp_path), replace(BASE, ftkit=settings))
     theirs = stock(BASE)
     assert len(theirs.column("loss")) == 6
     assert len(theirs.column("eval_loss")) == 3
+    # The Trainer counts epochs in batches, and an epoch's last step here has half as many micro-batches as the others.
+    in_unit = isinstance(settings, dict) and settings.get("accumulate_in") == "unit"
     for outcome in ours:
-        assert_same_history(outcome, theirs)
+        assert_same_history(outcome, theirs, leave_out=["epoch"] if in_unit else [])
     assert_same_weights(ours[0].weights, theirs.weights)
 
 
@@ -138,6 +147,7 @@ def checkpoints(world2, tmp_path_factory):
         (3, 2, {"stage": 0}),
         (3, 3, {"stage": 2}),
         (1, 3, {"stage": 1, "activations": "keep"}),
+        (3, 2, {"stage": 3, "parameters": "nvme", "gradients": "nvme", "state": "nvme"}),
         (2, 5, {"stage": 1}),
     ],
 )
