@@ -89,6 +89,8 @@ def run_once(name: str, model: str, options: argparse.Namespace) -> dict:
         }
         command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(options.world)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "benchmarks.worker"]
+        if (group := getattr(options, "enter", None)) is not None:  # a cgroup whose limits the run must keep
+            command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
         busy, own, start = busy_s(), sum(os.times()[2:4]), time.time()
         with open(Path(folder, "log"), "w+") as log:
             process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)

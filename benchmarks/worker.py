@@ -16,6 +16,7 @@ STARTED = float(os.environ["BENCH_STARTED"])
 SPEC = json.loads(os.environ["BENCH_SPEC"])
 
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
+from benchmarks.shapes import SHAPES, VOCABULARY  # noqa: E402
 
 ENGINE = ENGINES[SPEC["engine"]]
 os.environ.update(ENGINE.environment)
@@ -23,13 +24,6 @@ os.environ.update(ENGINE.environment)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
-
-VOCABULARY = 32000
-SHAPES = {  # hidden, layers, heads, intermediate
-    "13m": (128, 4, 4, 352),
-    "134m": (768, 12, 12, 2048),
-    "374m": (1024, 24, 16, 2816),
-}
 
 
 def peak_bytes() -> int:

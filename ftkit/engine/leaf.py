@@ -95,7 +95,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        contribute_tensor(ctx.flat, gradient)
+        if ctx.flat.deferred:  # one rank, whose weights are not on the device but whose gradients are
+            ctx.flat.accumulate(0, gradient)
+        else:
+            contribute_tensor(ctx.flat, gradient)
         return None, None
 
 

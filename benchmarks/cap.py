@@ -1,0 +1,247 @@
+"""`make bench-cap`: full fine-tuning of a 2B Llama by two ranks whose whole process tree may use 6 GiB.
+
+The model is a real safetensors folder (random weights, written piece by piece), the run is `ftkit finetune` with every
+kind of tensor on the NVMe tier, the cap is a memory cgroup made for it (v1 or v2, whichever this machine lets root write),
+page cache included. Printed: seconds a step, losses, gradient norms, the peak of the group, what was written to disk.
+
+`--peers` then asks what DDP, FSDP2 and DeepSpeed ZeRO-3 train under the same cap: growing sizes until one fails. Needs
+about 45 GB of disk at 2B; all of it is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import torch
+import yaml
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.run import ROOT, run_once
+from benchmarks.shapes import SHAPES, VOCABULARY
+from ftkit.engine.storage import TensorFile, create_file
+
+CGROUPS = Path("/sys/fs/cgroup")
+PEERS = ("ddp", "fsdp2", "deepspeed-zero3")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="2b", choices=SHAPES)
+    parser.add_argument("--cap-gib", type=float, default=6.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256, help="a sequence; one a rank")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument(
+        "--folder", default=None, help="where the model, the NVMe tier and the output go; default: a temporary one"
+    )
+    parser.add_argument("--set", action="append", default=[], help="further recipe settings, key.sub=value")
+    parser.add_argument("--peers", action="store_true", help="also find the largest model of each peer under the cap")
+    return parser.parse_args()
+
+
+def write_model(folder: Path, size: str) -> int:
+    """Write a Llama's folder with random bf16 weights, a tensor at a time; return its parameters."""
+    hidden, layers, heads, intermediate = SHAPES[size]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=2048,
+        use_cache=False,
+        dtype="bfloat16",
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tensors = [(name, tuple(p.shape), torch.bfloat16) for name, p in model.named_parameters()]
+    create_file(folder / "model.safetensors", tensors)
+    with TensorFile(folder / "model.safetensors", writable=True) as file:
+        for number, (name, shape, _) in enumerate(tensors):
+            random = torch.Generator().manual_seed(number)
+            for start in range(0, prod(shape), 1 << 24):
+                count = min(1 << 24, prod(shape) - start)
+                piece = torch.ones(count) if len(shape) == 1 else torch.randn(count, generator=random) * 0.02
+                file.write(name, start, piece.bfloat16())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        source = ROOT / "data" / "tiny-base" / name
+        if source.exists():
+            shutil.copy(source, folder)
+    return sum(prod(shape) for _, shape, _ in tensors)
+
+
+def recipe(folder: Path, options: argparse.Namespace) -> dict:
+    """Return the recipe of the run: two texts, seen again each step."""
+    words = " ".join(path.name for path in sorted((ROOT / "ftkit").rglob("*.py")))
+    rows = [{"text": (f"{text} {words} " * 60)} for text in ("one", "two")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "ranks": 2,
+        "model": {"name": str(folder / "model")},
+        "data": {"path": str(folder / "rows.jsonl"), "sequence_tokens": options.tokens, "loss_on": "all"},
+        "train": {
+            "batch_tokens": 2 * options.tokens,
+            "epochs": options.steps,
+            "max_steps": options.steps,
+            "dtype": options.dtype,
+        },
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
+        "memory": {"nvme_dir": str(folder / "nvme")},
+        "engine": {
+            "stage": 3,
+            "activations": "recompute",
+            "weights": "free",
+            **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
+        },
+        "output": {"dir": str(folder / "run")},
+    }
+
+
+@contextmanager
+def memory_group(cap_bytes: int) -> Iterator[Path]:
+    """Make a memory cgroup with a limit, v1 or v2, and remove it afterwards.
+
+    Raises:
+        SystemExit: if neither is writable: a cap that is not kept would prove nothing.
+    """
+    for parent, limit in ((CGROUPS / "memory", "memory.limit_in_bytes"), (CGROUPS, "memory.max")):
+        group = parent / f"ftkit-cap-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(cap_bytes))
+        except OSError:
+            shutil.rmtree(group, ignore_errors=True)
+            if group.exists():
+                group.rmdir()
+            continue
+        try:
+            yield group
+        finally:
+            for _ in range(50):
+                try:
+                    group.rmdir()
+                    break
+                except OSError:  # its last process is still being taken down
+                    time.sleep(0.2)
+        return
+    sys.exit("no memory cgroup can be made here (needs root, and cgroup v1 or v2 with a writable memory controller)")
+
+
+def capped(command: list[str], group: Path, log: Path, seconds: float = 3600) -> int:
+    """Run a command in the group; return its exit code."""
+    enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    with open(log, "w") as out:
+        return subprocess.run(
+            [*enter, *command], stdout=out, stderr=subprocess.STDOUT, env=environ, timeout=seconds
+        ).returncode
+
+
+def peak_bytes(group: Path) -> int:
+    """Return the most that the group has used, page cache included."""
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return 0
+
+
+def anonymous_bytes(group: Path) -> int:
+    """Return what the group uses now without page cache."""
+    words = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(words.get("total_rss", words.get("anon", 0)))
+
+
+def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
+    """Run `ftkit finetune` under the cap and return what came of it."""
+    folder.joinpath("nvme").mkdir()
+    folder.joinpath("model").mkdir()
+    began = time.time()
+    numel = write_model(folder / "model", options.model)
+    console.print(f"model: {numel:,} parameters, written in {time.time() - began:.0f} s", highlight=False)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder, options)))
+    command = [sys.executable, "-c", "from ftkit.cli import main; main()", "finetune", str(folder / "recipe.yaml")]
+    command += [word for setting in options.set for word in ("--set", setting)]
+    with memory_group(int(options.cap_gib * 2**30)) as group:
+        began = time.time()
+        code = capped(command, group, folder / "log")
+        seconds, peak = time.time() - began, peak_bytes(group)
+    lines = folder.joinpath("run", "metrics.jsonl")
+    metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    result = {"model": options.model, "parameters": numel, "exit_code": code, "seconds": seconds, "peak_gib": peak / 2**30}
+    result["steps"] = [
+        {k: m.get(k) for k in ("step", "loss", "grad_norm", "tokens_per_second")} for m in metrics if "loss" in m
+    ]
+    if code != 0:
+        console.print(folder.joinpath("log").read_text()[-3000:], highlight=False, markup=False)
+    else:
+        result["saved_bytes"] = sum(path.stat().st_size for path in (folder / "run" / "model").rglob("*") if path.is_file())
+    return result
+
+
+def largest(name: str, options: argparse.Namespace, console: Console) -> str:
+    """Return the largest size that a peer trains under the cap, or 'none'."""
+    found = "none"
+    for size in SHAPES:
+        run = argparse.Namespace(
+            batch=1, warmup=0, steps=3, dtype=options.dtype, world=2, tokens=options.tokens, timeout=600
+        )
+        with memory_group(int(options.cap_gib * 2**30)) as group:
+            run.enter = group
+            outcome = run_once(name, size, run)
+        if "error" in outcome:
+            console.print(f"{name} {size}: {outcome['error'][:150]}", highlight=False, markup=False)
+            return found
+        console.print(f"{name} {size}: {outcome['step_s']:.1f} s a step", highlight=False)
+        found = size
+    return found
+
+
+def main() -> None:
+    """Run, print, write JSON to runs/bench/."""
+    options = parse()
+    console = Console(width=120)
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="ftkit-cap-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        result = train(folder, options, console)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    for step in result["steps"]:
+        rate = step["tokens_per_second"]
+        took = f"{2 * options.tokens / rate:.1f} s" if rate else "?"
+        console.print(f"step {step['step']}: loss {step['loss']:.4f}, norm {step['grad_norm']:.3f}, {took}", highlight=False)
+    console.print(
+        f"{result['parameters'] / 1e9:.2f}B under {options.cap_gib} GiB: exit {result['exit_code']}, {result['seconds']:.0f} s in "
+        f"all, peak {result['peak_gib']:.2f} GiB (page cache included)",
+        highlight=False,
+    )
+    if options.peers:
+        result["peers"] = {name: largest(name, options, console) for name in PEERS}
+        for name, size in result["peers"].items():
+            console.print(f"{name}: largest under the cap: {size}", highlight=False)
+    target = ROOT / "runs" / "bench"
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / time.strftime("cap-%Y-%m-%d-%H%M%S.json")
+    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "options": vars(options), **result}, indent=1))
+    console.print(f"written: {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
