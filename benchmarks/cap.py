@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="a sequence; one a rank")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument(
-        "--folder", default=None, help="where the model, the NVMe tier and the output go; default: a temporary one"
+        "--folder", default=None, help="for model, NVMe tier and output; default: temporary"
     )
     parser.add_argument("--set", action="append", default=[], help="further recipe settings, key.sub=value")
     parser.add_argument("--peers", action="store_true", help="also find the largest model of each peer under the cap")
@@ -95,12 +95,7 @@ def recipe(folder: Path, options: argparse.Namespace) -> dict:
         "ranks": 2,
         "model": {"name": str(folder / "model")},
         "data": {"path": str(folder / "rows.jsonl"), "sequence_tokens": options.tokens, "loss_on": "all"},
-        "train": {
-            "batch_tokens": 2 * options.tokens,
-            "epochs": options.steps,
-            "max_steps": options.steps,
-            "dtype": options.dtype,
-        },
+        "train": {"batch_tokens": 2 * options.tokens, "epochs": options.steps, "dtype": options.dtype},
         "optimizer": {"lr": 1e-4, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
         "memory": {"nvme_dir": str(folder / "nvme")},
         "engine": {
@@ -148,9 +143,8 @@ def capped(command: list[str], group: Path, log: Path, seconds: float = 3600) ->
     enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     with open(log, "w") as out:
-        return subprocess.run(
-            [*enter, *command], stdout=out, stderr=subprocess.STDOUT, env=environ, timeout=seconds
-        ).returncode
+        done = subprocess.run([*enter, *command], stdout=out, stderr=subprocess.STDOUT, env=environ, timeout=seconds)
+    return done.returncode
 
 
 def peak_bytes(group: Path) -> int:
@@ -184,9 +178,8 @@ def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
     lines = folder.joinpath("run", "metrics.jsonl")
     metrics = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     result = {"model": options.model, "parameters": numel, "exit_code": code, "seconds": seconds, "peak_gib": peak / 2**30}
-    result["steps"] = [
-        {k: m.get(k) for k in ("step", "loss", "grad_norm", "tokens_per_second")} for m in metrics if "loss" in m
-    ]
+    wanted = ("step", "loss", "grad_norm", "tokens_per_second")
+    result["steps"] = [{key: line.get(key) for key in wanted} for line in metrics if "loss" in line]
     if code != 0:
         console.print(folder.joinpath("log").read_text()[-3000:], highlight=False, markup=False)
     else:
@@ -198,9 +191,8 @@ def largest(name: str, options: argparse.Namespace, console: Console) -> str:
     """Return the largest size that a peer trains under the cap, or 'none'."""
     found = "none"
     for size in SHAPES:
-        run = argparse.Namespace(
-            batch=1, warmup=0, steps=3, dtype=options.dtype, world=2, tokens=options.tokens, timeout=600
-        )
+        fixed = {"batch": 1, "warmup": 0, "steps": 3, "world": 2, "timeout": 600}
+        run = argparse.Namespace(**fixed, dtype=options.dtype, tokens=options.tokens)
         with memory_group(int(options.cap_gib * 2**30)) as group:
             run.enter = group
             outcome = run_once(name, size, run)
@@ -228,8 +220,8 @@ def main() -> None:
         took = f"{2 * options.tokens / rate:.1f} s" if rate else "?"
         console.print(f"step {step['step']}: loss {step['loss']:.4f}, norm {step['grad_norm']:.3f}, {took}", highlight=False)
     console.print(
-        f"{result['parameters'] / 1e9:.2f}B under {options.cap_gib} GiB: exit {result['exit_code']}, {result['seconds']:.0f} s in "
-        f"all, peak {result['peak_gib']:.2f} GiB (page cache included)",
+        f"{result['parameters'] / 1e9:.2f}B under {options.cap_gib} GiB: exit {result['exit_code']}, "
+        f"{result['seconds']:.0f} s in all, peak {result['peak_gib']:.2f} GiB (page cache included)",
         highlight=False,
     )
     if options.peers:
