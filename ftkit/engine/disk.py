@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import queue
@@ -34,7 +35,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,17 @@ PIECE_NUMEL = 1 << 20
 NUMEL_MULTIPLE = 4096
 """A file's elements are a multiple of this, as shards are: so its length suits O_DIRECT in every dtype."""
 
-BLOCK_BYTES = (4 << 20, 16 << 20, 1 << 20)
+BLOCK_BYTES = (16 << 20, 4 << 20, 1 << 20)
 """Bytes of one system call: what `measure` chooses from, the likeliest first."""
 
-DEPTHS = (2, 1, 4)
+DEPTHS = (4, 2, 1)
 """Threads, each with one system call on its way: what `measure` chooses from, the likeliest first."""
 
-WORTH = 0.95
-"""`measure` leaves an earlier candidate for a later one that takes less than this share of its time."""
+NEARLY = 0.97
+"""`measure` takes the first candidate for whose time this share is not more than what the fastest takes."""
+
+WINDOWS = 4
+"""Requests on their way while `measure` measures, of the largest block each."""
 
 NOT_WHOLE = -1
 """In place of a sum: of a piece whose last write failed."""
@@ -264,9 +268,9 @@ class FlatFile:
     ranges are carried out in any order.
     """
 
-    def __init__(self, disk: Disk, lanes: Lanes, path: Path, numel: int, dtype: torch.dtype, handle: int) -> None:
+    def __init__(self, disk: Disk, path: Path, numel: int, dtype: torch.dtype, handle: int) -> None:
         self.disk = disk  # keeps it, and so the file, alive
-        self.lanes = lanes
+        self.lanes = disk.lanes
         self.path = path
         self.numel = numel
         self.dtype = dtype
@@ -457,11 +461,13 @@ class Disk:
             with _explained("use", self.path):
                 self.filesystem = _filesystem(self.path)
                 self.direct = self.filesystem not in IN_MEMORY and _takes_direct(self.path)
+            depths = DEPTHS if depth is None else (depth,)
+            blocks = BLOCK_BYTES if block_bytes is None else (block_bytes,)
+            self._home.lanes = Lanes(depths[0], blocks[0])
             if depth is None or block_bytes is None:
-                blocks = BLOCK_BYTES if block_bytes is None else (block_bytes,)
-                self.rates = self._choose(blocks, DEPTHS if depth is None else (depth,), 256 << 20, 2.0)
-                depth, block_bytes = self.rates.depth, self.rates.block_bytes
-            self._home.lanes = Lanes(depth, block_bytes)
+                self.rates = self._choose(blocks, depths, 256 << 20, 2.0)
+                self._home.lanes.close()
+                self._home.lanes = Lanes(self.rates.depth, self.rates.block_bytes)
         except BaseException:
             self._end()
             raise
@@ -517,31 +523,6 @@ class Disk:
         Raises:
             DiskError: if there is no room for it, or the folder is gone.
         """
-        return self._file(name, numel, dtype, self.lanes)
-
-    def measure(self, size_bytes: int = 256 << 20, seconds: float = 2.0) -> Rates:
-        """Return the best block size and depth for this folder's drive, and what they give; nothing is changed by it.
-
-        Ranks that do this together measure what each gets while all of them are at it, which is what a run will see. A
-        request is never joined with another: large blocks need requests as large.
-
-        Args:
-            size_bytes: of the scratch file, which is removed. seconds: after which no other candidate is begun.
-
-        Cost: 64 MiB of host memory.
-        """
-        return self._choose(BLOCK_BYTES, DEPTHS, size_bytes, seconds)
-
-    def close(self) -> None:
-        """Finish what was asked for, end the threads, remove the folder.
-
-        Raises:
-            DiskError: of a request that failed while nobody waited for it.
-        """
-        with _explained("remove", self.path):
-            self._end()
-
-    def _file(self, name: str, numel: int, dtype: torch.dtype, lanes: Lanes) -> FlatFile:
         if numel % NUMEL_MULTIPLE:
             raise ValueError(f"{name}: {numel} elements are no multiple of {NUMEL_MULTIPLE}")
         path = self.path / f"{name}.safetensors"
@@ -556,46 +537,71 @@ class Disk:
                 path.unlink()  # what was reserved before the drive was full is free again
                 raise
         self._home.handles.add(handle)
-        return FlatFile(self, lanes, path, numel, dtype, handle)
+        return FlatFile(self, path, numel, dtype, handle)
+
+    def measure(self, size_bytes: int = 256 << 20, seconds: float = 2.0) -> Rates:
+        """Return the best block size and depth for this folder's drive, and what they give; nothing is changed by it.
+
+        Ranks that do this together measure what each gets while all of them are at it, which is what a run will see. A
+        request is never joined with another: large blocks need requests as large.
+
+        Args:
+            size_bytes: of the scratch file, which is removed. seconds: after which no other candidate is begun; a slow
+                drive leaves time for the likeliest only.
+
+        Cost: 64 MiB of host memory.
+        """
+        return self._choose(BLOCK_BYTES, DEPTHS, size_bytes, seconds)
+
+    def close(self) -> None:
+        """Finish what was asked for, end the threads, remove the folder.
+
+        Raises:
+            DiskError: of a request that failed while nobody waited for it.
+        """
+        with _explained("remove", self.path):
+            self._end()
 
     def _choose(self, blocks: Sequence[int], depths: Sequence[int], size_bytes: int, seconds: float) -> Rates:
-        """Measure candidates, the likeliest first, while there is time; return the best."""
-        begin = time.perf_counter()
+        """Measure candidates in turns, the likeliest first, while there is time; return the best.
+
+        Of several turns the best rate counts: what else the machine does can only slow one down.
+        """
+        end = time.perf_counter() + seconds
         self.reserve(size_bytes)
-        candidates = [(block, depth) for block in blocks for depth in depths]
-        numel = max(size_bytes // 4 // PIECE_NUMEL, 1) * PIECE_NUMEL
-        arena = Arena(4 * min(4 * numel, 16 << 20), torch.device("cpu"))
-        windows = [arena.take(min(numel, 4 << 20), torch.float32) for _ in range(4)]
+        numel = _whole_pieces(size_bytes // 4)
+        window_numel = min(numel, _whole_pieces(max(blocks) // 4))
+        arena = Arena(WINDOWS * 4 * window_numel, torch.device("cpu"))
+        windows = [arena.take(window_numel, torch.float32) for _ in range(WINDOWS)]
         for window in windows:
             window.view(torch.int64).random_()  # drives that compress, or find zeros, are not to shine
-        best: Rates | None = None
-        file: FlatFile | None = None
-        try:
-            for block, depth in candidates:
-                lanes = Lanes(depth, block)
-                try:
-                    if file is None:  # blocks that are written for the first time are slower: not counted
-                        file = self._file("measure", numel, torch.float32, lanes)
-                        numel = _stream(file.write, windows, numel, seconds / 4)[0]
-                    file.lanes = lanes
-                    share = seconds / (2 * len(candidates))
-                    written, write_s = _stream(file.write, windows, numel, share)
-                    read, read_s = _stream(file.read, windows, numel, share)
-                finally:
-                    lanes.close()
-                found = Rates(block, depth, 4 * read / read_s, 4 * written / write_s)
-                if best is None or _cost(found) < WORTH * _cost(best):
-                    best = found
-                if time.perf_counter() - begin > seconds:
+        found: dict[Lanes, Rates] = {}
+        with ExitStack() as stack:
+            file = self.file("measure", numel, torch.float32)
+            stack.callback(self._drop, file)
+            candidates = [Lanes(depth, block) for block in blocks for depth in depths]
+            for lanes in candidates:
+                stack.callback(lanes.close)
+            # Blocks that are written for the first time are slower, and what was never written is read too fast.
+            file.lanes = candidates[0]
+            numel = _stream(file.write, windows, numel, seconds / 4)[0]
+            share = seconds / (4 * len(candidates))
+            for lanes in itertools.cycle(candidates):
+                if found and time.perf_counter() > end:
                     break
-        finally:
-            if file is not None:
-                self._home.handles.discard(file.handle)
-                os.close(file.handle)
-                with suppress(FileNotFoundError):
-                    file.path.unlink()
-        assert best is not None
-        return best
+                file.lanes = lanes
+                read, write = (_stream(move, windows, numel, share)[1] for move in (file.read, file.write))
+                before = found.get(lanes, Rates(0, 0, 0.0, 0.0))
+                best = max(read, before.read_bytes_per_s), max(write, before.write_bytes_per_s)
+                found[lanes] = Rates(lanes.block_bytes, lanes.depth, *best)
+        return _best(list(found.values()))
+
+    def _drop(self, file: FlatFile) -> None:
+        """Remove a file that nothing is on its way from or to."""
+        self._home.handles.discard(file.handle)
+        os.close(file.handle)
+        with suppress(FileNotFoundError):
+            file.path.unlink()
 
 
 class Home:
@@ -657,10 +663,14 @@ class Home:
             os.close(self.handles.pop())
 
 
+def _whole_pieces(numel: int) -> int:
+    return max(-(-numel // PIECE_NUMEL), 1) * PIECE_NUMEL
+
+
 def _stream(
     move: Callable[[int, Tensor], Request], windows: Sequence[Tensor], numel: int, seconds: float
 ) -> tuple[int, float]:
-    """Move up to `numel` elements through `windows` until `seconds` have passed; return elements moved and seconds."""
+    """Move up to `numel` elements through `windows` until `seconds` have passed; return elements and bytes/s."""
     begin, at = time.perf_counter(), 0
     moving: deque[Request] = deque()
     while at < numel and (at == 0 or time.perf_counter() - begin < seconds):
@@ -672,12 +682,13 @@ def _stream(
         at += part.numel()
     for request in moving:
         request.wait()
-    return at, time.perf_counter() - begin
+    return at, 4 * at / (time.perf_counter() - begin)
 
 
-def _cost(rates: Rates) -> float:
-    """Return seconds for a byte there and back: optimizer state is written as often as it is read."""
-    return 1 / rates.read_bytes_per_s + 1 / rates.write_bytes_per_s
+def _best(found: Sequence[Rates]) -> Rates:
+    """Return the fastest, of those that are about as fast the first. State is written as often as it is read."""
+    times = [1 / rates.read_bytes_per_s + 1 / rates.write_bytes_per_s for rates in found]
+    return next(rates for rates, time_ in zip(found, times) if time_ * NEARLY <= min(times))
 
 
 def _open_reserved(path: Path, size_bytes: int, *, direct: bool) -> int:

@@ -2,20 +2,21 @@
 
 A step of AdamW is a few operations an element, so on a CPU it costs what memory costs. This pass reads the 16-bit gradient,
 reads and writes the fp32 master and moments, and writes the 16-bit weight: 28 bytes a parameter, nothing twice, no fp32
-copy of the gradient. torch's fused AdamW wants gradient and weight in fp32, which makes two more passes of it.
+copy of the gradient (a CPU also fetches the weight's lines before it writes them: 2 bytes more). torch's fused AdamW wants gradient and weight in fp32, which makes two more passes of it.
 
 [Note: how it is compiled]
     numba turns the loops at the end of this file into vector code for the CPU it runs on, at the first call with a new
-    combination of dtypes (about two seconds each), and keeps it beside this file, or in the user's cache folder, for all
+    combination of dtypes (one to two seconds each), and keeps it beside this file, or in the user's cache folder, for all
     later processes. numba is imported when the first `HostAdamW` is made: `import ftkit` does not pay for it.
 
     numba knows neither bf16 nor, on a CPU, fp16. bf16 travels as int16 and fp16 as uint16, so that an element's type says
     how it is read, and three words are added to its language (`_teach`): `_widen`, `_narrow`, `_multiply_add`.
 
 [Note: which bits]
-    Every operation is IEEE fp32, rounded once, in the order of torch's fused AdamW (arXiv:1711.05101); the one fused
-    multiply-add is where torch has it too. Nothing is reassociated, no NaN or infinity is assumed away. So the result does
-    not depend on the number of threads, on where a tensor starts, or on the make of the CPU.
+    Every operation of the update is IEEE fp32, rounded once, in the order of torch's fused AdamW (arXiv:1711.05101), with
+    fused multiply-adds where torch's x86 build has them: whole vectors come out in the same bits as there. Nothing is
+    reassociated, no NaN or infinity is assumed away. So the result depends neither on the number of threads, nor on where
+    a tensor starts, nor on the make of the CPU. A sum of squares has the same bits for any number of threads on one CPU.
 
 What it refuses: tensors that are not contiguous, on the CPU and of the same length; fp16 on x86 CPUs older than 2012, which
 have no instruction for it; and to run without numba: a silent fallback would be several times slower. What it costs: numba

@@ -16,6 +16,7 @@ from tests.engine.trajectory import Record, Row, differences, run_plain, run_sha
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 
 TIERS = ("device", "host", "nvme")
+KINDS = ("parameters", "gradients", "state", "kept")
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "family": ("llama", "gpt2", "qwen3", "bert"),
     "world": (2, 1, 3),
@@ -44,6 +45,13 @@ LOWER_STAGES = [
     for stage, state, gradients in ((0, "host", "device"), (1, "nvme", "device"), (2, "nvme", "nvme"), (2, "host", "host"))
 ]
 
+EVERYTHING = [  # at once: where faults of order show
+    Row("llama", 2, accumulation=2, groups=2, debug=True, deferred=True, late=True, **dict.fromkeys(KINDS, "nvme")),
+    Row("llama", 2, parts=2, groups=2, debug=True, deferred=True, late=True, **dict.fromkeys(KINDS, "host")),
+    Row("llama", 2, groups=2, deferred=True, late=True, **dict.fromkeys(KINDS, "nvme")),  # slots keep what was in them
+    Row("t5", 2, groups=2, debug=True, deferred=True, late=True, **dict.fromkeys(KINDS, "nvme")),
+]
+
 
 @cache
 def plain(row: Row) -> Record:
@@ -57,7 +65,7 @@ def check(worlds, row):
     assert differences(records[0], plain(row.plain)) == []
 
 
-@pytest.mark.parametrize("row", ROWS + LOWER_STAGES, ids=str)
+@pytest.mark.parametrize("row", ROWS + LOWER_STAGES + EVERYTHING, ids=str)
 def test_every_pair_of_places_trains_as_plain_pytorch(worlds, row):
     check(worlds, row)
 

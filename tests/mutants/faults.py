@@ -15,10 +15,23 @@ _OPTIMIZER = "tests/engine/test_optimizer.py::"
 _USES = "tests/engine/test_uses.py::"
 _PRECISION = "tests/engine/test_precision.py::"
 _CHECKPOINT = "tests/engine/test_checkpoint.py::"
+_UPDATE = "tests/engine/test_update.py::"
 _BYTES = "tests/engine/test_bytes.py::"
 _REFUSALS = "tests/engine/test_refusals.py::"
 _BLOCKS = "tests/hf/test_blocks.py::"
 _TRAINER = "tests/hf/test_trainer.py::"
+
+_TIERS = "tests/engine/test_tiers.py::test_every_pair_of_places_trains_as_plain_pytorch"
+_ON_DISK = _TIERS + (
+    "[llama-W2-stage3-recompute-free-acc2-2groups-adamw-p=nvme-g=nvme-s=nvme-k=nvme-prefetch-debug-clip-deferred-late]"
+)
+_ON_HOST = _TIERS + (
+    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=host-g=host-s=host-k=host-parts2-prefetch-debug-clip-deferred-late]"
+)
+_NOT_POISONED = _TIERS + (
+    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=nvme-g=nvme-s=nvme-k=nvme-prefetch-clip-deferred-late]"
+)
+_STAGE2 = _TIERS + "[llama-W2-stage2-recompute-free-acc1-2groups-adamw-g=host-s=host-prefetch-debug-clip-deferred-late]"
 
 _TRAINS = _USES + "test_trains_as_plain_pytorch"
 _RECOMPUTE = "W2-stage3-recompute-free-acc1-1groups-adamw-prefetch-debug-clip]"
@@ -259,5 +272,110 @@ FAULTS = (
         '        seed = self.seed + int(os.environ.get("WORLD_SIZE", "1"))\n'
         "        low, high = seed % 2**32, (seed >> 32) % 2**32\n",
         "tests/test_worlds.py::test_the_order_of_samples_knows_no_world",
+    ),
+    _fault(
+        "deferred update: a gather does not wait for it",
+        "ftkit/engine/flat.py",
+        "        self.settle()\n        source = self.weights.tensor if read is None else read\n",
+        "        source = self.weights.tensor if read is None else read\n",
+        _ON_HOST,
+    ),
+    _fault(
+        "deferred update: the learning rate is read late",
+        "ftkit/engine/optimizer.py",
+        '[{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]',
+        "self.param_groups",
+        _ON_DISK,
+    ),
+    _fault(
+        "deferred update: whole copies are not refreshed when they are wanted",
+        "ftkit/engine/unit.py",
+        "        self.transfer.refresh(self.resident)\n",
+        "",
+        _STAGE2,
+    ),
+    _fault(
+        "the update is made before clipping is known",
+        "ftkit/engine/optimizer.py",
+        "        factor = self._clip / self.loss_scale.value\n",
+        "        factor = 1.0 / self.loss_scale.value\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "weights are read ahead while they are still being updated",
+        "ftkit/engine/transfer.py",
+        "                update.wait()\n",
+        "                pass\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "read-ahead: what was read for another step is used",
+        "ftkit/engine/transfer.py",
+        "    return tuple((flat.name, flat.version) for flat in flats)\n",
+        "    return tuple((flat.name, 0) for flat in flats)\n",
+        _NOT_POISONED,
+    ),
+    _fault(
+        "read-ahead of the wrong unit: its buffer is given to its neighbour",
+        "ftkit/engine/transfer.py",
+        "        future, buffer = self.coming.pop(_content(flats))\n",
+        "        future, buffer = self.coming.pop(next(iter(self.coming)))\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "staging of a gradient is reused before it was added",
+        "ftkit/engine/drain.py",
+        "        self._collect(self.turn)\n",
+        "        self.jobs[self.turn] = None\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "the norm is taken before the last gradients have arrived",
+        "ftkit/engine/shard.py",
+        "            self.drain.finish()\n",
+        "            pass\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "gradients below the device are left out of the norm",
+        "ftkit/engine/optimizer.py",
+        "                square += flat.square / share\n",
+        "                pass\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "the second micro-batch replaces a gradient below the device",
+        "ftkit/engine/flat.py",
+        "            self.drain.take(self, part, add=self._has_gradient)\n",
+        "            self.drain.take(self, part, add=False)\n",
+        _ON_DISK,
+    ),
+    _fault(
+        "inside a block, the second micro-batch's gradient replaces the first's",
+        "ftkit/engine/unit.py",
+        "                    place.add_(gradient.reshape(-1))\n",
+        "                    place.copy_(gradient.reshape(-1))\n",
+        _ON_HOST,
+    ),
+    _fault(
+        "a slot of the update is reused before it was written",
+        "ftkit/engine/update.py",
+        "        slot.settle()\n        self.slot = slot\n",
+        "        self.slot = slot\n",
+        _UPDATE + "test_slots_are_not_reused_early",
+    ),
+    _fault(
+        "a buffer of kept inputs is reused before it was written",
+        "ftkit/engine/kept.py",
+        "            ring[-1].write.wait()\n",
+        "            pass\n",
+        "tests/engine/test_kept.py::test_what_goes_to_files_comes_back",
+    ),
+    _fault(
+        "a flipped byte in a state file is not noticed",
+        "ftkit/engine/disk.py",
+        "            if value == self._sums[piece]:\n",
+        "            if True:\n",
+        "tests/engine/test_disk.py::test_a_flipped_bit_is_found",
     ),
 )

@@ -1,0 +1,197 @@
+"""Host memory is what was asked, to the page: in address, in zeros, in what is resident and in what CUDA is told to pin.
+
+There is no CUDA here: what CUDA would be asked is recorded by a stand-in. The test marked `gpu` asks the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftkit.engine import arena as arena_module
+from ftkit.engine.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SIZES = [(4096, torch.float32), (1, torch.int8), (5000, torch.bfloat16), (0, torch.float16), (12288, torch.float64)]
+GIB = 1 << 30
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def mapped(address: int) -> bool:
+    """Whether any mapping of this process has `address`."""
+    spans = [line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
+class Cudart:
+    """Stands in for CUDA: records what is registered."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.calls: list[tuple[str, int, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address, size))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address, int(mapped(address))))
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    stand_in = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: stand_in.calls.append(("synchronize", 0, 0)))
+    return stand_in
+
+
+def test_views_fill_it_exactly():
+    arena = Arena(arena_bytes(SIZES), CPU)
+    assert arena.requested_bytes == 16384 + 4096 + 12288 + 0 + 98304
+    views = [arena.take(numel, dtype) for numel, dtype in SIZES]
+    assert [(view.numel(), view.dtype) for view in views] == SIZES
+    assert views[0].data_ptr() % HUGE_PAGE_BYTES == 0
+    assert all(view.data_ptr() % PAGE_BYTES == 0 for view in views if view.numel())
+    assert all(view.is_contiguous() and not view.float().any() for view in views)
+    assert arena.free_bytes == 0
+    for number, view in enumerate(views):
+        view.fill_(number + 1)
+    assert all(bool((view == number + 1).all()) for number, view in enumerate(views)), "views overlap"
+    with pytest.raises(MemoryError, match=r"4096 bytes requested .*, 0 free in an arena of 131072"):
+        arena.take(1, torch.int8)
+
+
+def test_a_request_that_fails_takes_nothing():
+    arena = Arena(8192, CPU)
+    with pytest.raises(MemoryError, match=r"12288 bytes requested .*8192 free"):
+        arena.take(8193, torch.uint8)
+    assert arena.take(8192, torch.uint8).numel() == 8192
+
+
+def test_untouched_it_costs_nothing():
+    before = rss_bytes()
+    arena = Arena(GIB, CPU)
+    view = arena.take(GIB // 4, torch.float32)
+    assert rss_bytes() - before < 4 << 20
+    assert arena.resident_bytes == 0
+    view[: HUGE_PAGE_BYTES // 4].fill_(1)
+    assert arena.resident_bytes == HUGE_PAGE_BYTES
+    assert abs(rss_bytes() - before - HUGE_PAGE_BYTES) < 2 << 20
+
+
+def test_its_last_part_lies_on_small_pages():
+    """Or the kernel might bring in 2 MiB, past its end, for the last few KiB."""
+    size = 2 * HUGE_PAGE_BYTES - PAGE_BYTES
+    arena = Arena(size, CPU)
+    view = arena.take(size, torch.uint8)
+    view[-1] = 1
+    assert arena.resident_bytes == PAGE_BYTES
+    view.fill_(1)
+    assert arena.resident_bytes == size
+
+
+def test_its_huge_pages_are_huge():
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this system has no huge pages")
+    arena = Arena(8 << 20, CPU)
+    view = arena.take(8 << 20, torch.uint8).fill_(1)
+    smaps = Path("/proc/self/smaps").read_text()
+    block = smaps[smaps.index(f"{view.data_ptr():x}-") :]
+    huge = next(line for line in block.splitlines() if line.startswith("AnonHugePages"))
+    assert int(huge.split()[1]) * 1024 == 8 << 20
+
+
+def test_memory_goes_with_the_last_view():
+    before = rss_bytes()
+    arena = Arena(64 << 20, CPU)
+    view = arena.take(16 << 20, torch.float32).fill_(3)
+    address = view.data_ptr()
+    arena.close()
+    part = view[1000:2000]
+    del view
+    assert mapped(address)
+    assert bool((part == 3).all())
+    with pytest.raises(RuntimeError, match="closed"):
+        arena.take(1, torch.float32)
+    assert arena.resident_bytes == 0
+    del part
+    gc.collect()
+    assert rss_bytes() - before < 16 << 20
+    arena.close()
+
+
+def test_a_forked_child_does_not_share_it():
+    """Else each page that is written while a data-loader worker lives would be there twice."""
+    arena = Arena(HUGE_PAGE_BYTES, CPU)
+    view = arena.take(HUGE_PAGE_BYTES, torch.uint8).fill_(1)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os._exit(0 if not mapped(view.data_ptr()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((view == 1).all())
+
+
+def test_what_is_pinned_is_what_was_asked(cudart: Cudart):
+    size = (3 << 20) + 5
+    arena = Arena(size, CUDA)
+    assert arena.requested_bytes == size
+    assert arena.pinned_bytes == (3 << 20) + 4096
+    view = arena.take(1024, torch.float32)
+    assert cudart.calls == [("register", view.data_ptr(), (3 << 20) + 4096)]
+    assert Arena(0, CUDA).pinned_bytes == Arena(4096, CPU).pinned_bytes == 0
+    arena.close()
+    arena.close()
+    assert cudart.calls[1:] == [("synchronize", 0, 0), ("unregister", view.data_ptr(), 1)]
+
+
+def test_it_is_unpinned_before_it_is_unmapped_though_nobody_closes_it(cudart: Cudart):
+    arena = Arena(1 << 20, CUDA)
+    view = arena.take(1024, torch.float32)
+    address = view.data_ptr()
+    del arena
+    gc.collect()
+    assert len(cudart.calls) == 1, "unpinned though a view is left"
+    del view
+    gc.collect()
+    assert cudart.calls[1:] == [("unregister", address, 1)]
+
+
+def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(HostMemoryError, match=rf"host memory: {1 << 62} bytes asked"):
+        Arena(1 << 62, CPU)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
+    with pytest.raises(HostMemoryError, match=r"could not pin 8192 bytes \(error 2\)"):
+        Arena(8000, CUDA)
+
+
+def test_a_kernel_without_the_advice_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    names = ("MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_DONTFORK")
+    monkeypatch.setattr(arena_module.mmap, "MADV_HUGEPAGE", 12345)
+    assert not Arena(4 << 20, CPU).take(1 << 20, torch.float32).any()
+    for name in names:
+        monkeypatch.delattr(arena_module.mmap, name)
+    assert not Arena(4 << 20, CPU).take(1 << 20, torch.float32).any()
+
+
+@pytest.mark.gpu
+def test_cuda_takes_it_for_pinned():
+    arena = Arena((3 << 20) + 5, torch.device("cuda", torch.cuda.current_device()))
+    view = arena.take(1 << 18, torch.float32).fill_(2)
+    assert view.is_pinned()
+    assert arena.resident_bytes == arena.pinned_bytes == (3 << 20) + 4096
+    there = view.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((there == 2).all())
+    arena.close()
+    assert not view.is_pinned()

@@ -1,0 +1,97 @@
+"""Kept inputs come back as they left, from every tier, once, whatever was moved meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftkit.engine.disk import Disk, FlatFile
+from ftkit.engine.kept import STAGING, Keeper
+from ftkit.engine.tiers import Placement, Tiers
+
+CPU = torch.device("cpu")
+COUNT = 3 * STAGING
+
+
+def keeper(folder, tier: str) -> Keeper:
+    drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if tier == "nvme" else None
+    return Keeper(Tiers(CPU, Placement(kept=tier), drive))
+
+
+def activations(count: int = COUNT) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, 33, 16, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def away_and_back(room: Keeper) -> None:
+    kept = activations()
+    tickets = [room.keep([tensor])[0] for tensor in kept]
+    wanted = [tensor.detach().clone() for tensor in kept]
+    for tensor in kept:  # freed, and used for something else
+        tensor.data.fill_(float("nan"))
+    for ticket, tensor in reversed(list(zip(tickets, wanted))):
+        back = ticket.take()
+        assert back.requires_grad
+        assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("rounds", [3])
+def test_what_goes_to_host_memory_comes_back(tmp_path, rounds):
+    room = keeper(tmp_path, "host")
+    for _ in range(rounds):
+        away_and_back(room)
+    assert len(room.arenas) == COUNT  # room is used again
+
+
+def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
+    move = FlatFile._transfer
+
+    def late(self, call, data, start, doing):
+        if doing == "writing":
+            time.sleep(0.01)
+        return move(self, call, data, start, doing)
+
+    monkeypatch.setattr(FlatFile, "_transfer", late)
+    room = keeper(tmp_path, "nvme")
+    for _ in range(2):
+        away_and_back(room)
+    assert len(room.arenas) == STAGING
+    room.tiers.close()
+
+
+def test_only_activations_leave(tmp_path):
+    room = keeper(tmp_path, "host")
+    mask, table, (hidden,) = torch.ones(3, dtype=torch.bool), torch.ones(3), activations(1)
+    assert [ticket is None for ticket in room.keep([mask, table, hidden])] == [True, True, False]
+    assert keeper(tmp_path, "device").keep([hidden]) == [None]
+
+
+def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
+    room = keeper(tmp_path, "host")
+    shared, first, second = activations(3)
+    one, two = room.keep([first, shared]), room.keep([second, shared])
+    assert one[1] is two[1]
+    assert len(room.arenas) == 3
+    assert torch.equal(two[1].take(), one[1].take())
+    with torch.no_grad():
+        shared.add_(1)
+    assert room.keep([shared])[0] is not one[1]
+
+
+def test_a_second_time_is_refused(tmp_path):
+    (ticket,) = keeper(tmp_path, "host").keep(activations(1))
+    ticket.take()
+    with pytest.raises(RuntimeError, match="a second backward over a graph whose activations were offloaded"):
+        ticket.take()
+
+
+def test_what_is_never_asked_for_gives_its_room_back(tmp_path):
+    room = keeper(tmp_path, "host")
+    for _ in range(5):
+        room.keep(activations(2))
+        gc.collect()
+    assert len(room.arenas) == 2
