@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,6 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.layout import FlatLayout, Span
 from ftkit.engine.tiers import MemoryStore, Placement, Store, Tiers
 
-if TYPE_CHECKING:
-    from ftkit.engine.drain import Drain
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,13 @@ def is_absent(parameter: Tensor) -> bool:
 
 Origin = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
+
+
+class Outflow(Protocol):
+    """What takes reduced gradients off the device (drain.py)."""
+
+    def take(self, flat: FlatParameter, part: Tensor, *, add: bool) -> None:
+        """Add `part` (S,) to the line's gradient, or put it in its place."""
 
 
 class Update(Protocol):
@@ -157,7 +162,7 @@ class FlatParameter:
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
         self.update: Update | None = None
-        self.drain: Drain | None = None
+        self.drain: Outflow | None = None
         self._has_gradient = False
         self._finished = False
         self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
@@ -187,7 +192,7 @@ class FlatParameter:
             raise RuntimeError(f"the weights of {self.name} lie on NVMe: read them piece by piece")
         return self.weights.tensor
 
-    def allocate(self, tiers: Tiers, drain: Drain | None) -> None:
+    def allocate(self, tiers: Tiers, drain: Outflow | None) -> None:
         """Lay down this rank's bytes; take over values of parameters that have them (a meta tensor has none).
 
         The parameters are absent afterwards, or views of `full`.
