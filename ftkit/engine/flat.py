@@ -37,7 +37,6 @@ from ftkit.engine.layout import FlatLayout, Span
 from ftkit.engine.tiers import MemoryStore, Placement, Store, Tiers
 
 
-
 @dataclass(frozen=True)
 class Policy:
     """How the flat parameters of one model are held. The plan or the user's `engine:` block decides.

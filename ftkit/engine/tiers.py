@@ -155,6 +155,12 @@ class Tiers:
     def __init__(self, device: torch.device, placement: Placement, disk: Disk | None = None) -> None:
         if placement.uses_disk and disk is None:
             raise ValueError("something is placed on NVMe and no folder is given")
+        below = {placement.parameters, placement.gradients} - {"device"}
+        if device.type != "cpu" and placement.state == "device" and below:
+            raise UserError(
+                "the optimizer state is on the device and what it updates is not: place the state where the lowest of "
+                f"parameters ({placement.parameters}) and gradients ({placement.gradients}) lies"
+            )
         self.device = device
         self.placement = placement
         self.disk = disk

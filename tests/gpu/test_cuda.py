@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import socket
+import tempfile
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ftkit
+from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +28,14 @@ pytestmark = pytest.mark.gpu
 STEPS = 6
 DEVICES = torch.cuda.device_count()
 WORLDS = [size for size in (1, 2, 3) if size <= max(DEVICES, 1)]
+KINDS = ("parameters", "gradients", "state", "kept")
+PLACES = [  # of parameters, gradients, state, kept inputs
+    ("device", "device", "host", "device"),
+    ("device", "host", "host", "host"),
+    ("host", "host", "host", "host"),
+    ("device", "host", "nvme", "device"),
+    ("nvme", "nvme", "nvme", "nvme"),
+]
 WAYS = list(itertools.product((0, 1, 2, 3), ("recompute", "keep"), ("free", "hold")))
 
 
@@ -65,11 +75,12 @@ def plain(device: torch.device) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def sharded(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[float], list[float], int]:
+def sharded(rank: int, world: int, settings: dict[str, Any], parts: int = 1) -> tuple[list[float], list[float], int]:
     """Train on the engine; return global losses, gradient norms and skipped steps."""
     device = torch.device("cuda", rank)
     network = model()
-    units = ftkit.shard(network, {**settings, "debug": True}, device=device, comm=Communicator(device))
+    settings = {**settings, "debug": True}
+    units = ftkit.shard(network, settings, device=device, comm=Communicator(device), parts=parts)
     optimizer = ftkit.ShardedAdamW(units, lr=1e-3, weight_decay=0.1)
     losses, norms = [], []
     for rows in batches(world):
@@ -82,6 +93,7 @@ def sharded(rank: int, world: int, settings: dict[str, Any]) -> tuple[list[float
         optimizer.zero_grad()
         losses.append(float(units.comm.sum(loss.detach().float().clone())) / world)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in units.state_dict().values())
+    units.tiers.close()
     return losses, norms, optimizer.loss_scale.skipped_steps
 
 
@@ -106,8 +118,49 @@ def check(rank: int, world: int, port: int) -> None:
             if not skipped:
                 for ours, theirs in zip(losses, reference_losses):
                     assert math.isclose(ours, theirs, rel_tol=2e-2), (settings, dtype, ours, theirs)
+    for places, update, parts in itertools.product(PLACES, ("now", "deferred"), (1, 2)):
+        settings = {**dict(zip(KINDS, places)), "update": update, "stage": 3, "nvme_dir": tempfile.gettempdir()}
+        losses, norms, _ = sharded(rank, world, settings, parts)
+        for ours, theirs in zip(losses + norms, reference_losses + reference_norms):
+            assert math.isclose(ours, theirs, rel_tol=2e-4), (settings, parts, ours, theirs)
+        losses, _, skipped = sharded(rank, world, {**settings, "dtype": "fp16"}, parts)
+        assert skipped < STEPS, settings
+        if not skipped:
+            for ours, theirs in zip(losses, reference_losses):
+                assert math.isclose(ours, theirs, rel_tol=2e-2), (settings, ours, theirs)
     if world > 1:
         dist.destroy_process_group()
+
+
+def test_arenas_are_pinned_to_the_page() -> None:
+    arena = Arena(arena_bytes([(5_000_001, torch.float32)]), torch.device("cuda", 0))
+    assert arena.pinned_bytes == arena.requested_bytes
+    view = arena.take(5_000_001, torch.float32)
+    assert view.is_pinned()
+    there = torch.empty_like(view, device="cuda")
+    there.copy_(view.fill_(3.0), non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((there == 3.0).all())
+    arena.close()
+
+
+def test_offloaded_state_takes_little_of_the_device() -> None:
+    """Parameters and slots stay on the device; masters, moments and gradients do not."""
+    device = torch.device("cuda", 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    places = {"gradients": "host", "state": "host", "kept": "host"}
+    network = model()
+    numel = sum(parameter.numel() for parameter in network.parameters())
+    units = ftkit.shard(network, {"stage": 3, "dtype": "fp16", **places}, device=device, comm=Communicator(device))
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-3)
+    rows = batches(1)[0].to(device)
+    optimizer.scale(network(input_ids=rows, labels=rows).loss).backward()
+    optimizer.step()
+    units.settle()
+    held = torch.cuda.memory_allocated(device) - before
+    assert held <= 2 * numel + units.transfer.slot_bytes + (8 << 20), (held, numel)
+    assert optimizer.state_bytes() <= 12.1 * numel + 13 * 4096 * 4
 
 
 def test_there_is_a_device() -> None:
