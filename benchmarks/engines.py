@@ -14,19 +14,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Engine:
-    """One competitor: `arguments` prepares and returns keywords for TrainingArguments; a `peer` needs the extra venv."""
+    """One competitor: `arguments(folder)` prepares and returns keywords for TrainingArguments; `folder` is for its files. A
+    `peer` needs the extra venv.
+    """
 
-    arguments: Callable[[], dict[str, Any]]
+    arguments: Callable[[str], dict[str, Any]]
     ours: bool = False
     peer: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def _ours(**settings: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"ftkit": settings or "auto"}
+def _ours(**settings: Any) -> Callable[[str], dict[str, Any]]:
+    return lambda folder: {"ftkit": {**settings, "nvme_dir": folder} if "nvme" in settings.values() else settings or "auto"}
 
 
-def _fsdp2() -> dict[str, Any]:
+def _fsdp2(folder: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, DistributedType
 
     original = AcceleratorState.__init__
@@ -43,14 +45,15 @@ def _fsdp2() -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
 
-def _zero3() -> dict[str, Any]:
+def _zero3(folder: str, **zero: Any) -> dict[str, Any]:
     import transformers.training_args
     from accelerate.state import DistributedType, PartialState
 
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
     config = {
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, **zero},
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True},
         "bf16": {"enabled": "auto"},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -61,10 +64,30 @@ def _zero3() -> dict[str, Any]:
     return {"deepspeed": config, "use_cpu": False, "ddp_backend": None}
 
 
+def _zero3_host(folder: str) -> dict[str, Any]:
+    return _zero3(folder, offload_optimizer={"device": "cpu", "pin_memory": False})
+
+
+def _zero3_nvme(folder: str) -> dict[str, Any]:
+    return _zero3(folder, offload_optimizer={"device": "nvme", "nvme_path": folder, "pin_memory": False, "buffer_count": 4})
+
+
+_LEAN = {"stage": 3, "activations": "recompute", "weights": "free"}
+_DEEPSPEED = {"peer": True, "environment": {"DS_ACCELERATOR": "cpu"}}
+
 ENGINES = {
     "ftkit": Engine(_ours(), ours=True),
-    "ftkit-zero3": Engine(_ours(stage=3, activations="recompute", weights="free"), ours=True),
-    "ddp": Engine(lambda: {"ddp_find_unused_parameters": False}),
+    "ftkit-zero3": Engine(_ours(**_LEAN), ours=True),
+    "ddp": Engine(lambda folder: {"ddp_find_unused_parameters": False}),
     "fsdp2": Engine(_fsdp2),
-    "deepspeed-zero3": Engine(_zero3, peer=True, environment={"DS_ACCELERATOR": "cpu"}),
+    "deepspeed-zero3": Engine(_zero3, **_DEEPSPEED),
+    "ftkit-host": Engine(_ours(**_LEAN, gradients="host", state="host"), ours=True),
+    "ftkit-host-deferred": Engine(_ours(**_LEAN, gradients="host", state="host", update="deferred"), ours=True),
+    "ftkit-nvme": Engine(_ours(**_LEAN, state="nvme"), ours=True),
+    "ftkit-nvme-now": Engine(_ours(**_LEAN, state="nvme", update="now"), ours=True),
+    "deepspeed-host": Engine(_zero3_host, **_DEEPSPEED),
+    "deepspeed-nvme": Engine(_zero3_nvme, **_DEEPSPEED),
 }
+
+SIDE_BY_SIDE = ("ftkit", "ftkit-zero3", "ddp", "fsdp2", "deepspeed-zero3")
+"""What `make bench` compares; the others are for `make bench-offload`."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, SIDE_BY_SIDE
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
@@ -35,7 +35,7 @@ DEEPSPEED = "deepspeed==0.19.8"
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default=",".join(ENGINES), help="names, comma-separated")
+    parser.add_argument("--engines", default=",".join(SIDE_BY_SIDE), help="names, comma-separated")
     parser.add_argument("--models", default="374m,134m", help="13m, 134m, 374m, comma-separated")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="measured steps a run, after --warmup")

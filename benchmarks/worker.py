@@ -80,7 +80,7 @@ def main() -> None:
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
-        **ENGINE.arguments(),
+        **ENGINE.arguments(SPEC["folder"]),
     }
     arguments = TrainingArguments(**keywords)
     hidden, layers, heads, intermediate = SHAPES[SPEC["model"]]
