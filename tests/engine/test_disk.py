@@ -329,7 +329,7 @@ def test_measuring(tmp_path: Path):
     assert (disk.block_bytes, disk.depth) == (disk.rates.block_bytes, disk.rates.depth)
     assert disk.block_bytes == 4 * MIB
     assert disk.depth in DEPTHS
-    assert took < 8, "far beyond its two seconds"
+    assert took < 15, "far beyond its two seconds"
     small = Disk(tmp_path, "run-2", block_bytes=MIB // 2, depth=1)
     assert small.rates is None
     assert small._choose((MIB // 2,), (1,), 5 * MIB, 0.1).block_bytes == MIB // 2
@@ -572,19 +572,24 @@ print(sorted(os.listdir(disk.path)))
 
 
 def test_leftovers_go_and_the_living_stay(tmp_path: Path):
-    def run() -> FlatFile:
-        return filled(Disk(tmp_path, "other", depth=1, block_bytes=MIB))[0]
-
-    process, word = child(run)
+    script = (
+        "import sys, time; from pathlib import Path; from ftkit.engine.disk import Disk; import torch; "
+        f"disk = Disk(Path(sys.argv[1]), 'other', depth=1, block_bytes={MIB}); "
+        f"file = disk.file('a', {NUMEL}, torch.int8); file.write(0, torch.ones({NUMEL}, dtype=torch.int8)).wait(); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        assert word() == "ready"
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
         mine = Disk(tmp_path, "mine", depth=1, block_bytes=MIB)
         assert mine.removed == {}
         assert (tmp_path / "ftkit-other" / "a.safetensors").exists()
         with pytest.raises(DiskError, match=r"File exists\. It belongs to a live run"):
             Disk(tmp_path, "other", depth=1, block_bytes=MIB)
     finally:
-        end(process)
+        other.kill()
+        other.communicate()
     third = Disk(tmp_path, "other", depth=1, block_bytes=MIB)
     assert list(third.removed) == ["ftkit-other"]
     assert NUMEL <= third.removed["ftkit-other"] < NUMEL + MIB

@@ -154,6 +154,8 @@ def checkpoints(world2, tmp_path_factory):
 def test_resuming_on_other_ranks_and_stages_goes_on_as_if_nothing_happened(
     ranks, step, settings, checkpoints, worlds, stock, tmp_path
 ):
+    if isinstance(settings, dict):
+        settings = {**settings, "nvme_dir": str(tmp_path)}
     run = replace(BASE, resume=f"{checkpoints}/checkpoint-{step}", ftkit=settings)
     ours = worlds[ranks].run(train, "ours", str(tmp_path), run)[0]
     assert_same_history(ours, stock(BASE), leave_out=["train_loss"])  # of this call only, after a resume
