@@ -54,7 +54,7 @@ OFFLOAD := ftkit-zero3,ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,
 bench-offload: setup  ## a step with the state in RAM, in host arenas and on NVMe, deferred or not, beside DeepSpeed
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD)
 
-bench-adam: setup  ## the host's AdamW against a stream with the same reads and writes, torch, DeepSpeed
+bench-host: setup  ## the host's AdamW against a stream with the same reads and writes, torch, DeepSpeed
 	$(BIN)/python -m benchmarks.host_adam
 
 bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
@@ -63,4 +63,4 @@ bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
-.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-adam bench-disk bench-cap bench-offload
+.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-cap bench-offload

@@ -95,7 +95,7 @@ class Drain:
         for start, stop in store.pieces():
             piece = store.read(start, stop) if add else store.blank(start, stop)
             if add:
-                piece.add_(part[start:stop])
+                self.host.add_(piece, part[start:stop])
             else:
                 piece.copy_(part[start:stop])
             square += self.host.square_sum(piece[: max(own_numel - start, 0)])

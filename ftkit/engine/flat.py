@@ -90,6 +90,10 @@ Origin = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
 
 
+PIECE_NUMEL = 1 << 18
+"""Elements of mixed dtypes that are added at a time on a CPU: they stay in cache meanwhile."""
+
+
 class Outflow(Protocol):
     """What takes reduced gradients off the device (drain.py)."""
 
@@ -398,7 +402,7 @@ class FlatParameter:
             part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.comm.device)
             self.comm.reduce_scatter_mean(part, full)
             if self._has_gradient:
-                self.grad.add_(part)
+                add_in_pieces(self.grad, part)
             else:
                 self.grad.copy_(part)
         self._has_gradient = True
@@ -463,6 +467,13 @@ class FlatParameter:
         gradient = self.full_grad if self.full_grad is not None else self.grad
         held = gradient.untyped_storage().nbytes() if gradient is not None else 0
         return {"parameters": weights, "gradients": held + (store_bytes(self.gradient) if self.gradient else 0)}
+
+
+def add_in_pieces(total: Tensor, part: Tensor) -> None:
+    """Add `part` (n,) to `total` (n,): on a CPU in pieces, as torch first widens all of a narrower `part`."""
+    width = PIECE_NUMEL if total.device.type == "cpu" and total.dtype != part.dtype else max(total.numel(), 1)
+    for start in range(0, total.numel(), width):
+        total[start : start + width].add_(part[start : start + width])
 
 
 def store_bytes(store: Store) -> int:

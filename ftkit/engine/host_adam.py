@@ -2,7 +2,8 @@
 
 A step of AdamW is a few operations an element, so on a CPU it costs what memory costs. This pass reads the 16-bit gradient,
 reads and writes the fp32 master and moments, and writes the 16-bit weight: 28 bytes a parameter, nothing twice, no fp32
-copy of the gradient (a CPU also fetches the weight's lines before it writes them: 2 bytes more). torch's fused AdamW wants gradient and weight in fp32, which makes two more passes of it.
+copy of the gradient. (The CPU itself also fetches the weight's lines before it writes them: 2 bytes more.) torch's fused
+AdamW wants gradient and weight in fp32, which makes two more passes of it.
 
 [Note: how it is compiled]
     numba turns the loops at the end of this file into vector code for the CPU it runs on, at the first call with a new

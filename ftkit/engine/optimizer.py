@@ -102,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
     ) -> None:
         self.units = units
+        self.host = HostAdamW(torch.get_num_threads())
         self.lines: dict[str, LineState] = {}
         narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
         self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
@@ -266,8 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if flat.square is not None:  # taken while the gradient left the device
                 square += flat.square / share
             elif flat.has_gradient and flat.grad is not None:
-                norm = torch.linalg.vector_norm(flat.grad[: flat.own_numel], dtype=torch.float32)
-                square += norm.square() / share
+                square += self._square(flat.grad[: flat.own_numel]) / share
         touched = [float(t) for flat in flats for t in flat.touched]
         told = self.units.comm.sum(torch.cat([square.reshape(1), torch.tensor(touched, device=device)])).tolist()
         marks: Iterator[float] = iter(told[1:])
@@ -277,6 +277,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.loss_scale.dynamic and math.isnan(self._norm):
             self._norm = math.inf  # inf - inf on the way: an overflow all the same
         return self._norm
+
+    def _square(self, gradient: Tensor) -> Tensor | float:
+        """Return the sum of squares of `gradient` (n,), where it lies."""
+        if gradient.device.type == "cpu":
+            return self.host.square_sum(gradient)
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm to `max_norm`, exactly, when the step is made.
@@ -379,7 +385,6 @@ class ShardedAdamW(ShardedOptimizer):
         loss_scale: LossScale | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.host = HostAdamW(torch.get_num_threads())
         super().__init__(units, params, defaults, loss_scale)
 
     def update_piece(
