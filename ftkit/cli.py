@@ -2,7 +2,8 @@
 
 It reads the recipe, refuses what can be refused without a model, decides whether this process starts ranks or joins an
 outer job as one, and turns errors into one screen and an exit code: 2 for input that the user can put right, 1 for a
-rank that died, 130 for a run that was ended on request. Everything else keeps its traceback: it is our fault.
+rank that died, 130 for a run that was ended on request, 75 or 71 for one that the memory guard ended with or without a
+checkpoint to resume from (errors.py). Everything else keeps its traceback: it is our fault.
 
 Heavy modules (torch, transformers) are imported inside the commands that need them and nowhere above, because
 `ftkit recipes list` and a typing mistake in a recipe should answer in a fraction of a second, and because the number of
@@ -73,7 +74,7 @@ def finetune(
 
     arguments = (facts, str(checkpoint) if checkpoint else None, ranks)
     if joined is not None:
-        result = launch.join("ftkit.finetune:run", arguments)
+        result = launch.join("ftkit.finetune:run", arguments, int(os.environ["RANK"]))
     else:
         result = launch.start("ftkit.finetune:run", arguments, ranks, environ=os.environ, say=_say)
     if result.get("stopped"):
@@ -137,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="ftkit")
     except UserError as error:
-        _leave(str(error), 2)
+        _leave(str(error), error.exit_code)
     except RankError as error:
         _leave(str(error), 1)
     except (StoppedError, KeyboardInterrupt) as error:

@@ -2,8 +2,8 @@
 
 `run` is what the launcher calls in every rank. It prepares the data before the ranks wait for each other, loads the
 model without a whole copy anywhere, evaluates and answers the recipe's questions, trains, does both again, and writes
-the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end saves a checkpoint and returns;
-it exports no model, because it is not done.
+the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end, by the user or by the memory guard
+(`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not done.
 
 It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
 a bare training would not make.
@@ -32,6 +32,7 @@ from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_
 from ftkit.hf.loading import load_model
 from ftkit.hf.settings import DTYPES
 from ftkit.launch import Stop
+from ftkit.memory_stop import MemoryStop
 from ftkit.progress import GIB, EndOnRequest, MetricsLog, ProgressBar
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
@@ -68,9 +69,18 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
         What summary.json holds; `stopped`, with a sentence, if the run was ended on request.
 
     Raises:
-        UserError: The recipe, the data or the model cannot be used.
+        UserError: The recipe, the data or the model cannot be used. Where host memory runs out the process ends with
+            `MemoryShort` and does not return.
     """
     folder = RunFolder(Path(recipe.output.dir))
+    with MemoryStop(folder, stop.rank, stop.leave) as memory:
+        return _run(stop, recipe, checkpoint, ranks, folder, memory)
+
+
+def _run(
+    stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int, folder: RunFolder, memory: MemoryStop
+) -> dict[str, Any]:
+    """Do the work of `run` while the memory is guarded."""
     split_batch(recipe, ranks)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # a bar in a log file is a line a tick
@@ -86,13 +96,16 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
     if trainer.is_world_process_zero():
         write(folder.recipe, recipe.dump())
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
-    end = add_callbacks(trainer, recipe, folder, stop, say, [shown] if asked and checkpoint is None else [])
+    memory.attach(trainer)
+    first = [shown] if asked and checkpoint is None else []
+    end = add_callbacks(trainer, recipe, folder, lambda: stop.asked or memory.asked, say, first)
 
     tokens_before = tokens_until(checkpoint)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
     if end.ended_at_step is not None:
+        memory.leave_if_asked()
         trainer.end()
         return {"stopped": f"ended at step {end.ended_at_step} with a checkpoint; --resume auto continues from it"}
     if rows.held_out is not None:
@@ -237,11 +250,16 @@ def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ran
 
 
 def add_callbacks(
-    trainer: RecipeTrainer, recipe: Recipe, folder: RunFolder, stop: Stop, say: Console, first: list[TrainerCallback]
+    trainer: RecipeTrainer,
+    recipe: Recipe,
+    folder: RunFolder,
+    end_asked: Callable[[], bool],
+    say: Console,
+    first: list[TrainerCallback],
 ) -> EndOnRequest:
     """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
     bar = ProgressBar(say)
-    end = EndOnRequest(lambda: stop.asked, trainer.any_rank)
+    end = EndOnRequest(end_asked, trainer.any_rank)
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
     for callback in (*first, bar, MetricsLog(folder, trainer.loss_scale, bar.show), end):

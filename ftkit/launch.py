@@ -21,11 +21,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,17 @@ from ftkit.watch import BEAT_SECONDS, Watch, counted_signals
 
 @dataclass
 class Stop:
-    """Whether the user asked this rank to end; read at each step."""
+    """Whether the user asked this rank to end, read at each step; and how it ends at once with an error of its own.
+
+    Args:
+        asked: Whether it was asked.
+        rank: Of this process.
+        refused: File in which the launcher looks for the error; None under an outer launcher, where stderr is for that.
+    """
 
     asked: bool = False
+    rank: int = 0
+    refused: Path | None = None
 
     def listen(self, *numbers: signal.Signals) -> None:
         """Take these signals as the wish to end, from now on; SIGHUP only where `nohup` has not silenced it."""
@@ -53,6 +61,18 @@ class Stop:
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, ask)
+
+    def leave(self, error: UserError) -> NoReturn:
+        """End this process at once, from any thread, with an error for the user.
+
+        Nothing is torn down: another thread may be in the middle of anything, and other ranks still hold the group.
+        """
+        if self.refused is not None:
+            self.refused.write_text(str(error), encoding="utf-8")
+        else:  # past Python's buffers, whose locks another thread may hold; one rank tells the whole story
+            told = str(error) if self.rank == 0 else str(error).partition("\n")[0]
+            os.write(2, f"ftkit (rank {self.rank}): {told}\n".encode())
+        os._exit(error.exit_code)
 
 
 def check_ranks(ranks: int, gpus: int) -> None:
@@ -72,17 +92,18 @@ def check_ranks(ranks: int, gpus: int) -> None:
         )
 
 
-def join(entry: str, args: tuple[Any, ...]) -> Any:
+def join(entry: str, args: tuple[Any, ...], rank: int) -> Any:
     """Run the work of one rank in this process, under an outer launcher.
 
     Args:
         entry: `module:function`; it is called as `function(stop, *args)`.
         args: Its arguments.
+        rank: Of this process.
 
     Returns:
         What it returns.
     """
-    stop = Stop()
+    stop = Stop(rank=rank)
     stop.listen(signal.SIGINT, signal.SIGTERM)
     return _work(entry, args, stop)
 
@@ -198,7 +219,7 @@ def _environment(rank: int, ranks: int, port: int, threads: int | None, environ:
 def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: int | None) -> Any:
     """Be one rank: answer once a second, listen for the wish to end, do the work."""
     launcher = os.getppid()
-    stop = Stop()
+    stop = Stop(rank=rank, refused=folder / f"rank-{rank}.refused")
     stop.listen(signal.SIGINT, signal.SIGHUP)
     threading.Thread(target=_beat, args=(folder / f"rank-{rank}.beat",), daemon=True).start()
     if threads is not None:  # torch came with the launcher's own import, before OMP_NUM_THREADS was set in here
@@ -206,12 +227,13 @@ def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: i
     try:
         result = _work(entry, args, stop)
     except BaseException as error:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         if isinstance(error, UserError):
-            (folder / f"rank-{rank}.refused").write_text(str(error), encoding="utf-8")
+            stop.leave(error)
         # The error is on file. A regular exit would tear down a process group that the others still hold, and abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2 if isinstance(error, UserError) else 1)
+        os._exit(1)
     if os.getppid() != launcher:  # it was killed: nobody will fetch the result, and this process would wait for that
         os._exit(1)
     return result

@@ -4,6 +4,7 @@
     metrics.jsonl           one JSON object a logging step
     summary.json            what came of it
     eval_per_example.json   loss of each held-out row, before and after
+    guard.json              who held the memory, if the memory guard ended the run
     checkpoint-N/           what --resume continues from
     model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
 
@@ -50,6 +51,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def guard(self) -> Path:
+        """What the memory guard reported when it ended the run."""
+        return self.path / "guard.json"
+
+    @property
     def per_example(self) -> Path:
         """Loss of each held-out row, before and after."""
         return self.path / "eval_per_example.json"
@@ -86,6 +92,7 @@ class RunFolder:
                 f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with "
                 "--set output.dir=PATH"
             ) from None
+        self.guard.unlink(missing_ok=True)  # of the run before
         found = self.checkpoints()
         if resume is None:
             if found:

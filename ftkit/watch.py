@@ -2,8 +2,8 @@
 
 A rank answers by touching a file once a second from a thread of its own; SIGSTOP stops all threads, and so does a call
 that holds the interpreter for good. Ends are read without reaping the process, which is the launcher's business. When
-ranks have failed, `explain` chooses the cause: a rank killed by a signal goes before one that raised, an error of its
-own before a lost connection, the earlier before the later.
+ranks have failed, `explain` chooses the cause: a rank whose memory guard spoke goes before one killed by a signal, that
+before one that raised, an error of its own before a lost connection, the earlier before the later.
 
 It refuses to guess on a rank that runs but is silent for less than two minutes. What it costs: a poll ten times a
 second, and a stopped rank is named after 15 s, not at once.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ftkit.errors import UserError
+from ftkit.errors import MemoryShort, refusal
 
 if TYPE_CHECKING:  # the door catches the errors of this file, and must not pay for torch
     from torch.distributed.elastic.multiprocessing.api import PContext
@@ -274,12 +274,14 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int]) -> Excepti
             kind = 0 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 2
         else:
             kind = 3 if _LOST_CONNECTION.search(failure.message) and not failure.refusal else 1
+        if isinstance(refusal(failure.refusal, failure.exit_code), MemoryShort) and failure.refusal:
+            kind = -1  # whoever the kernel killed then, died of the same
         return kind, failure.time_ns, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
     if failure.refusal:
-        return UserError(failure.refusal)
+        return refusal(failure.refusal, failure.exit_code)
     name = f"rank {rank} (pid {pids[rank]})"
     resume = "The other ranks were ended; continue from the last checkpoint with --resume auto."
     if failure.message:

@@ -1,0 +1,445 @@
+"""The memory guard: the limits it finds, when it speaks and when not, what it reports, and the real thing in a cgroup."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from ftkit.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
+from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
+from ftkit.guard import END_SECONDS, END_SHARE, SAVE_SECONDS, SAVE_SHARE, WINDOW_SECONDS, WINDOWS, Alarm, Guard
+from ftkit.guard_report import TENANTS, Seat, make_report, other_processes, text_of
+from ftkit.watch import Failure, RankError, explain
+from tests.test_finetune import home, job, recipe  # noqa: F401  (home is a fixture)
+
+MIB, GIB = 1 << 20, 1 << 30
+NO_LIMIT_V1 = 9223372036854771712
+
+# ---- limits
+
+
+def place(root, path, **files):
+    """Write the files of a folder under a fake root; `_` in a name stands for `.`, after the first word."""
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("memory_", "memory.", 1)).write_text(f"{content}\n")
+    return folder
+
+
+def proc(root, cgroup, mounts, total=32 * GIB, available=20 * GIB):
+    place(root, "proc/self", cgroup=cgroup, mountinfo="\n".join(mounts))
+    place(root, "proc", meminfo=f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB")
+
+
+V1_MOUNT = "35 31 0:32 {} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
+V2_MOUNT = "30 23 0:26 {} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+
+
+def v1(root, path, limit, usage, inactive=0, active=0):
+    # The group's own lines come first in the file and leave out the groups below it: they are not the ones.
+    stat = f"cache 7\ninactive_file 3\nactive_file 3\ntotal_inactive_file {inactive}\ntotal_active_file {active}"
+    files = {"memory_limit_in_bytes": limit, "memory_usage_in_bytes": usage, "memory_stat": stat}
+    return place(root, f"sys/fs/cgroup/memory/{path}", **files)
+
+
+def v2(root, path, limit, usage, stat="anon 1"):
+    return place(root, f"sys/fs/cgroup/{path}", memory_max=limit, memory_current=usage, memory_stat=stat)
+
+
+def found(root):
+    return {Path(each.source).name: (each.limit, each.used) for each in BoxMemory.find(root).read()}
+
+
+def test_v1_limits_are_those_of_the_group_and_all_above_it(tmp_path):
+    proc(tmp_path, "4:cpu,memory:/slurm/job/step\n0::/", [V1_MOUNT.format("/")])
+    v1(tmp_path, "", NO_LIMIT_V1, 9 * GIB)
+    v1(tmp_path, "slurm", NO_LIMIT_V1, 9 * GIB)
+    v1(tmp_path, "slurm/job", 4 * GIB, 3 * GIB, inactive=GIB, active=GIB)
+    v1(tmp_path, "slurm/job/step", 6 * GIB, 2 * GIB)
+    v1(tmp_path, "slurm/other", GIB, GIB)
+    assert found(tmp_path) == {
+        "step": (6 * GIB, 2 * GIB),
+        "job": (4 * GIB, GIB),
+        MACHINE: (32 * GIB, 12 * GIB),
+    }
+
+
+def test_v2_limits_leave_out_what_the_kernel_can_take_back(tmp_path):
+    proc(tmp_path, "0::/user.slice/run.scope", [V2_MOUNT.format("/")])
+    v2(tmp_path, "user.slice", 8 * GIB, 5 * GIB)
+    stat = f"anon 5\nfile 7\nshmem 9\ninactive_file {GIB}\nactive_file {MIB}\nslab_reclaimable {MIB}\nslab_unreclaimable 5"
+    v2(tmp_path, "user.slice/run.scope", "max", 5 * GIB, stat)
+    assert found(tmp_path) == {"user.slice": (8 * GIB, 5 * GIB), MACHINE: (32 * GIB, 12 * GIB)}
+    v2(tmp_path, "user.slice/run.scope", 6 * GIB, 5 * GIB, stat)
+    assert found(tmp_path)["run.scope"] == (6 * GIB, 4 * GIB - 2 * MIB)
+
+
+@pytest.mark.parametrize(("path", "root"), [("/docker/a1", "/docker/a1"), ("/docker/a1", "/docker/b2"), ("/../a1", "/")])
+def test_a_container_sees_its_own_group_as_the_root_of_the_mount(tmp_path, path, root):
+    proc(tmp_path, f"9:memory:{path}", [V1_MOUNT.format(root)])
+    v1(tmp_path, "", 2 * GIB, GIB)
+    assert found(tmp_path)["memory"] == (2 * GIB, GIB)
+
+
+def test_what_cannot_be_read_is_no_limit(tmp_path):
+    assert BoxMemory.find(tmp_path).read() == []
+    proc(tmp_path, "garbage\n0::/a\n4:memory:/a", ["garbage", "x - y", V1_MOUNT.format("/"), V2_MOUNT.format("/")])
+    v1(tmp_path, "a", "many", GIB)
+    place(tmp_path, "sys/fs/cgroup/a", memory_max=GIB)
+    assert set(found(tmp_path)) == {MACHINE}
+    place(tmp_path, "sys/fs/cgroup/a", memory_current=MIB, memory_stat="\ninactive_file\nactive_file x\n".strip())
+    (tmp_path / "sys/fs/cgroup/a/memory.stat").unlink()
+    assert found(tmp_path)["a"] == (GIB, MIB)
+
+
+def test_a_reading_of_this_machine_is_cheap():
+    memory = BoxMemory.find()
+    assert any(each.source == MACHINE for each in memory.read())
+    seconds = []
+    for _ in range(50):
+        began = time.perf_counter()
+        memory.read()
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.001
+
+
+# ---- marks
+
+
+class Box:
+    """A memory of 100 GiB that is looked at by hand, and its clock."""
+
+    def __init__(self):
+        self.now, self.used, self.other = 0.0, 50.0, 0.5
+        self.ends = []
+        self.guard = Guard(self, self.ends.append, lambda: self.now)
+
+    def read(self):
+        return [Reading("box", 100 * GIB, round(self.used * GIB)), Reading("other", GIB, round(self.other * GIB))]
+
+    def pass_(self, seconds, used, every=0.05):
+        """Let time pass with so many GiB in use."""
+        self.used = used
+        for _ in range(round(seconds / every)):
+            self.now += every
+            self.guard.look()
+
+    def step(self, seconds=1.0, low=50.0, high=60.0):
+        """Be a step: use rises, and falls again."""
+        self.pass_(seconds / 2, high)
+        self.pass_(seconds / 2, low)
+        return self.guard.step_ended()
+
+
+@pytest.fixture
+def box():
+    return Box()
+
+
+def test_less_than_the_save_mark_asks_for_a_checkpoint_at_the_next_step_end(box):
+    assert box.step(high=100 * (1 - SAVE_SHARE) - 0.1) is None
+    alarm = box.step(seconds=2 * SAVE_SECONDS + 0.2, high=100 * (1 - SAVE_SHARE) + 0.1)
+    assert alarm.reading.source == "box"
+    assert "3%" in alarm.reason
+    assert box.step() is None  # it is judged anew: the step that was too high is over
+    assert not box.ends
+
+
+def test_less_than_the_end_mark_ends_once_and_at_once(box):
+    box.pass_(1.0, 100 * (1 - END_SHARE) - 0.1)
+    assert not box.ends
+    box.pass_(END_SECONDS / 2, 100 * (1 - END_SHARE) + 0.1)
+    assert not box.ends
+    box.pass_(3.0, 100 * (1 - END_SHARE) + 0.1)
+    (alarm,) = box.ends
+    assert alarm.reading.used > 99 * GIB
+
+
+def test_the_tightest_of_several_limits_counts(box):
+    box.other = 0.995
+    box.pass_(1.0, 50.0)
+    assert [alarm.reading.source for alarm in box.ends] == ["other"]
+
+
+def test_spikes_shorter_than_the_times_above_are_ignored(box):
+    for _ in range(20):
+        box.pass_(END_SECONDS / 2, 99.9)  # one look
+        box.pass_(0.05, 98.0)
+        box.pass_(0.5, 50.0)
+        assert box.guard.step_ended() is None
+    assert not box.ends
+
+
+def test_growth_asks_before_the_mark_is_reached(box):
+    alarms = []
+    for number in range(60):
+        alarms.append(box.step(low=30.0, high=70.0 + 0.5 * number))
+        if alarms[-1]:
+            break
+    # 0.5 GiB a second is 1 GiB a window: with four windows' worth left there is time to save.
+    assert 100 - box_high(box) == pytest.approx(WINDOWS * WINDOW_SECONDS * 0.5, abs=1.1)
+    assert "rose by" in alarms[-1].reason
+    assert not box.ends
+
+
+def box_high(box):
+    return max(box.guard.histories["box"].peaks) / GIB
+
+
+def test_a_healthy_run_close_to_its_limit_is_left_alone(box):
+    box.pass_(3.0, 98.0)  # loading
+    box.guard.begin()
+    highs = [60, 80, 92, 92, 92, 96, 92, 93, 94, 94, 96.5, 95, 96, 96.8, 96.8, 96.8]  # jumps: evaluation, the first save
+    for high in highs + [96.8, 95.5] * 30:
+        assert box.step(seconds=2.2, low=40.0, high=high) is None, high
+    assert not box.ends
+
+
+def test_the_thread_looks_and_ends(box):
+    box.used = 99.9
+    box.guard.clock = time.monotonic
+    with box.guard:
+        deadline = time.monotonic() + 20
+        while not box.ends and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert len(box.ends) == 1
+    assert not box.guard.thread.is_alive()
+    assert box.guard.pause_seconds() < 0.1
+
+
+# ---- report
+
+
+@contextmanager
+def child(mib=1):
+    """Start a process that holds so much memory, and wait until it does."""
+    code = f"import time; held = bytearray(b'x') * ({mib} << 20); print('ready', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, "--secret=hunter2"], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        yield process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_report_names_the_tenants_of_each_rank_of_the_box():
+    tenants = dict.fromkeys(TENANTS, 3 * MIB)
+    with child() as rank1:
+        seats = [
+            Seat.own(0, 7, tenants),
+            Seat(1, Seat.own(1, 7, {}).host, rank1, os.getpid(), 7, {**tenants, "state": 0}),
+            Seat(2, "elsewhere", 1, 1, 7, tenants),
+        ]
+        alarm = Alarm(Reading(MACHINE, 32 * GIB, 31 * GIB), "it is so")
+        report = make_report(alarm, seats, outcome="saved", step=7, checkpoint=Path("runs/x/checkpoint-7"))
+    assert json.loads(json.dumps(report)) == report
+    own, other = report["ranks"]
+    assert (own["rank"], other["rank"]) == (0, 1)
+    assert own["tenants_bytes"] == tenants
+    assert own["unexplained_bytes"] == own["rss_bytes"] - 18 * MIB > 0
+    assert report["limit"] == {
+        "source": MACHINE,
+        "bytes": 32 * GIB,
+        "used_bytes": 31 * GIB,
+        "free_bytes": GIB,
+    }
+    text = text_of(report)
+    assert "31,744 MiB of 32,768 MiB are used, 1,024 MiB are left" in text
+    assert "saved runs/x/checkpoint-7 after step 7" in text
+    assert "--resume auto" in text
+    assert "memory.nvme_dir (21 MiB" in text
+    assert all(kind in text for kind in (*TENANTS, "RSS", "unexplained"))
+    assert len(text.splitlines()) < 30
+
+
+def test_other_processes_are_named_without_their_arguments(tmp_path):
+    with child() as worker, child(200) as big:
+        (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n{worker}\n")
+        (tmp_path / "below").mkdir()
+        (tmp_path / "below" / "cgroup.procs").write_text(f"{big}\n0\n999999999\n")
+        own = Seat.own(0, 0, {})
+        told = other_processes([own], str(tmp_path), 0)
+        assert [each["pid"] for each in told] == [big, worker]
+        assert told[0]["rss_bytes"] > 200 * MIB
+        assert told[0]["kin"] == "started by rank 0"
+        assert other_processes([own], str(tmp_path), 2 * told[0]["rss_bytes"]) == []
+        assert all(each["rss_bytes"] > 200 * MIB for each in other_processes([own], MACHINE, 200 * MIB))
+    assert "hunter2" not in json.dumps(told)
+
+
+def test_a_run_that_ended_at_once_says_whether_there_is_something_to_resume():
+    alarm = Alarm(Reading("/sys/fs/cgroup/a", GIB, GIB), "it is so")
+    text = text_of(make_report(alarm, [], outcome="ended", step=3, checkpoint=None))
+    assert "the cgroup /sys/fs/cgroup/a" in text
+    assert "no checkpoint to continue from" in text
+    assert "raise the limit of the cgroup" in text
+    text = text_of(make_report(alarm, [], outcome="ended", step=3, checkpoint=Path("c-2")))
+    assert "at step 3; --resume auto continues from c-2" in text
+
+
+def test_exit_codes_and_the_cause():
+    assert (MemoryShort("x", True).exit_code, MemoryShort("x", False).exit_code) == (RESUME_ME, NOTHING_SAVED) == (75, 71)
+    assert type(refusal("x", 2)) is UserError
+    pids = {0: 10, 1: 11}
+    told = explain({0: Failure(-9), 1: Failure(RESUME_ME, refusal="the report", time_ns=5)}, pids)
+    assert isinstance(told, MemoryShort)
+    assert (str(told), told.exit_code) == ("the report", RESUME_ME)
+    assert isinstance(explain({0: Failure(-9), 1: Failure(2, refusal="a row", time_ns=5)}, pids), RankError)
+    assert isinstance(explain({0: Failure(RESUME_ME)}, {0: 10}), RankError)  # the code alone is no report
+
+
+# ---- in a run
+
+
+class Falling:
+    """A memory of which rank 1 alone sees the end come: at its third step."""
+
+    def __init__(self, rank):
+        self.rank, self.readings = rank, 0
+
+    def read(self):
+        self.readings += 1
+        used = 980 if self.rank == 1 and self.readings > 3 else 500
+        return [Reading("box", 1000 * MIB, used * MIB)]
+
+
+def guarded_job(text):
+    memory = Falling(int(os.environ["RANK"]))
+    with (
+        mock.patch("ftkit.memory_stop.BoxMemory.find", return_value=memory),
+        mock.patch("ftkit.guard.SAVE_SECONDS", 0.0),
+        mock.patch.object(Guard, "_watch"),  # readings are counted: only those of step ends
+        pytest.raises(MemoryShort) as caught,  # a real rank would leave
+    ):
+        job(text)
+    return str(caught.value), caught.value.exit_code
+
+
+def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):  # noqa: F811
+    folder = home / "short"
+    folder.mkdir()
+    (text, code), (others, other_code) = worlds[2].run(guarded_job, recipe(home, "short"))
+    assert (code, other_code) == (RESUME_ME, RESUME_ME)
+    assert [path.name for path in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-4"]
+    assert not (folder / "model").exists()
+    report = json.loads((folder / "guard.json").read_text())
+    assert (report["outcome"], report["step"], report["limit"]["used_bytes"]) == ("saved", 4, 980 * MIB)
+    assert report["checkpoint"].endswith("checkpoint-4")
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    for rank in report["ranks"]:
+        held = rank["tenants_bytes"]
+        # fp32: weights serve as their master, so that the state is two moments of the same size.
+        assert held["state"] == pytest.approx(2 * held["parameters"], rel=0.1)
+        assert held["slots"] > 0
+        assert 0 < sum(held.values()) + rank["unexplained_bytes"] == rank["rss_bytes"]
+    assert text == others == text_of(report)
+
+
+# ---- the real thing
+
+BALLAST = """
+import sys, time
+held, rate = [], float(sys.argv[1])
+while True:
+    held.append(bytearray(b"x") * int(rate * 0.05 * (1 << 20)))
+    time.sleep(0.05)
+"""
+
+
+class Cgroup:
+    """A memory cgroup of this machine, v1 or v2, made and removed."""
+
+    def __init__(self, parent, names):
+        self.folder = parent / f"ftkit-guard-{os.getpid()}"
+        self.group = Group(self.folder, names)
+        self.folder.mkdir()
+        self.limit = self.folder / names.limit
+
+    def tighten(self, free):
+        """Set the limit so that this many bytes are left now."""
+        self.limit.write_text(str(64 * GIB))  # without a limit there is no reading
+        self.limit.write_text(str(self.group.read().used + free))
+
+    def start(self, command, **kwargs):
+        """Start a process in it."""
+        shell = f'echo $$ > {self.folder}/cgroup.procs && exec "$0" "$@"'
+        return subprocess.Popen(["/bin/sh", "-c", shell, *command], **kwargs)
+
+    def kernel_kills(self):
+        for name in ("memory.oom_control", "memory.events"):
+            path = self.folder / name
+            if path.exists():
+                return int(dict(line.split() for line in path.read_text().splitlines()).get("oom_kill", 0))
+        return 0
+
+    def remove(self):
+        """End what is in it, and remove it."""
+        for _ in range(100):
+            for pid in (self.folder / "cgroup.procs").read_text().split():
+                os.kill(int(pid), 9)
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.1)
+
+
+@pytest.fixture
+def cgroup():
+    for parent, names in (("/sys/fs/cgroup/memory", V1), ("/sys/fs/cgroup", V2)):
+        try:
+            group = Cgroup(Path(parent), names)
+        except OSError:
+            continue
+        if group.limit.exists():
+            yield group
+            group.remove()
+            return
+        group.folder.rmdir()
+    pytest.skip("no memory cgroup can be made here, neither v1 nor v2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ends", "batch_tokens", "mib_a_second"), [("saved", 1056, 8), ("ended", 168960, 40)])
+def test_a_run_in_a_small_cgroup_is_ended_by_the_guard_and_not_by_the_kernel(
+    cgroup, tmp_path, ends, batch_tokens, mib_a_second
+):
+    """Another process of the cgroup leaks: with short steps there is time to save; with endless ones there is none."""
+    command = [str(Path(sys.executable).with_name("ftkit")), "finetune", "tiny-cpu", "--nproc", "2"]
+    settings = {"output.dir": tmp_path / "run", "train.batch_tokens": batch_tokens, "train.epochs": 100}
+    settings["data.cache_dir"] = tmp_path / "cache"
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    run = cgroup.start([*command, *words], stderr=subprocess.PIPE, text=True)
+    # The first metrics mean that a step is done; the losses before training, that the first one is about to begin.
+    sign = tmp_path / "run" / ("metrics.jsonl" if ends == "saved" else "eval_per_example.json")
+    while not sign.exists():
+        assert run.poll() is None, run.communicate()[1]
+        time.sleep(0.1)
+    cgroup.tighten(300 * MIB)
+    ballast = cgroup.start([sys.executable, "-c", BALLAST, str(mib_a_second)])
+    _, told = run.communicate(timeout=240)
+    assert cgroup.kernel_kills() == 0, told
+    assert ballast.poll() is None
+    ballast.kill()
+    report = json.loads((tmp_path / "run" / "guard.json").read_text())
+    assert report["outcome"] == ends
+    assert report["limit"]["source"] == str(cgroup.folder)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert ballast.pid in [each["pid"] for each in report["others"]]
+    assert "host memory is running out" in told
+    assert "Traceback" not in told
+    checkpoints = list((tmp_path / "run").glob("checkpoint-*"))
+    if ends == "saved":
+        assert run.returncode == RESUME_ME, told
+        assert report["checkpoint"] == str(checkpoints[0])
+    else:
+        assert run.returncode == NOTHING_SAVED, told
+        assert not checkpoints
