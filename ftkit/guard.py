@@ -2,10 +2,11 @@
 
 [Note: two marks]  for every limit that `box_memory` finds, by its bytes left
 
-    save   less than 3 % of the limit for 0.5 s, or it will be reached within as much time as four windows took, because
-           use rose in each of the last four (a window: 2 s or a step, whichever is longer): save a checkpoint at the end
-           of this step and end
-    end    less than 1 % of the limit for 0.1 s: end at once, with a report, while there is memory to write it
+    save   less than 3 % of the limit (at least 96 MiB) for 0.5 s, or it will be reached within as much time as four windows
+           took, because use rose in each of the last four (a window: 2 s or a step, whichever is longer): save a checkpoint
+           at the end of this step and end
+    end    less than 1 % of the limit (at least 32 MiB) for 0.1 s: end at once, with a report, while there is memory to
+           write it
 
 Use in a healthy run is a saw-tooth: it rises in each step and falls again, and it jumps once at the first evaluation and
 the first save. So growth means that the highest use of a window is above that of the window before, four times in
@@ -17,8 +18,9 @@ another rank's word when nobody may be able to speak, and a report needs each ra
 at step ends, in the collective that asks for Ctrl-C. The price, a reading of 0.1 ms twice a second, is less than telling.
 
 It refuses to judge what it cannot read. What it costs: the last 1 % of the limit is the guard's, and the last 3 % are not
-for a run that means to stay; memory taken faster than the end mark's size in 0.15 s (1 % of 6 GiB: 400 MB/s, of 330 GB:
-20 GB/s) reaches the kernel first. One allocation larger than what is left cannot be foreseen by anybody.
+for a run that means to stay longer than half a second. Memory taken faster than the end mark's size in 0.15 s (1 % of
+6 GiB: 400 MB/s, of 330 GB: 20 GB/s) reaches the kernel first, and one allocation larger than what is left cannot be
+foreseen by anybody.
 """
 
 from __future__ import annotations
@@ -34,16 +36,34 @@ from typing import Protocol
 
 from ftkit.box_memory import Reading
 
-# See [Note: two marks].
-SAVE_SHARE = 0.03
-SAVE_SECONDS = 0.5
-END_SHARE = 0.01
-END_SECONDS = 0.1
+
+@dataclass(frozen=True)
+class Mark:
+    """How little must be left, and for how long, before the guard acts. See [Note: two marks].
+
+    Args:
+        share: Of the limit.
+        least_bytes: For small limits, where the share is less than a few tensors and the report itself.
+        seconds: For which less is left, at every look.
+    """
+
+    share: float
+    least_bytes: int
+    seconds: float
+
+    def bytes(self, limit: int) -> int:
+        """Return the mark of a limit, in bytes left."""
+        return max(round(self.share * limit), self.least_bytes)
+
+
+MIB = 1 << 20
+SAVE = Mark(0.03, 96 * MIB, 0.5)
+END = Mark(0.01, 32 * MIB, 0.1)
 WINDOWS = 4
 WINDOW_SECONDS = 2.0
 POLL_SECONDS = 0.5
-# Between two looks once less than twice the save mark is left.
 NEAR_POLL_SECONDS = 0.05
+"""Between two looks once less than twice the save mark is left."""
 
 
 class Memory(Protocol):
@@ -75,7 +95,7 @@ class History:
     """
 
     last: Reading
-    below: dict[float, float] = field(default_factory=dict)  # share of a mark -> since when less is left (seconds)
+    below: dict[Mark, float] = field(default_factory=dict)  # since when less is left (seconds)
     low: Alarm | None = None  # the save mark was passed since the last step end
     highest: int = 0  # bytes used, in the window that is open
     window_began: float | None = None  # None until the first step has ended
@@ -85,17 +105,22 @@ class History:
         """Take a reading; return an alarm if it is time to end at once."""
         self.last = reading
         self.highest = max(self.highest, reading.used)
-        if self._stays_below(SAVE_SHARE, SAVE_SECONDS, now):
-            self.low = Alarm(reading, f"less than {SAVE_SHARE:.0%} of the limit is left")
-        if self._stays_below(END_SHARE, END_SECONDS, now):
-            return Alarm(reading, f"less than {END_SHARE:.0%} of the limit is left")
+        if self._stays_below(SAVE, now):
+            self.low = Alarm(reading, f"less than {SAVE.bytes(reading.limit) / MIB:,.0f} MiB were left for {SAVE.seconds} s")
+        if self._stays_below(END, now):
+            return Alarm(reading, f"less than {END.bytes(reading.limit) / MIB:,.0f} MiB were left for {END.seconds} s")
         return None
 
-    def _stays_below(self, share: float, seconds: float, now: float) -> bool:
-        if self.last.share >= share:
-            self.below.pop(share, None)
+    @property
+    def near(self) -> bool:
+        """Whether the save mark may soon be reached."""
+        return self.last.free < 2 * SAVE.bytes(self.last.limit)
+
+    def _stays_below(self, mark: Mark, now: float) -> bool:
+        if self.last.free >= mark.bytes(self.last.limit):
+            self.below.pop(mark, None)
             return False
-        return now - self.below.setdefault(share, now) >= seconds
+        return now - self.below.setdefault(mark, now) >= mark.seconds
 
     def step_ended(self, now: float) -> Alarm | None:
         """Return an alarm if it is time to save and end. See [Note: two marks]."""
@@ -114,7 +139,7 @@ class History:
         rise = min(later - earlier for earlier, later in pairwise(peaks))
         if self.last.limit - peaks[-1] >= WINDOWS * rise:  # a rise of nothing never asks
             return None
-        reason = f"use rose by {rise / (1 << 20):,.0f} MiB or more in each of the last {WINDOWS} windows of time"
+        reason = f"use rose by {rise / MIB:,.0f} MiB or more in each of the last {WINDOWS} windows of time"
         return Alarm(self.last, reason)
 
 
@@ -174,7 +199,7 @@ class Guard:
     def pause_seconds(self) -> float:
         """Return the time until the next look: short when memory is."""
         with self.lock:
-            near = any(history.last.share < 2 * SAVE_SHARE for history in self.histories.values())
+            near = any(history.near for history in self.histories.values())
         return NEAR_POLL_SECONDS if near else POLL_SECONDS
 
     def _watch(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ftkit.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
-from ftkit.guard import END_SECONDS, END_SHARE, SAVE_SECONDS, SAVE_SHARE, WINDOW_SECONDS, WINDOWS, Alarm, Guard
+from ftkit.guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
 from ftkit.guard_report import TENANTS, Seat, make_report, other_processes, text_of
 from ftkit.watch import Failure, RankError, explain
 from tests.test_finetune import home, job, recipe  # noqa: F401  (home is a fixture)
@@ -122,7 +122,7 @@ class Box:
         self.guard = Guard(self, self.ends.append, lambda: self.now)
 
     def read(self):
-        return [Reading("box", 100 * GIB, round(self.used * GIB)), Reading("other", GIB, round(self.other * GIB))]
+        return [Reading("box", 100 * GIB, round(self.used * GIB)), Reading("other", 10 * GIB, round(self.other * 10 * GIB))]
 
     def pass_(self, seconds, used, every=0.05):
         """Let time pass with so many GiB in use."""
@@ -144,20 +144,20 @@ def box():
 
 
 def test_less_than_the_save_mark_asks_for_a_checkpoint_at_the_next_step_end(box):
-    assert box.step(high=100 * (1 - SAVE_SHARE) - 0.1) is None
-    alarm = box.step(seconds=2 * SAVE_SECONDS + 0.2, high=100 * (1 - SAVE_SHARE) + 0.1)
+    assert box.step(high=100 * (1 - SAVE.share) - 0.1) is None
+    alarm = box.step(seconds=2 * SAVE.seconds + 0.2, high=100 * (1 - SAVE.share) + 0.1)
     assert alarm.reading.source == "box"
-    assert "3%" in alarm.reason
+    assert "3,072 MiB were left for 0.5 s" in alarm.reason
     assert box.step() is None  # it is judged anew: the step that was too high is over
     assert not box.ends
 
 
 def test_less_than_the_end_mark_ends_once_and_at_once(box):
-    box.pass_(1.0, 100 * (1 - END_SHARE) - 0.1)
+    box.pass_(1.0, 100 * (1 - END.share) - 0.1)
     assert not box.ends
-    box.pass_(END_SECONDS / 2, 100 * (1 - END_SHARE) + 0.1)
+    box.pass_(END.seconds / 2, 100 * (1 - END.share) + 0.1)
     assert not box.ends
-    box.pass_(3.0, 100 * (1 - END_SHARE) + 0.1)
+    box.pass_(3.0, 100 * (1 - END.share) + 0.1)
     (alarm,) = box.ends
     assert alarm.reading.used > 99 * GIB
 
@@ -170,11 +170,16 @@ def test_the_tightest_of_several_limits_counts(box):
 
 def test_spikes_shorter_than_the_times_above_are_ignored(box):
     for _ in range(20):
-        box.pass_(END_SECONDS / 2, 99.9)  # one look
+        box.pass_(END.seconds / 2, 99.9)  # one look
         box.pass_(0.05, 98.0)
         box.pass_(0.5, 50.0)
         assert box.guard.step_ended() is None
     assert not box.ends
+
+
+def test_marks_of_small_limits_are_bytes():
+    assert (SAVE.bytes(100 * GIB), END.bytes(100 * GIB)) == (3 * GIB, GIB)
+    assert (SAVE.bytes(GIB), END.bytes(GIB)) == (96 * MIB, 32 * MIB)
 
 
 def test_growth_asks_before_the_mark_is_reached(box):
@@ -315,7 +320,7 @@ def guarded_job(text):
     memory = Falling(int(os.environ["RANK"]))
     with (
         mock.patch("ftkit.memory_stop.BoxMemory.find", return_value=memory),
-        mock.patch("ftkit.guard.SAVE_SECONDS", 0.0),
+        mock.patch("ftkit.guard.SAVE", Mark(0.03, 0, 0.0)),
         mock.patch.object(Guard, "_watch"),  # readings are counted: only those of step ends
         pytest.raises(MemoryShort) as caught,  # a real rank would leave
     ):
@@ -363,10 +368,14 @@ class Cgroup:
         self.folder.mkdir()
         self.limit = self.folder / names.limit
 
-    def tighten(self, free):
-        """Set the limit so that this many bytes are left now."""
+    def tighten(self, free, seconds):
+        """Watch the use for some seconds, and set the limit so that at its highest this many bytes are left."""
         self.limit.write_text(str(64 * GIB))  # without a limit there is no reading
-        self.limit.write_text(str(self.group.read().used + free))
+        highest, deadline = 0, time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            highest = max(highest, self.group.read().used)
+            time.sleep(0.02)
+        self.limit.write_text(str(highest + free))
 
     def start(self, command, **kwargs):
         """Start a process in it."""
@@ -408,14 +417,14 @@ def cgroup():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "batch_tokens", "mib_a_second"), [("saved", 1056, 8), ("ended", 168960, 40)])
+@pytest.mark.parametrize(("ends", "batch_tokens", "mib_a_second"), [("saved", 1056, 8), ("ended", 168960, 20)])
 def test_a_run_in_a_small_cgroup_is_ended_by_the_guard_and_not_by_the_kernel(
     cgroup, tmp_path, ends, batch_tokens, mib_a_second
 ):
     """Another process of the cgroup leaks: with short steps there is time to save; with endless ones there is none."""
     command = [str(Path(sys.executable).with_name("ftkit")), "finetune", "tiny-cpu", "--nproc", "2"]
     settings = {"output.dir": tmp_path / "run", "train.batch_tokens": batch_tokens, "train.epochs": 100}
-    settings["data.cache_dir"] = tmp_path / "cache"
+    settings.update({"engine.micro_batch": 3, "data.cache_dir": tmp_path / "cache", "show.count": 1, "eval.max_rows": 40})
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     run = cgroup.start([*command, *words], stderr=subprocess.PIPE, text=True)
     # The first metrics mean that a step is done; the losses before training, that the first one is about to begin.
@@ -423,7 +432,7 @@ def test_a_run_in_a_small_cgroup_is_ended_by_the_guard_and_not_by_the_kernel(
     while not sign.exists():
         assert run.poll() is None, run.communicate()[1]
         time.sleep(0.1)
-    cgroup.tighten(300 * MIB)
+    cgroup.tighten(200 * MIB, seconds=6.0)
     ballast = cgroup.start([sys.executable, "-c", BALLAST, str(mib_a_second)])
     _, told = run.communicate(timeout=240)
     assert cgroup.kernel_kills() == 0, told
