@@ -99,8 +99,8 @@ class MemoryStop(TrainerCallback):
     def leave_if_asked(self) -> None:
         """Report and leave, if this run saved and ended because the guard of a rank asked for it.
 
-        A collective: every rank calls it after training. It leaves at once, because a regular end holds the memory for
-        some seconds more, and the guard watches until then.
+        A collective: every rank calls it after training. The process is not torn down in order, because that holds the
+        memory for some seconds more; the guard watches until it is gone.
         """
         if not self.trainer.any_rank(self.asked):
             return
@@ -113,18 +113,20 @@ class MemoryStop(TrainerCallback):
         if self.rank == 0:
             write_json(self.folder.guard, told)
         self.trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
+        self.trainer.end()
         self.leave(MemoryShort(text_of(told), resumable=True))
 
     def end_at_once(self, alarm: Alarm) -> None:
         """Write the report with what is known here, and leave; in the guard's thread."""
-        checkpoint = self._last_checkpoint()
-        resumable = checkpoint is not None and checkpoint not in self.found
+        text, resumable = f"host memory is running out: {alarm.reason} ({alarm.reading})", False
         try:
+            checkpoint = self._last_checkpoint()
+            resumable = checkpoint is not None and checkpoint not in self.found
             told = make_report(alarm, self.seats, outcome="ended", step=self.step, checkpoint=checkpoint)
             text = text_of(told)
             write_json(self.folder.guard, told)
-        except (OSError, MemoryError) as error:
-            text = f"host memory ran out ({alarm.reason}: {alarm.reading}), and {self.folder.guard} not written: {error}"
+        except Exception as error:  # whatever it is: there is no time, and nobody else who would end the run in order
+            text = f"{text}\n{self.folder.guard} could not be written: {type(error).__name__}: {error}"
         self.leave(MemoryShort(text, resumable))
 
     def _last_checkpoint(self) -> Path | None:
