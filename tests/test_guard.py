@@ -15,6 +15,8 @@ from ftkit.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
 from ftkit.guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
 from ftkit.guard_report import TENANTS, Seat, make_report, other_processes, text_of
+from ftkit.memory_stop import MemoryStop
+from ftkit.run_folder import RunFolder
 from ftkit.watch import Failure, RankError, explain
 from tests.test_finetune import home, job, recipe  # noqa: F401  (home is a fixture)
 
@@ -299,6 +301,24 @@ def test_exit_codes_and_the_cause():
     assert (str(told), told.exit_code) == ("the report", RESUME_ME)
     assert isinstance(explain({0: Failure(-9), 1: Failure(2, refusal="a row", time_ns=5)}, pids), RankError)
     assert isinstance(explain({0: Failure(RESUME_ME)}, {0: 10}), RankError)  # the code alone is no report
+
+
+def test_the_end_at_once_is_resumable_if_this_run_saved(tmp_path):
+    left = []
+    alarm = Alarm(Reading(MACHINE, GIB, GIB), "it is so")
+    (tmp_path / "checkpoint-2").mkdir()
+    stop = MemoryStop(RunFolder(tmp_path), 0, left.append)
+    stop.end_at_once(alarm)
+    (tmp_path / "checkpoint-4").mkdir()
+    stop.end_at_once(alarm)
+    # Started again and again with --resume auto, a run that saves nothing new would never stop being started.
+    assert [error.exit_code for error in left] == [NOTHING_SAVED, RESUME_ME]
+    assert "continues from" in str(left[0])
+    assert json.loads((tmp_path / "guard.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-4")
+    stop.folder = RunFolder(tmp_path / "gone")
+    stop.end_at_once(alarm)
+    assert "RSS" in str(left[2])
+    assert "guard.json could not be written: FileNotFoundError" in str(left[2])
 
 
 # ---- in a run

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ftkit import launch, watch
-from ftkit.errors import UserError
+from ftkit.errors import RESUME_ME, MemoryShort, UserError
 from ftkit.outer import first_host, outer_job, threads_per_rank
 from ftkit.watch import Failure, RankError, StoppedError, explain
 
@@ -78,6 +78,14 @@ def listeners(stop):
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
 
 
+def leave_short_of_memory(stop):
+    if join_world() == 1:
+        threading.Thread(target=stop.leave, args=(MemoryShort("the report\nof rank 1", resumable=True),)).start()
+    dist.all_reduce(torch.ones(1))
+    if stop.rank == 1:
+        time.sleep(60)
+
+
 def leave_on_rank_1(stop):
     if join_world() == 1:
         os._exit(0)
@@ -134,6 +142,13 @@ def test_an_exception_is_told_once_with_its_rank_and_traceback():
 def test_a_refusal_in_a_rank_is_the_users_error():
     with pytest.raises(UserError, match=r"data\.jsonl:3: the row has no text"):
         start(refuse_on_rank_1)
+
+
+def test_a_rank_leaves_with_its_report_from_any_thread():
+    with pytest.raises(MemoryShort, match="the report\nof rank 1") as caught:
+        start(leave_short_of_memory)
+    assert caught.value.exit_code == RESUME_ME
+    assert not children()
 
 
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
