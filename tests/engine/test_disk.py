@@ -562,7 +562,7 @@ os.pwritev = None
 file.write(0, torch.ones(1 << 22, dtype=torch.int8))
 print(sorted(os.listdir(disk.path)))
 """
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert process.stdout.strip() == f"['a.safetensors', '{LOCK}']", process.stderr
     assert "a thread failed" in process.stderr
     assert not list(tmp_path.iterdir())
