@@ -63,4 +63,7 @@ bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
-.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-cap bench-offload
+bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on a CPU
+	$(BIN)/python -m benchmarks.plan_against_runs
+
+.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-cap bench-offload bench-plan

@@ -12,6 +12,7 @@ threads must be in the environment before torch is first imported.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -24,6 +25,8 @@ from rich.markup import escape
 
 from ftkit.errors import UserError
 from ftkit.outer import outer_job
+from ftkit.plan.hardware import box as find_box
+from ftkit.plan.show import show_plan
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
@@ -79,6 +82,31 @@ def finetune(
         result = launch.start("ftkit.finetune:run", arguments, ranks, environ=os.environ, say=_say)
     if result.get("stopped"):
         raise StoppedError(result["stopped"])
+
+
+@app.command()
+def plan(
+    recipe: RecipeName,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option(metavar="NAME", help="A box by name; default: this machine.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on the box; default: one a GPU, or 1.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object, sizes in bytes.")] = False,
+) -> None:
+    """Say what a recipe takes on each tier, and whether it fits, before anything is started."""
+    facts = load(recipe, overrides)
+    box = find_box(hardware) if hardware is not None else None
+    ranks = nproc or (facts.ranks if facts.ranks != "auto" else box.gpus or 1) if box else _ranks(facts, nproc)
+    if box is not None and box.gpus and ranks > box.gpus:
+        raise UserError(f"--hardware {box.name} has {box.gpus} GPUs, {ranks} ranks need one each; lower --nproc or ranks")
+    from ftkit.planning import plan_recipe  # here, see the top of this file
+
+    made = plan_recipe(facts, ranks, box)
+    if as_json:
+        typer.echo(json.dumps({"hardware": hardware, **made.as_dict()}, indent=1))
+    else:
+        show_plan(Console(soft_wrap=True, highlight=False), made)
 
 
 @recipes_app.command("list")

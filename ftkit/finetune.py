@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,18 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
-from ftkit.arguments import compute_dtype, lora_config, training_arguments
+from ftkit.arguments import compute_dtype, training_arguments
+from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
 from ftkit.generate import answer
 from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
-from ftkit.hf.loading import load_model
-from ftkit.hf.settings import DTYPES
+from ftkit.hf.shapes import common_limits, disk_free
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
-from ftkit.progress import GIB, EndOnRequest, MetricsLog, ProgressBar
+from ftkit.plan.choice import KINDS, Plan
+from ftkit.plan.show import show_plan
+from ftkit.planning import build, plan_model, plan_recipe, settings_of
+from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
@@ -85,14 +88,17 @@ def _run(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     tokenizer = load_tokenizer(recipe.model)
+    arguments = training_arguments(recipe, ranks)
+    model = build_model(recipe)
+    check_fit(model, tokenizer, recipe.data.sequence_tokens)
+    plan = follow_plan(recipe, model, arguments, ranks)
     rows = prepare_rows(recipe, tokenizer)
     asked = questions(recipe.show) if recipe.show else []
-    arguments = training_arguments(recipe, ranks)
     [checkpoint] = broadcast_object_list([checkpoint])  # ranks of an outer job have each looked for themselves
     arguments.eval_on_start = rows.held_out is not None and checkpoint is None
     say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
     say.print(escape(str(rows.prepared.report)))
-    trainer = make_trainer(recipe, rows, tokenizer, arguments, ranks)
+    trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
     if trainer.is_world_process_zero():
         write(folder.recipe, recipe.dump())
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
@@ -112,7 +118,7 @@ def _run(
         trainer.evaluate()
     after = shown.answers(trainer.model) if asked else []
     trainer.save_model(str(folder.model))
-    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), tokens_before)
+    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, tokens_before)
     if trainer.is_world_process_zero():
         write_json(folder.summary, {**summary, "answers": shown.records(after)})
         show_answers(say, shown.records(after))
@@ -173,19 +179,7 @@ def build_model(recipe: Recipe) -> Any:
     Raises:
         UserError: See `ftkit.hf.loading.load_model`.
     """
-    try:
-        return load_model(
-            recipe.model.name,
-            task=recipe.task,
-            revision=recipe.model.revision,
-            config=recipe.model.config,
-            trust_remote_code=recipe.model.trust_remote_code,
-            adapter=lora_config(recipe.adapter, recipe.task),
-        )
-    except ValueError as error:
-        if recipe.adapter is None or isinstance(error, UserError):
-            raise
-        raise UserError(f"adapter: PEFT refuses it for this model: {error}") from error
+    return build(recipe, recipe.model.name, recipe.model.config)
 
 
 def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
@@ -227,11 +221,25 @@ def decoder_inputs(recipe: Recipe, model: Any) -> Callable[[Any], Any] | None:
     return make
 
 
-def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ranks: int) -> RecipeTrainer:
-    """Load the model and put it, the rows and the recipe's wishes into a Trainer."""
-    model = build_model(recipe)
-    check_fit(model, tokenizer, recipe.data.sequence_tokens)
-    micro_batch, accumulation = split_batch(recipe, ranks)
+def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
+    """Plan the run, the same on all ranks, and put what was chosen into the Trainer's arguments.
+
+    Raises:
+        DoesNotFit: With numbers and ways out, before anything is allocated.
+    """
+    limits = common_limits(settings_of(recipe, ranks), Communicator(arguments.device))
+    plan = plan_model(recipe, model, ranks, replace(limits, disk_bytes=disk_free(recipe.output.dir)))
+    way = plan.way
+    chosen = {key: getattr(way, key) for key in ("stage", "activations", "weights", *KINDS)}
+    arguments.ftkit = {**arguments.ftkit, **chosen, "update": "deferred" if way.deferred else "now"}
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = way.micro_batch
+    arguments.gradient_accumulation_steps = plan.accumulation * way.parts
+    return plan
+
+
+def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, arguments: Any) -> RecipeTrainer:
+    """Put the model, the rows and the recipe's wishes into a Trainer."""
+    micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     trainer = RecipeTrainer(
         model=model,
         args=arguments,
@@ -240,7 +248,7 @@ def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, arguments: Any, ran
         processing_class=tokenizer,
         data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model)),
         order=rows.prepared.order(recipe.train.seed),
-        step_sequences=micro_batch * accumulation * ranks,
+        step_sequences=micro_batch * accumulation * arguments.world_size,
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
@@ -325,8 +333,10 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         UserError: As `run` would.
     """
     say = Console(soft_wrap=True, highlight=False)
-    micro_batch, accumulation = split_batch(recipe, ranks)
+    split_batch(recipe, ranks)
     tokenizer = load_tokenizer(recipe.model)
+    plan = plan_recipe(recipe, ranks)
+    micro_batch, accumulation = plan.way.micro_batch, plan.accumulation * plan.way.parts
     rows = prepare_rows(recipe, tokenizer)
     step_sequences = micro_batch * accumulation * ranks
     epoch_steps = len(WholeSteps(rows.prepared.order(recipe.train.seed), step_sequences)) // step_sequences
@@ -340,10 +350,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     say.print(escape(str(rows.prepared.report)))
     say.print(f"held out: {len(rows.held_out) if rows.held_out is not None else 0} rows")
     say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
-    # Weights and gradients in the compute dtype; masters and Adam's two moments in fp32 (ZeRO, arXiv:1910.02054).
-    itemsize = DTYPES[dtype].itemsize
-    state_bytes = numel * itemsize + trained * (itemsize + 12)
-    say.print(f"state: {state_bytes / GIB:.2f} GiB in all, {state_bytes / ranks / GIB:.2f} GiB a rank at stage 3")
+    show_plan(say, plan)
     say.print(
         f"step: {recipe.train.batch_tokens:,} tokens = {ranks} ranks x {micro_batch} sequences x {accumulation} "
         f"micro-batches x {recipe.data.sequence_tokens:,} tokens"

@@ -19,6 +19,8 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ftkit.held_out import read_before, write_rows
+from ftkit.plan.choice import Plan
+from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.run_folder import RunFolder
@@ -27,7 +29,7 @@ PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", 
 
 
 def summarise(
-    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, tokens_before: int = 0
+    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, plan: Plan, tokens_before: int = 0
 ) -> dict[str, Any]:
     """Return what summary.json holds, and write the loss of each held-out row; all ranks take part.
 
@@ -36,6 +38,7 @@ def summarise(
         folder: Of the run.
         seconds: Of training, the evaluations in between included.
         dtype: Of compute: fp32, bf16 or fp16.
+        plan: Of the run; its peaks stand beside those measured.
         tokens_before: Seen before the checkpoint that the run was continued from: they took other seconds.
     """
     peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
@@ -58,6 +61,8 @@ def summarise(
         "eval_after": after.summary() if after else None,
         "evaluations": [each.summary() for each in noted],
         "peaks_per_rank": peaks,
+        "planned_per_rank": planned(plan),
+        "plan": plan.as_dict(),
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
@@ -69,6 +74,12 @@ def tokens_until(checkpoint: str | None) -> int:
     if checkpoint is None:
         return 0
     return int(TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).num_input_tokens_seen)
+
+
+def planned(plan: Plan) -> dict[str, int]:
+    """Return the peaks of a rank as the plan has them: on a device those of torch's allocator, which is what is measured."""
+    device = plan.memory.peak("device")
+    return {"device_bytes": max(device - DEVICE_RUNTIME, 0), "host_bytes": plan.memory.peak("host")}
 
 
 def versions() -> dict[str, str]:
@@ -112,9 +123,10 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {rows} rows"))
     elif after is not None:
         lines.append(("held-out loss", f"{after:.4f}"))
-    peak = max(each["host_bytes"] for each in summary["peaks_per_rank"])
-    lines.append(("peak a rank", f"host {peak / GIB:.2f} GiB"))
-    device_peak = max(each["device_bytes"] for each in summary["peaks_per_rank"])
-    if device_peak:
-        lines[-1] = ("peak a rank", f"GPU {device_peak / GIB:.2f} GiB, host {peak / GIB:.2f} GiB")
+    told = []
+    for name, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
+        peak, plan = max(each[key] for each in summary["peaks_per_rank"]), summary["planned_per_rank"][key]
+        if peak:
+            told.append(f"{name} {peak / GIB:.2f} GiB ({plan / GIB:.2f} planned)")
+    lines.append(("peak a rank", ", ".join(told)))
     return [*lines, ("model", str(folder.model)), ("results", str(folder.path))]

@@ -65,6 +65,7 @@ class Units:
         self.aliases: dict[str, str] = {}
         self.outside: list[FlatParameter] = []  # resident lines that belong to no unit
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
+        self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self._registered: tuple[object, ...] = ()
@@ -365,6 +366,33 @@ def _sort(
             key = ("leaf", name, parameter.requires_grad, dtype, 0)
         lines.setdefault(key, []).append((name, parameter))
     return lines
+
+
+@dataclass(frozen=True)
+class Members:
+    """The parameters that will lie on one line: kind is 'block', 'leaf' or 'whole', owner the block's or leaf's name."""
+
+    kind: str
+    owner: str
+    trained: bool
+    dtype: torch.dtype
+    numel: int
+
+
+def lines_of(
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    *,
+    compute_dtype: torch.dtype | None,
+    whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+    wide: Callable[[str], bool] = lambda name: False,
+) -> list[Members]:
+    """Return the lines that `shard` would make, without making them: for the plan. Arguments as there."""
+    sorted_ = _sort(model, blocks, _bindings(model), whole, wide, Policy(compute_dtype=compute_dtype))
+    return [
+        Members(kind, owner, trained, dtype, sum(parameter.numel() for _, parameter in members))
+        for (kind, owner, trained, dtype, _), members in sorted_.items()
+    ]
 
 
 def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -31,10 +30,9 @@ from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
-from ftkit.plan.memory import GIB, Shape, choose
-
-CPU_SHARE = 0.8
-"""Part of the free RAM that ranks of a CPU run may use together, where no memory is granted by number."""
+from ftkit.hf.shapes import common_limits, forced_of, shape_of
+from ftkit.plan.choice import KINDS, Plan, make_plan
+from ftkit.plan.shape import Shape
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -217,7 +215,7 @@ def shard(
     dtype = DTYPES.get(settings.dtype)
     check_dtype(dtype or next(model.parameters()).dtype, device)
     _refuse(model, comm.world_size)
-    policy = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
+    policy, plan = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
@@ -227,7 +225,7 @@ def shard(
         comm=comm,
         policy=policy,
         entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
-        whole=is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False,
+        whole=_is_whole(model),
         wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
         arguments=without_caches,
         fingerprint=adapter_switches,
@@ -237,6 +235,7 @@ def shard(
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
+    units.plan = plan
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
@@ -324,65 +323,60 @@ def _policy(
     tokens: int,
     accumulation_steps: int,
     parts: int,
-) -> Policy:
-    """Return the policy: what is forced, and for the rest the fastest way that fits on every rank."""
-    wide = settings.gradient_dtype == "fp32" or (settings.gradient_dtype == "auto" and accumulation_steps > 1)
-    shape = replace(_shape(model, blocks, comm.world_size, dtype, tokens), gradient_itemsize=4 if wide else 0)
-    granted = settings.device_gib * GIB if settings.device_gib else _granted_bytes(comm)
-    choice = choose(
-        shape,
-        int(min(comm.all(granted))),
-        stage=None if settings.stage == "auto" else settings.stage,
-        activations=None if settings.activations == "auto" else settings.activations,
-        weights=None if settings.weights == "auto" else settings.weights,
-    )
-    placement = Placement(
-        *(_tier(getattr(settings, kind)) for kind in ("parameters", "gradients", "state", "kept")),
-    )
-    beside = placement.state == "nvme" or (placement.state == "host" and comm.device.type == "cuda")
-    return Policy(
-        placement=placement,
-        deferred_update=settings.update == "deferred" or (settings.update == "auto" and beside),
-        parts=parts,
-        stage=choice.stage,
-        activations=choice.activations,
-        weights=choice.weights,
+) -> tuple[Policy, Plan]:
+    """Return the policy, what is forced and for the rest the fastest way that fits on every rank; and the plan behind it."""
+    limits = common_limits(settings, comm)
+    decided = "auto" not in (settings.stage, settings.activations, settings.weights)
+    if decided and settings.device_gib is None and settings.host_gib is None:
+        limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
+    shape = model_shape(model, blocks, comm.world_size, dtype, tokens, cpu=limits.cpu)
+    forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
+    plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
+    way = plan.way
+    policy = Policy(
+        stage=way.stage,
+        activations=way.activations,
+        weights=way.weights,
         compute_dtype=dtype,
-        gradient_dtype=torch.float32 if wide else None,
+        gradient_dtype=torch.float32 if plan.shape.gradient_itemsize == 4 else None,
         prefetch=settings.prefetch,
+        placement=Placement(*(_tier(getattr(way, kind)) for kind in KINDS)),
+        deferred_update=way.deferred,
+        parts=parts,
         debug=settings.debug,
     )
+    return policy, plan
+
+
+def model_shape(
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    world_size: int,
+    dtype: torch.dtype | None,
+    sequence_tokens: int,
+    *,
+    cpu: bool,
+    checkpoints: int | None = None,
+) -> Shape:
+    """Return what the plan knows of a model, sharded as `shard` does it; see `ftkit.hf.shapes.shape_of`."""
+    source = getattr(model, "_ftkit_source", None)
+    return shape_of(
+        model,
+        blocks,
+        world_size=world_size,
+        dtype=dtype,
+        sequence_tokens=sequence_tokens,
+        whole=_is_whole(model),
+        wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
+        cpu=cpu,
+        fresh=source is not None and not source.files,
+        checkpoints=checkpoints,
+    )
+
+
+def _is_whole(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
+    return is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False
 
 
 def _tier(wanted: str) -> Tier:
-    """Return the tier for what a user said."""
-    return "device" if wanted == "auto" else wanted  # type: ignore[return-value]
-
-
-def _granted_bytes(comm: Communicator) -> float:
-    """Return what this rank may use: the free device memory less a reserve, or its share of the free RAM."""
-    if comm.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(comm.device)
-        return free - 0.06 * total
-    return CPU_SHARE * psutil.virtual_memory().available / comm.world_size
-
-
-def _shape(
-    model: nn.Module, blocks: list[tuple[str, nn.Module]], world_size: int, dtype: torch.dtype | None, tokens: int
-) -> Shape:
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    inside = {id(p) for _, block in blocks for p in block.parameters()}
-    parameters = list(model.parameters())
-    return Shape(
-        numel=sum(p.numel() for p in parameters),
-        trainable_numel=sum(p.numel() for p in parameters if p.requires_grad),
-        widest_numel=max(sum(p.numel() for p in block.parameters()) for _, block in blocks),
-        leaf_numel=max((p.numel() for p in parameters if id(p) not in inside), default=0),
-        blocks=len(blocks),
-        hidden=getattr(text, "hidden_size", 0) or max(p.shape[-1] for p in parameters if p.dim() > 1),
-        vocabulary=getattr(text, "vocab_size", 0) or 0,
-        tokens=tokens,
-        itemsize=(dtype or parameters[0].dtype).itemsize,
-        world_size=world_size,
-    )
+    return wanted  # type: ignore[return-value]

@@ -480,9 +480,10 @@ def _initialise(units: Units, missing: set[str]) -> dict[str, Origin]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         concerned = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
+        home = device if units.tiers.tier("state") == "device" else torch.device("cpu")
         owners = [_owners(units.model, flat) for flat in concerned]
         with _set_aside(units.model):
-            fresh = {flat.name: _initialise_line(flat, line, missing) for flat, line in zip(concerned, owners)}
+            fresh = {flat.name: _initialise_line(flat, line, missing, home) for flat, line in zip(concerned, owners)}
     return {flat.name: fresh[flat.name] for flat in concerned if flat.trainable and flat.dtype != torch.float32}
 
 
@@ -513,8 +514,10 @@ def _empty(parameter: Tensor) -> nn.Parameter:
     return empty
 
 
-def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]) -> Origin:
-    """Initialise one line, the others being set aside: in fp32, whole, each rank keeping its part."""
+def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str], home: torch.device) -> Origin:
+    """Initialise one line, the others being set aside: in fp32, whole, each rank keeping its part, at `home`, which is
+    where the master will be made of it.
+    """
     full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.comm.device)
     fresh = []
     for segment in flat.layout.segments:
@@ -530,7 +533,7 @@ def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]
         _register(owners, [_empty(parameter) for parameter in flat.parameters])
     _fill_weights(flat, lambda span, out: span.segment.name in missing and out.copy_(full[span.start : span.stop]))
     first, last = flat.layout.shard_range(flat.rank)
-    own = full[first:last].clone()
+    own = full[first:last].to(home, copy=True)
 
     def fill(start: int, out: Tensor) -> None:
         begin = first + start

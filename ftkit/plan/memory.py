@@ -1,106 +1,354 @@
-"""Whether a model fits the memory that was granted, and the cheapest way to hold it.
+"""Bytes: what a run takes on each tier, for each purpose, at its peaks, before anything is allocated.
 
-This is the minimal chooser: it adds up what a stage keeps on one rank, what a block's activations take, and the logits,
-and takes the first of a short list of ways, from fast to small, that fits. It knows integers only: no torch, no model.
+[Note: the purposes]   one rank; S, W*S: elements of a shard, of all shards of a line
+
+    parameters       S or W*S of each line, compute dtype            on their tier
+    gradients        S (or W*S where they are reduced late)          on their tier
+    master, moments  S of each trained line, fp32, one and two       on the state's tier
+    slots            two of the widest block's weights, one of its gradient; all weights where they are held    device
+    staging          host buffers between tiers: reading weights ahead, draining gradients, updating pieces     host
+    kept inputs      of recomputed blocks, from forward to backward  on their tier
+    workspace        the widest block's graph; all graphs where activations are kept                            device
+    logits           and what the loss makes of them                 device
+    leaves           embedding and head, gathered, and a gradient    device
+    initial values   exact fp32 values of weights that were not read from files, until the first step
+    runtime          what Python, torch and the collectives hold
+
+The permanent bytes are exact: tests compare them with the engine's own storages. Activations, logits and runtime are
+estimates, calibrated against measured runs (benchmarks/plan_against_runs.py). The moments are four: load, train, save,
+resume. Within train the worst of four instants counts: at the loss, inside a block's backward, at the embedding's gradient,
+in the update. On a CPU the worst of each purpose counts, because malloc gives little back between them.
+
+It knows no torch and no model: a `Shape` and a `Way` in, integers out.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ftkit.errors import UserError
+from ftkit.plan.shape import Placed, Shape, Way
 
-GIB = 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-ACTIVATION_BYTES_FACTOR = 17
-"""Elements that a kept block's graph holds for each token and hidden unit (attention, gated MLP, norms; flash-like
-attention). Source: 34 bytes in 16 bit, Korthikanti et al., arXiv:2205.05198, section 4.1, without the s^2 term."""
+MOMENTS = ("load", "train", "save", "resume")
+
+# The engine's sizes, which this room may not import for they live beside torch; tests/plan compares them.
+SLOT_ALIGNMENT_BYTES = 256  # transfer.ALIGNMENT_BYTES
+READ_AHEAD_BUFFERS = 3  # transfer.READ_AHEAD + 1
+DRAIN_BUFFERS = 2  # drain.BUFFERS
+UPDATE_SLOTS = 6  # update.SLOTS
+CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
+DISK_PIECE_NUMEL = 1 << 20  # disk.PIECE_NUMEL
+KEPT_STAGING = 4  # kept.STAGING
+KEPT_ROUND_BYTES = 16384  # kept._padded_bytes
+FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
+STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
+
+ADAM_MOMENTS = 2
+"""fp32 numbers of a trained element besides its master (arXiv:1412.6980)."""
+
+LOGIT_BYTES = 12
+"""Of one logit at the loss's backward, whatever the compute dtype: log-softmax, the gradient of the picked ones and that
+of the logits, fp32 each (torch's cross entropy on `logits.float()`, as transformers computes it)."""
+
+BACKWARD_SHARE = (1, 3)
+"""Of a block's graph, that its backward needs on top, while most of the graph still lives."""
+
+RUNTIME = {"cpu": 832 * MIB, "cuda": 2560 * MIB}
+"""Host bytes of a rank with a model of nothing: imports, threads, compiled loops, malloc's arenas. Measured on a CPU under
+`ftkit finetune` (torch 2.13, transformers 5): 540 MiB when the model is built, 650 before the first step, 680 after it; and
+up to 150 more that differ between equal ranks of one run. With CUDA it was not measured."""
+
+HEAP_SHARE = (15, 100)
+"""Of what comes and goes on a CPU: what malloc does not give back in between. Measured, see the benchmark."""
+
+CONTEXT_BYTES = 448 * MIB
+"""Of a CUDA context: what is gone from a GPU before anything is allocated."""
+
+DEVICE_RUNTIME = CONTEXT_BYTES + 448 * MIB
+"""The context, NCCL's buffers and cuBLAS' workspace. Source: reference/performance-model.md, C6 (about 1 GB together)."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the chooser knows of a run.
+class Item:
+    """So many bytes for one purpose on one tier of one rank, at some of the moments."""
+
+    purpose: str
+    tier: str
+    size_bytes: int
+    moments: tuple[str, ...] = MOMENTS
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank takes, and all ranks together on the checkpoint disk.
 
     Args:
-        numel: all parameters. trainable_numel: those with gradients and state. widest_numel: the largest block.
-        leaf_numel: the largest parameter outside blocks. blocks: their number. hidden: model width. vocabulary: rows
-            of the head, 0 if it has none. tokens: of one micro-batch on one rank. itemsize: bytes of the compute dtype.
-        world_size: ranks.
+        items: of one rank. checkpoint_bytes: on the disk of `output.dir`.
     """
 
-    numel: int
-    trainable_numel: int
-    widest_numel: int
-    leaf_numel: int
-    blocks: int
-    hidden: int
-    vocabulary: int
-    tokens: int
-    itemsize: int
-    world_size: int
-    gradient_itemsize: int = 0  # bytes of an element of a gradient that is kept between micro-batches; 0: itemsize
+    items: tuple[Item, ...]
+    checkpoint_bytes: int
+
+    def purposes(self, tier: str, moment: str = "train") -> dict[str, int]:
+        """Return the bytes of each purpose on a tier at a moment."""
+        found: dict[str, int] = defaultdict(int)
+        for item in self.items:
+            if item.tier == tier and moment in item.moments and item.size_bytes:
+                found[item.purpose] += item.size_bytes
+        return dict(found)
+
+    def at(self, tier: str, moment: str) -> int:
+        """Return the bytes on a tier at a moment."""
+        return sum(self.purposes(tier, moment).values())
+
+    def peak_moment(self, tier: str) -> str:
+        """Return the moment at which a tier holds most."""
+        return max(("train", *MOMENTS), key=lambda moment: self.at(tier, moment))
+
+    def peak(self, tier: str) -> int:
+        """Return the most bytes that a tier ever holds."""
+        return self.at(tier, self.peak_moment(tier))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A way to hold the model, and what it is expected to take on one rank, in bytes."""
+def memory(shape: Shape, way: Way, *, cpu: bool) -> Memory:
+    """Return what one rank takes.
 
-    stage: int
-    activations: str
-    weights: str
-    expected_bytes: int
+    Args:
+        cpu: the rank computes on the host: device and host are then one memory, and everything is counted as host.
+    """
+    items = [*_weights(shape, way), *_state(shape, way, cpu=cpu), *_slots(shape, way), *_staging(shape, way, cpu=cpu)]
+    items += [*_instants(shape, way, cpu=cpu), *_files(shape, way), *_runtime(shape, cpu=cpu)]
+    if cpu:
+        items = [Item(i.purpose, "host" if i.tier == "device" else i.tier, i.size_bytes, i.moments) for i in items]
+    return Memory(tuple(items), _checkpoint_bytes(shape))
 
 
-WAYS = ((2, "keep", "free"), (3, "keep", "hold"), (3, "keep", "free"), (2, "recompute", "free"), (3, "recompute", "free"))
-"""(stage, activations, weights), from fast to small."""
+# --- what stays
 
 
-def expected_bytes(shape: Shape, stage: int, activations: str, weights: str) -> int:
-    """Return the bytes that one rank needs in training."""
-    world, size = shape.world_size, shape.itemsize
-    masters = 8 if size == 4 else 12  # bytes a parameter: two moments, and a master where weights are narrower
-    share = [1, 1, 1, world][stage]
-    total = shape.numel * size // share
-    total += shape.trainable_numel * (shape.gradient_itemsize or size) // (world if stage >= 2 else 1)
-    total += shape.trainable_numel * masters // (1 if stage == 0 else world)
-    if stage == 3:
-        held = shape.numel if weights == "hold" else 2 * shape.widest_numel
-        total += held * size + 2 * shape.leaf_numel * size
-    if stage >= 2:
-        total += shape.widest_numel * size + shape.leaf_numel * size
-    block = shape.tokens * shape.hidden * size * ACTIVATION_BYTES_FACTOR
-    inputs = shape.blocks * shape.tokens * shape.hidden * size
-    total += inputs + block * (shape.blocks if activations == "keep" else 1)
-    total += shape.tokens * shape.vocabulary * (4 + 2 * size)
+AFTER_LOAD = ("train", "save", "resume")
+
+
+def _weights(shape: Shape, way: Way) -> Iterator[Item]:
+    """Parameters and gradients of every line."""
+    world = shape.world_size
+    owners = way.owners(world)
+    for placed, count in shape.counted:
+        line = placed.line
+        shard, full = count * line.shard_numel(owners), count * line.padded_numel(owners)
+        if way.resident(placed, world):
+            yield Item("parameters", "device", full * line.itemsize)
+        else:
+            yield Item("parameters", way.parameters, shard * line.itemsize)
+        if not line.trained:
+            continue
+        itemsize = shape.gradient_itemsize or line.itemsize
+        if way.reduced_late(placed, world):
+            yield Item("gradients", "device", full * itemsize, ("train", "save"))
+        else:
+            # below the device their room is taken at once; on it with the first backward
+            moments = ("train", "save") if way.gradients == "device" else MOMENTS
+            yield Item("gradients", way.gradients, shard * itemsize, moments)
+
+
+def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+    """Master weights and moments; and the exact values of weights that were not read from files."""
+    owners = way.owners(shape.world_size)
+    for placed, count in shape.counted:
+        if placed.line.trained:
+            shard = count * placed.line.shard_numel(owners) * 4
+            if not own_master(placed, way, shape.world_size, cpu=cpu):
+                yield Item("master", way.state, shard, AFTER_LOAD)
+            yield Item("moments", way.state, ADAM_MOMENTS * shard, AFTER_LOAD)
+            if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
+                tier = "device" if way.state == "device" else "host"
+                yield Item("initial values", tier, shard, ("load", "train") if way.state == "nvme" else ("load",))
+    if shape.fresh:
+        widest = max(placed.line.padded_numel(owners) for placed, _ in shape.counted)
+        yield Item("workspace", "device", 4 * widest, ("load",))
+
+
+def own_master(placed: Placed, way: Way, world_size: int, *, cpu: bool) -> bool:
+    """Whether a line's fp32 weights are their own master: they must be at hand where the state is updated."""
+    if placed.line.itemsize != 4:
+        return False
+    tier = "device" if way.resident(placed, world_size) else way.parameters
+    updated_on_device = way.state == "device"
+    return cpu or tier == "nvme" or (tier == "device") == updated_on_device
+
+
+def _slots(shape: Shape, way: Way) -> Iterator[Item]:
+    """Two weight slots and a gradient slot as wide as the widest block; a buffer for each block whose weights are held."""
+    weights = [(_slot_bytes(shape, way, lines, gradients=False), count) for lines, count in shape.groups]
+    gradients = max((_slot_bytes(shape, way, lines, gradients=True) for lines, _ in shape.groups), default=0)
+    yield Item("slots", "device", 2 * max((size for size, _ in weights), default=0))
+    yield Item("slots", "device", gradients, ("train", "save"))
+    if way.weights == "hold" and way.stage == 3:
+        yield Item("slots", "device", sum(size * count for size, count in weights), ("train",))
+
+
+def _slot_bytes(shape: Shape, way: Way, lines: Iterable, *, gradients: bool) -> int:
+    """Return what a block's gathered weights, or its gradients, take in a slot."""
+    total = 0
+    for line in lines:
+        placed = Placed(line, "block")
+        if gradients:
+            used = line.trained and not way.reduced_late(placed, shape.world_size)
+        else:
+            used = not way.resident(placed, shape.world_size)
+        size = line.padded_numel(way.owners(shape.world_size)) * line.itemsize
+        total += used * -(-size // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
     return total
 
 
-def choose(
-    shape: Shape,
-    granted_bytes: int,
-    *,
-    stage: int | None = None,
-    activations: str | None = None,
-    weights: str | None = None,
-) -> Choice:
-    """Return the fastest way that fits; what is given is forced.
+def _staging(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+    """Host buffers through which bytes pass from tier to tier."""
+    world, owners = shape.world_size, way.owners(shape.world_size)
+    if way.parameters == "nvme":
+        groups = (
+            sum(x.shard_numel(owners) * x.itemsize for x in lines if not way.resident(Placed(x, "block"), world))
+            for lines, _ in shape.groups
+        )
+        yield Item("staging", "host", READ_AHEAD_BUFFERS * max(groups, default=0))
+    trained = [placed for placed, _ in shape.counted if placed.line.trained]
+    leaving = [p.line for p in trained if way.gradients != "device" and not way.reduced_late(p, world)]
+    if leaving and (way.gradients == "nvme" or not cpu):
+        widest = max(line.shard_numel(owners) * line.itemsize for line in leaving)
+        yield Item("staging", "host", DRAIN_BUFFERS * widest)
+    yield Item("staging", "host", UPDATE_SLOTS * sum(update_widths(shape, way, cpu=cpu).values()), ("train", "save"))
 
-    Raises:
-        UserError: if no way fits, with the numbers of the smallest; a way that is forced whole is not refused.
-    """
-    ways = [(stage, activations, weights)] if stage is not None and activations and weights else []
-    for way in WAYS:
-        forced = (way[0] if stage is None else stage, activations or way[1], weights or way[2])
-        if forced not in ways:
-            ways.append(forced)
-    choices = [Choice(s, a, w, expected_bytes(shape, s, a, w)) for s, a, w in ways if s is not None and a and w]
-    for choice in choices:
-        if choice.expected_bytes <= granted_bytes or len(choices) == 1:
-            return choice
-    least = min(choices, key=lambda choice: choice.expected_bytes)
-    raise UserError(
-        f"does not fit: {least.expected_bytes / GIB:.1f} GiB a rank needed at stage {least.stage} with "
-        f"{least.activations} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} ranks, {shape.tokens} tokens a "
-        f"micro-batch), {granted_bytes / GIB:.1f} GiB granted. Use more ranks, a smaller micro-batch, an adapter, or "
-        "grant more memory (memory.device_gib)"
-    )
+
+def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
+    """Return the bytes of each buffer in one of the update's staging slots, by role: for what is not where it is updated."""
+    widths: dict[str, int] = defaultdict(int)
+    world, owners = shape.world_size, way.owners(shape.world_size)
+    home = "device" if way.state == "device" else "host"
+
+    def note(role: str, tier: str, numel: int, itemsize: int) -> None:
+        if tier == "nvme" or (not cpu and tier != home):
+            widths[role] = max(widths[role], min(numel, DISK_PIECE_NUMEL) * itemsize)
+
+    for placed, _ in shape.counted:
+        line = placed.line
+        if not line.trained:
+            continue
+        numel = line.shard_numel(owners)
+        weights = "device" if way.resident(placed, world) else way.parameters
+        own = own_master(placed, way, world, cpu=cpu)
+        gradient = "device" if way.reduced_late(placed, world) else way.gradients
+        note("gradient", gradient, numel, shape.gradient_itemsize or line.itemsize)
+        note("master", weights if own else way.state, numel, 4)
+        for moment in range(ADAM_MOMENTS):
+            note(f"moment {moment}", way.state, numel, 4)
+        if not own:
+            note("weight", weights, numel, line.itemsize)
+    return dict(widths)
+
+
+# --- what comes and goes
+
+
+def kept_bytes(shape: Shape, way: Way) -> int:
+    """Return the bytes of one block's kept input."""
+    size = way.micro_batch * way.parts * shape.sequence_tokens * shape.hidden * shape.itemsize
+    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if way.kept != "device" else size
+
+
+def graph_bytes(shape: Shape, way: Way) -> int:
+    """Return the bytes that autograd keeps of the widest block for one micro-batch."""
+    tokens = way.micro_batch * shape.sequence_tokens
+    return tokens * (shape.block_elements + shape.score_elements * shape.sequence_tokens) * shape.itemsize
+
+
+def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+    """Kept inputs, and the worst of the instants of a step."""
+    blocks = len(shape.blocks)
+    kept = kept_bytes(shape, way)
+    if way.activations == "recompute":
+        yield Item("kept inputs", way.kept, blocks * kept, ("train",))
+        if way.kept != "device":  # coming back, one block ahead
+            yield Item("kept inputs", "device", 2 * kept, ("train",))
+        if way.kept == "nvme":
+            yield Item("staging", "host", KEPT_STAGING * kept, ("train",))
+    else:
+        yield Item("workspace", "device", way.parts * blocks * graph_bytes(shape, way), ("train",))
+    instants = list(_step_instants(shape, way, cpu=cpu))
+    worst = max(instants, key=lambda items: sum(items.values()))
+    if cpu:  # malloc keeps what one instant needed while the next needs something else
+        purposes = dict.fromkeys(purpose for items in instants for purpose in items)
+        worst = {purpose: max(items.get(purpose, 0) for items in instants) for purpose in purposes}
+        graphs = way.parts * blocks * graph_bytes(shape, way) if way.activations == "keep" else 0
+        part, whole = HEAP_SHARE
+        yield Item("runtime", "device", (graphs + sum(worst.values())) * part // whole, ("train", "save"))
+    for purpose, size in worst.items():
+        yield Item(purpose, "device", size, ("train",))
+
+
+def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, int]]:
+    """Yield what lives only at the loss, inside a block's backward, at the embedding's gradient, and in the update."""
+    world, owners = shape.world_size, way.owners(shape.world_size)
+    tokens = way.micro_batch * shape.sequence_tokens
+    logits = tokens * way.parts * shape.vocabulary
+    head, gradient = _leaf_bytes(shape, way)
+    hidden = tokens * way.parts * shape.hidden * (shape.itemsize + 4)  # the last norm's, in fp32 too
+    yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
+    yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient}
+    yield {"leaves": gradient}
+
+    graph = graph_bytes(shape, way)
+    part, whole = BACKWARD_SHARE
+    backward = graph * part // whole + shape.widest_tensor * shape.itemsize
+    backward += tokens * way.parts * shape.hidden * shape.itemsize  # the gradient that comes from the block after
+    if way.activations == "recompute":
+        backward += graph
+    trained = [p.line for p, _ in shape.counted if p.line.trained and not way.reduced_late(p, world)]
+    if way.gradients == "device" and trained:  # what a reduction adds to the sum of the micro-batches
+        backward += max(line.shard_numel(owners) * line.itemsize for line in trained)
+    yield {"workspace": backward}
+
+    update = 0
+    if way.state == "device" and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
+        widest = max(p.line.shard_numel(owners) for p, _ in shape.counted if p.line.trained)
+        update = 8 * min(widest, CUDA_PIECE_NUMEL)
+    yield {"workspace": update}
+
+
+def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int]:
+    """Return the bytes of the widest leaf, gathered, and of its gradient with what the reduction needs."""
+    owners = way.owners(shape.world_size)
+    head = gradient = 0
+    for line in shape.leaves:
+        placed = Placed(line, "leaf")
+        if not way.resident(placed, shape.world_size):
+            head = max(head, line.padded_numel(owners) * line.itemsize)
+        if line.trained:
+            copy = 0 if way.reduced_late(placed, shape.world_size) else line.padded_numel(owners)
+            gradient = max(gradient, (line.numel + copy) * line.itemsize)
+    return head, gradient
+
+
+def _files(shape: Shape, way: Way) -> Iterator[Item]:
+    """What reading and writing folders needs: pieces, and for adapters rank 0's whole copy."""
+    yield Item("staging", "host", 2 * FILE_PIECE_BYTES, ("load", "save", "resume"))
+    if shape.peft:
+        yield Item("workspace", "device", 4 * shape.trained_numel, ("save",))
+        yield Item("workspace", "host", 4 * shape.trained_numel, ("save",))
+
+
+def _runtime(shape: Shape, *, cpu: bool) -> Iterator[Item]:
+    shared = 2 * shape.world_size * STAGE_BYTES if shape.world_size > 1 else 0  # comm.SharedStage
+    yield Item("runtime", "host", RUNTIME["cpu"] + shared if cpu else RUNTIME["cuda"])
+    if not cpu:
+        yield Item("runtime", "device", DEVICE_RUNTIME)
+
+
+def _checkpoint_bytes(shape: Shape) -> int:
+    """Return the bytes on disk of the checkpoints that are kept, one being written, and the exported model."""
+    saved = shape.trained_numel * 4 * (1 + ADAM_MOMENTS)
+    if not shape.peft:
+        saved += sum(p.line.numel * p.line.itemsize * count for p, count in shape.counted if not p.line.trained)
+    model = 4 * shape.trained_numel if shape.peft else shape.numel * shape.itemsize
+    return model + (0 if shape.checkpoints is None else (shape.checkpoints + 1) * saved)

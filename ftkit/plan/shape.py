@@ -1,0 +1,182 @@
+"""What the plan knows of a run: a model as lines of elements, and a way to hold it. Integers and names only.
+
+[Note: lines]   as the engine makes them (engine/shard.py), counted and not made
+
+    block     a block's parameters of one dtype, all trained or all frozen: one line or two
+    leaf      one large parameter outside blocks (embedding, head)
+    whole     small parameters outside blocks, and adapters: replicated, their optimizer state sharded
+
+A line of N elements on W ranks has shards of S elements, a multiple of 4096 (engine/layout.py); W*S is what a gather
+fills. The plan asks that file for the rounding, so the two cannot differ.
+
+It refuses what the engine refuses: parameters below the device under stage 3, gradients below it under stage 2. What
+it costs: the activations of a block are estimated from its linear layers; everything else is exact.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ftkit.engine.layout import SHARD_ALIGNMENT
+
+TIERS = ("device", "host", "nvme")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One flat parameter.
+
+    Args:
+        numel: N, elements. itemsize: bytes of an element in use. trained: has a gradient and state.
+    """
+
+    numel: int
+    itemsize: int
+    trained: bool
+
+    def shard_numel(self, owners: int) -> int:
+        """Return S: elements of one of `owners` shards."""
+        return -(-self.numel // (owners * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+
+    def padded_numel(self, owners: int) -> int:
+        """Return what a gather fills, in elements."""
+        return owners * self.shard_numel(owners)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A line with its place in the model: 'block', 'leaf' or 'whole'."""
+
+    line: Line
+    kind: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and what is asked of it.
+
+    Args:
+        blocks: for each block its lines. leaves, whole: lines outside blocks.
+        hidden: width between blocks, elements a token.
+        vocabulary: logits of a token; 0 if the model has none.
+        block_elements: a token's elements that autograd keeps of the widest block, without its attention scores.
+        score_elements: a token's elements kept for each token that it attends to; 0 where attention is fused.
+        widest_tensor: elements of the largest tensor in a block.
+        adapter_numel: elements that an adapter of rank 16 on all linear layers would have.
+        sequence_tokens: of one sequence. itemsize: bytes of the compute dtype.
+        world_size: ranks. gradient_itemsize: of a gradient shard; 0 takes the weights'.
+        fresh: weights are initialised, not read: their exact values are kept until the first step.
+        peft: what is saved are adapters.
+        checkpoints: kept on disk beside the one being written; None: none are saved.
+    """
+
+    blocks: tuple[tuple[Line, ...], ...]
+    leaves: tuple[Line, ...]
+    whole: tuple[Line, ...]
+    hidden: int
+    vocabulary: int
+    block_elements: int
+    widest_tensor: int
+    sequence_tokens: int
+    itemsize: int
+    world_size: int
+    score_elements: int = 0
+    adapter_numel: int = 0
+    gradient_itemsize: int = 0
+    fresh: bool = False
+    peft: bool = False
+    checkpoints: int | None = None
+
+    @cached_property
+    def groups(self) -> tuple[tuple[tuple[Line, ...], int], ...]:
+        """Blocks that are alike, with their number: most models have one or two kinds."""
+        return tuple(Counter(self.blocks).items())
+
+    @cached_property
+    def counted(self) -> tuple[tuple[Placed, int], ...]:
+        """Every line with its kind, and how often there is one like it."""
+        found: Counter[Placed] = Counter()
+        for lines, count in self.groups:
+            for line in lines:
+                found[Placed(line, "block")] += count
+        found.update(Placed(line, "leaf") for line in self.leaves)
+        found.update(Placed(line, "whole") for line in self.whole)
+        return tuple(found.items())
+
+    @cached_property
+    def numel(self) -> int:
+        """All parameters."""
+        return sum(placed.line.numel * count for placed, count in self.counted)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Parameters with gradient and state."""
+        return sum(placed.line.numel * count for placed, count in self.counted if placed.line.trained)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is held and trained; see `ftkit.engine.flat.Policy`.
+
+    Args:
+        parameters, gradients, state, kept: tier of each kind.
+        micro_batch: sequences of a rank in one forward. parts: micro-batches that pass each block together.
+    """
+
+    stage: int = 3
+    activations: str = "recompute"
+    weights: str = "free"
+    parameters: str = "device"
+    gradients: str = "device"
+    state: str = "device"
+    kept: str = "device"
+    deferred: bool = False
+    parts: int = 1
+    micro_batch: int = 1
+
+    def problem(self, *, cpu: bool) -> str | None:
+        """Say why the engine cannot do this; None if it can.
+
+        Args:
+            cpu: the rank's device is the host.
+        """
+        if self.parameters != "device" and self.stage < 3:
+            return f"parameters on the {self.parameters} tier need stage 3"
+        if self.gradients != "device" and self.stage < 2:
+            return f"gradients on the {self.gradients} tier need stage 2 or 3"
+        if not cpu and self.state == "device" and (self.parameters, self.gradients) != ("device", "device"):
+            return "optimizer state on the device needs parameters and gradients there"
+        return None
+
+    def owners(self, world_size: int) -> int:
+        """Return how many ranks share a line: stage 0 replicates."""
+        return 1 if self.stage == 0 else world_size
+
+    def resident(self, placed: Placed, world_size: int) -> bool:
+        """Whether every rank has the line whole for good."""
+        alone = self.owners(world_size) == 1 and self.parameters == "device"
+        return self.stage < 3 or placed.kind == "whole" or alone
+
+    def reduced_late(self, placed: Placed, world_size: int) -> bool:
+        """Whether the line's gradient is reduced at the end of the step, and whole on every rank until then."""
+        alone = self.owners(world_size) == 1 and self.gradients == "device"
+        return self.stage < 2 or placed.kind == "whole" or alone
+
+    def __str__(self) -> str:
+        return ", ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        yield f"stage {self.stage}"
+        yield {"keep": "activations kept", "recompute": "blocks recomputed"}[self.activations]
+        if self.stage == 3:
+            yield {"free": "weights freed after use", "hold": "weights held until backward"}[self.weights]
+        for tier in TIERS[1:]:
+            kinds = [kind for kind in ("parameters", "gradients", "state", "kept") if getattr(self, kind) == tier]
+            if kinds:
+                yield f"{' and '.join(kinds).replace('kept', 'kept inputs')} on {tier}"
+        if self.deferred:
+            yield "update under the next forward"
+        yield f"{self.micro_batch} sequence{'s' * (self.micro_batch > 1)} a micro-batch"

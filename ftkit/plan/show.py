@@ -1,0 +1,69 @@
+"""A plan for the eye: what each tier holds for which purpose, what was granted, what was chosen and why.
+
+It refuses nothing and knows no torch. Sizes are shown in GiB; the same in bytes is `Plan.as_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ftkit.plan.choice import Plan
+from ftkit.plan.memory import GIB, MOMENTS
+
+TITLES = {"device": "device, a rank", "host": "host, a box", "nvme": "NVMe, a box"}
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Print a plan: a table of tiers and purposes at their peaks, then what was chosen."""
+    shape, ranks = plan.shape, plan.shape.world_size
+    trained = "all trained" if shape.trained_numel == shape.numel else f"{shape.trained_numel:,} trained"
+    console.print(f"{shape.numel:,} parameters, {trained}, on {ranks} rank{'s' * (ranks > 1)}")
+    console.print(_table(plan))
+    for name, text in lines(plan):
+        console.print(f"[bold]{name:<13}[/] {escape(text)}")
+
+
+def _table(plan: Plan) -> Table:
+    """Return the table: purposes down, tiers across, each tier at the moment at which it holds most; GiB."""
+    tiers = plan.tiers
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB")
+    for tier in tiers:
+        table.add_column(TITLES[tier], justify="right")
+    at_peak = {tier: plan.memory.purposes(tier, plan.memory.peak_moment(tier)) for tier in tiers}
+    for purpose in dict.fromkeys(name for found in at_peak.values() for name in found):
+        sizes = (at_peak[tier].get(purpose, 0) * plan.limits.ranks(tier) for tier in tiers)
+        table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
+    table.add_row("[bold]needed[/]", *(f"[bold]{plan.needed_bytes(tier) / GIB:.2f}[/]" for tier in tiers))
+    table.add_row("granted", *(_granted(plan, tier) for tier in tiers))
+    for moment in MOMENTS:
+        totals = (plan.memory.at(tier, moment) * plan.limits.ranks(tier) for tier in tiers)
+        table.add_row(f"[dim]to {moment}[/]", *(f"[dim]{total / GIB:.2f}[/]" for total in totals))
+    return table
+
+
+def _granted(plan: Plan, tier: str) -> str:
+    granted = plan.limits.granted(tier)
+    return "no limit" if granted is None else f"{granted / GIB:.2f}"
+
+
+def lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what was chosen and why, as (name, text)."""
+    yield "chosen", str(plan.way)
+    for sentence in plan.why:
+        yield "why", sentence
+    tokens = plan.shape.sequence_tokens
+    sequences = f"{plan.way.micro_batch} sequence{'s' * (plan.way.micro_batch > 1)}"
+    yield "micro-batch", (
+        f"{sequences} of {tokens:,} tokens, {plan.accumulation * plan.way.parts} a step; up to "
+        f"{plan.largest_micro_batch} would fit this way"
+    )
+    yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
+    written = plan.as_dict()["nvme_wear"]
+    if written:
+        box = sum(written.values()) * plan.limits.ranks_per_box
+        yield "NVMe wear", f"{box / GIB:.1f} GiB written a step; {box * 1440 / 1e12:,.1f} TB a day at a step a minute"

@@ -1,0 +1,151 @@
+"""From a recipe to its plan: on the box that is here, or on one that is known by name.
+
+The model is built on the meta device from its configuration alone: no weights, no GPU, no rank. What the recipe grants
+(`memory:`) wins over what the box has. `ftkit plan`, `--dry-run` and every rank of a run come through `plan_model`, so
+what is shown is what is done.
+
+It refuses what does not fit (`DoesNotFit`), and what the loader refuses. What it costs: the imports of torch and
+transformers, and a module tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ftkit.arguments import compute_dtype, engine_settings, lora_config
+from ftkit.errors import UserError
+from ftkit.hf.blocks import find_blocks, model_shape
+from ftkit.hf.loading import load_model
+from ftkit.hf.settings import DTYPES, EngineSettings
+from ftkit.hf.shapes import disk_free, forced_of, limits_here
+from ftkit.plan.choice import Limits, Plan, make_plan
+from ftkit.plan.hardware import Box
+from ftkit.plan.memory import GIB
+from ftkit.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
+
+
+def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
+    """Return the plan of a recipe on one box.
+
+    Args:
+        ranks: processes of the run, all on this box. box: a profile; None: this machine.
+
+    Raises:
+        DoesNotFit: with numbers and ways out. UserError: if there is no such model.
+    """
+    model = model_of(recipe)
+    if box is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        limits = limits_here(settings_of(recipe, ranks), device, ranks)
+        limits = replace(limits, disk_bytes=disk_free(recipe.output.dir))
+        return plan_model(recipe, model, ranks, limits)
+    wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
+    return plan_model(recipe, model, ranks, limits_of(recipe, box, ranks), dtype=wanted)
+
+
+def plan_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, *, dtype: str | None = None) -> Plan:
+    """Return the plan of a recipe for a model that was built on the meta device.
+
+    Args:
+        ranks: processes of the whole run. dtype: of compute; None takes the recipe's on this machine.
+
+    Raises:
+        DoesNotFit: with numbers and ways out.
+    """
+    settings = settings_of(recipe, ranks)
+    micro_batch, accumulation = split_batch(recipe, ranks)
+    chosen = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
+    sequence_tokens = recipe.data.sequence_tokens
+    shape = model_shape(
+        model,
+        find_blocks(model),
+        ranks,
+        DTYPES[dtype or compute_dtype(recipe.train.dtype)],
+        sequence_tokens,
+        cpu=limits.cpu,
+        checkpoints=(recipe.output.keep or 1) if recipe.output.save_every_steps else None,
+    )
+    return make_plan(
+        replace(shape, fresh=recipe.model.name is None),
+        limits,
+        forced_of(settings, micro_batch if chosen else None),
+        sequences=micro_batch * accumulation,
+        preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
+    )
+
+
+def settings_of(recipe: Recipe, ranks: int) -> EngineSettings:
+    """Return the engine's settings of a recipe."""
+    return EngineSettings.of(engine_settings(recipe, ranks))
+
+
+def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
+    """Return what may be used on a box that is known by its profile: what the recipe grants, else what it has."""
+    memory = recipe.memory
+    cpu = box.gpus == 0
+    host = box.host_bytes
+    if memory.host_gib is not None:
+        host = int(memory.host_gib * GIB)
+    elif host is None:
+        host = limits_here(settings_of(recipe, ranks), torch.device("cpu"), ranks).host_bytes
+    device = int(memory.device_gib * GIB) if memory.device_gib is not None else box.device_bytes
+    nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
+    if cpu and memory.nvme_dir is not None:
+        nvme = disk_free(memory.nvme_dir)
+    profile = f"the profile {box.name}"
+    names = {
+        "device": "memory.device_gib" if memory.device_gib is not None else profile,
+        "host": "memory.host_gib" if memory.host_gib is not None else profile,
+        "nvme": profile,
+    }
+    return Limits(None if cpu else device, host, nvme, ranks_per_box=ranks, cpu=cpu, names=tuple(names.items()))
+
+
+def model_of(recipe: Recipe) -> Any:
+    """Build a recipe's model on the meta device from its configuration alone.
+
+    Raises:
+        UserError: if there is no configuration, or the loader refuses it.
+    """
+    told = recipe.model
+    config = told.config
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(
+                told.name, revision=told.revision, trust_remote_code=told.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"no configuration could be read from {told.name}: {reason}; needed: a folder with config.json, a hub id "
+                "that can be reached, or model.config"
+            ) from error
+    return build(recipe, None, config)
+
+
+def build(recipe: Recipe, name: str | None, config: Any) -> Any:
+    """Build a model on the meta device, the recipe's adapter included.
+
+    Args:
+        name: folder or hub id with weights, or None. config: configuration, where it is not the folder's.
+
+    Raises:
+        UserError: See `ftkit.hf.loading.load_model`.
+    """
+    try:
+        return load_model(
+            name,
+            task=recipe.task,
+            revision=recipe.model.revision,
+            config=config,
+            trust_remote_code=recipe.model.trust_remote_code,
+            adapter=lora_config(recipe.adapter, recipe.task),
+        )
+    except ValueError as error:
+        if recipe.adapter is None or isinstance(error, UserError):
+            raise
+        raise UserError(f"adapter: PEFT refuses it for this model: {error}") from error

@@ -1,0 +1,251 @@
+"""The choice: the fastest way that fits, what is forced stays forced, and refusals have numbers and ways out that work."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.plan.choice import COSTS, DoesNotFit, Forced, Limits, cost, make_plan, micro_batches, order, shortages, wear
+from ftkit.plan.hardware import Box, box, boxes
+from ftkit.plan.memory import GIB, MIB, memory
+from ftkit.plan.shape import Line, Shape, Way
+
+
+def llama(hidden, inner, layers, vocabulary, world=8, itemsize=2, sequence=2048):
+    block = Line(4 * hidden * hidden + 3 * hidden * inner + 2 * hidden, itemsize, True)
+    return Shape(
+        blocks=((block,),) * layers,
+        leaves=(Line(vocabulary * hidden, itemsize, True),) * 2,
+        whole=(Line(hidden, itemsize, True),),
+        hidden=hidden,
+        vocabulary=vocabulary,
+        block_elements=(8 * hidden + 3 * (hidden + inner)) * 5 // 4,
+        widest_tensor=hidden * inner,
+        sequence_tokens=sequence,
+        itemsize=itemsize,
+        world_size=world,
+        adapter_numel=16 * layers * (8 * hidden + 3 * (hidden + inner)),
+    )
+
+
+LLAMA_13B = llama(5120, 13824, 40, 32000)
+SMALL = llama(256, 1024, 8, 8000, world=2, itemsize=4, sequence=256)
+MIDDLE = llama(2048, 5632, 18, 32000, world=2, itemsize=4, sequence=256)
+
+
+def on(name, **changes):
+    """Return the limits of a box by name."""
+    known = box(name)
+    limits = Limits(known.device_bytes, known.host_bytes, None, ranks_per_box=known.gpus or 1)
+    return replace(limits, **changes)
+
+
+def cpu(host_gib, ranks=2, nvme_gib=0):
+    return Limits(None, int(host_gib * GIB), nvme_gib * GIB or None, ranks_per_box=ranks, cpu=True)
+
+
+# --- the bytes
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_states_follow_the_zero_papers_bytes(world):
+    """arXiv:1910.02054, section 5: 2N weights, 2N gradients, 12N state, cut into W parts as the stage says."""
+    shape = replace(LLAMA_13B, world_size=world)
+    numel = shape.numel
+    expected = [16 * numel, 4 * numel + 12 * numel // world, 2 * numel + 14 * numel // world, 16 * numel // world]
+    for stage, size in enumerate(expected):
+        found = memory(shape, Way(stage=stage), cpu=False).purposes("device")
+        state = sum(found[purpose] for purpose in ("parameters", "gradients", "master", "moments"))
+        assert state == pytest.approx(size, rel=1e-3)
+
+
+def test_state_on_the_host_takes_twelve_bytes_a_parameter():
+    """And no more than two blocks of staging (issue 3, done when 3), over all ranks of the box."""
+    way = Way(state="host", gradients="device", deferred=True)
+    found = memory(LLAMA_13B, way, cpu=False).purposes("host")
+    assert 8 * (found["master"] + found["moments"]) <= 12.1 * LLAMA_13B.numel
+    assert found["staging"] <= 2 * LLAMA_13B.blocks[0][0].numel * 2
+
+
+def test_on_a_cpu_device_and_host_are_one_memory():
+    for way in (Way(), Way(state="host", gradients="host", parameters="host")):
+        found = memory(SMALL, way, cpu=True)
+        assert found.peak("device") == 0
+        assert found.peak("host") > 640 * MIB
+
+
+def test_every_tier_takes_from_the_device_what_it_holds():
+    base = memory(LLAMA_13B, Way(), cpu=False)
+    for kind in ("parameters", "gradients", "state", "kept"):
+        for tier in ("host", "nvme"):
+            moved = memory(LLAMA_13B, replace(Way(), **{kind: tier}), cpu=False)
+            assert moved.at("device", "train") < base.at("device", "train")
+            assert moved.at(tier, "train") > base.at(tier, "train")
+
+
+def test_more_of_anything_takes_more():
+    for way in (Way(), Way(stage=2, activations="keep"), Way(kept="host")):
+        sizes = [memory(LLAMA_13B, replace(way, micro_batch=n), cpu=False).at("device", "train") for n in (1, 2, 4)]
+        assert sizes == sorted(set(sizes))
+
+
+def test_weights_that_are_not_read_keep_their_first_values():
+    fresh, read = (memory(replace(LLAMA_13B, fresh=f), Way(state="host"), cpu=False) for f in (True, False))
+    assert fresh.at("host", "load") - read.at("host", "load") == pytest.approx(4 * LLAMA_13B.numel / 8, rel=1e-3)
+
+
+# --- the choice
+
+
+def test_where_everything_fits_the_device_the_choice_is_as_it_was():
+    """The five ways of the first engine, in its order, as the memory granted shrinks."""
+    seen = []
+    for gib in range(200, 30, -1):
+        try:
+            way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_box=8)).way
+        except DoesNotFit:
+            break
+        if way.state == way.kept == "device" and (way.stage, way.activations, way.weights) not in seen:
+            seen.append((way.stage, way.activations, way.weights))
+    every = [(2, "keep", "free"), (3, "keep", "hold"), (3, "keep", "free"), (2, "recompute", "free")]
+    every.append((3, "recompute", "free"))
+    assert seen[0] == every[0]
+    assert seen[-1] == every[-1]
+    assert [every.index(way) for way in seen] == sorted(every.index(way) for way in seen)
+
+
+def test_forced_stage_three_frees_first_as_it_did():
+    forced = Forced(stage=3)
+    assert make_plan(SMALL, cpu(100), forced).way.weights == "free"
+    assert make_plan(SMALL, cpu(100)).way == Way(stage=2, activations="keep")
+
+
+def test_less_memory_never_buys_a_faster_way():
+    costs = []
+    for gib in (200, 90, 60, 40, 20, 14, 10, 8):
+        try:
+            way = make_plan(LLAMA_13B, on("8xv100-16gb", device_bytes=gib * GIB)).way
+        except DoesNotFit:
+            break
+        depth = max(("device", "host", "nvme").index(getattr(way, k)) for k in ("parameters", "gradients", "state", "kept"))
+        stage = [(2, "free"), (3, "hold"), (3, "free")].index((way.stage, way.weights))
+        costs.append((depth, cost(way, 1) + stage * COSTS["stage", "next"]))
+    assert len(costs) >= 4
+    assert costs == sorted(costs)
+
+
+def test_nothing_leaves_the_device_for_the_host_on_a_cpu():
+    for way in order(cpu(1, nvme_gib=100), Forced(), 4, 4):
+        assert "host" not in (way.parameters, way.gradients, way.state, way.kept)
+
+
+def test_every_way_is_one_that_the_engine_takes():
+    for way in order(on("8xv100-16gb", nvme_bytes=GIB), Forced(), 8, 4):
+        assert way.problem(cpu=False) is None
+        assert way.parameters == "device" or way.stage == 3
+        assert way.gradients == "device" or way.stage >= 2
+        assert way.state != "device" or way.parameters == way.gradients == "device"
+
+
+def test_nvme_is_used_when_the_host_is_too_small():
+    plan = make_plan(MIDDLE, cpu(13, nvme_gib=100))
+    assert plan.way.state == "nvme"
+    assert plan.way.deferred
+    assert plan.needed_bytes("nvme") >= 8 * MIDDLE.numel
+    assert wear(plan.shape, plan.way, 1, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
+    assert any("with state on device: host memory" in sentence for sentence in plan.why)
+
+
+def test_micro_batches_are_divisors_of_a_step():
+    assert micro_batches(Forced(), 12, 8) == [6, 4, 3, 2, 1]
+    assert micro_batches(Forced(micro_batch=5), 12, 8) == [5]
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    limits = on("8xv100-16gb")
+    plan = make_plan(LLAMA_13B, limits, sequences=16, preferred=2)
+    largest = replace(plan.way, micro_batch=plan.largest_micro_batch)
+    assert not shortages(memory(plan.shape, largest, cpu=False), limits)
+    assert shortages(memory(plan.shape, replace(largest, micro_batch=largest.micro_batch + 1), cpu=False), limits)
+
+
+def test_gradients_are_summed_in_fp32_where_several_are():
+    limits = on("8xv100-16gb")
+    assert make_plan(LLAMA_13B, limits, sequences=16, preferred=2).shape.gradient_itemsize == 4
+    assert make_plan(LLAMA_13B, limits, sequences=1).shape.gradient_itemsize == 0
+    whole = make_plan(LLAMA_13B, limits, Forced(unit_accumulation=True), sequences=2, preferred=1)
+    assert (whole.way.parts, whole.accumulation, whole.shape.gradient_itemsize) == (2, 1, 0)
+
+
+def test_what_contradicts_itself_is_refused():
+    with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(stage=2, parameters="host", state="host"))
+    with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(gradients="host", state="device"))
+
+
+# --- the refusal
+
+
+def test_the_refusal_has_numbers_for_each_purpose_and_three_ways_out():
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(LLAMA_13B, on("8xv100-16gb", host_bytes=100 * GIB), sequences=16, preferred=2)
+    text = str(caught.value)
+    assert "host memory: " in text
+    assert "needed to " in text
+    assert "moments 97.0" in text
+    assert "100.0 GiB granted by memory.host_gib" in text
+    assert len(caught.value.ways_out) == 3
+    assert "memory.nvme_dir" in text
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), DoesNotFit)
+
+
+def test_each_way_out_leads_out():
+    limits = cpu(9)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(MIDDLE, limits)
+    nvme, host = (next(text for text in caught.value.ways_out if part in text) for part in ("nvme_dir", "host memory"))
+    assert make_plan(MIDDLE, replace(limits, nvme_bytes=int(float(nvme.split()[6]) * GIB)))
+    granted = float(host.split()[1])
+    assert make_plan(MIDDLE, cpu(granted))
+    with pytest.raises(DoesNotFit):
+        make_plan(MIDDLE, cpu(granted - 0.2))
+
+
+def test_just_above_the_limit_is_refused():
+    forced = Forced(stage=3, activations="recompute", weights="free")
+    needed = make_plan(SMALL, cpu(100), forced).needed_bytes("host")
+    assert make_plan(SMALL, cpu(needed / GIB), forced)
+    with pytest.raises(DoesNotFit, match="host memory"):
+        make_plan(SMALL, replace(cpu(1), host_bytes=needed - 1), forced)
+
+
+def test_an_adapter_fits_where_the_whole_model_does_not():
+    with pytest.raises(DoesNotFit, match=r"train an adapter"):
+        make_plan(LLAMA_13B, replace(on("1xv100-32gb"), ranks_per_box=8, device_bytes=10 * GIB, host_bytes=50 * GIB))
+
+
+def test_a_full_checkpoint_disk_is_refused():
+    with pytest.raises(DoesNotFit, match=r"checkpoint disk: .* needed"):
+        make_plan(replace(SMALL, checkpoints=2), replace(cpu(100), disk_bytes=50 * MIB))
+
+
+# --- the boxes
+
+
+def test_the_boxes_are_there():
+    known = boxes()
+    assert {"8xv100-16gb", "8xv100-32gb", "1xv100-32gb", "1xh200", "cpu"} <= set(known)
+    for each in known.values():
+        assert isinstance(each, Box)
+        assert each.gpus == 0 or each.device_bytes < each.device_gib * GIB
+        assert each.dtype in ("fp16", "bf16", "fp32")
+    assert known["8xv100-16gb"].host_gib * GIB == pytest.approx(330e9, rel=0.001)
+
+
+def test_an_unknown_box_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean '8xv100-16gb'"):
+        box("8xv100-16g")

@@ -1,0 +1,134 @@
+"""The plan's permanent bytes against the engine's own: weights, gradients, state, slots, staging, room for kept inputs.
+
+Every stage, tier and world size on a small Llama, after a step; they must be equal, not close.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from ftkit.engine import comm, disk, drain, kept, storage, transfer, update
+from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.hf.blocks import shard
+from ftkit.plan import memory as plan
+from ftkit.plan.memory import kept_bytes, memory
+
+SEQUENCE, VOCABULARY = 16, 1024
+DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}
+
+
+def test_the_engines_sizes_are_the_plans():
+    assert plan.SLOT_ALIGNMENT_BYTES == transfer.ALIGNMENT_BYTES
+    assert plan.READ_AHEAD_BUFFERS == transfer.READ_AHEAD + 1
+    assert plan.DRAIN_BUFFERS == drain.BUFFERS
+    assert plan.UPDATE_SLOTS == update.SLOTS
+    assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
+    assert plan.DISK_PIECE_NUMEL == disk.PIECE_NUMEL
+    assert plan.KEPT_STAGING == kept.STAGING
+    assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
+    assert plan.STAGE_BYTES == comm.STAGE_BYTES
+
+
+def build(tied: bool, adapter: bool):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if adapter else model
+
+
+def live(settings, tied, adapter, accumulation, parts):
+    """On every rank: what lives after a step, and what was planned, by purpose."""
+    model = build(tied, adapter)
+    units = shard(
+        model,
+        settings,
+        device=torch.device("cpu"),
+        micro_batch_tokens=2 * SEQUENCE,
+        accumulation_steps=accumulation,
+        parts=parts,
+    )
+    optimizer = ShardedAdamW(units, lr=1e-3)
+    for _ in range(accumulation):
+        ids = torch.randint(0, VOCABULARY, (2 * parts, SEQUENCE))
+        model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.settle()
+    told = units.state_bytes()
+    told["state"] = optimizer.state_bytes()
+    told["staging"] += optimizer.updater.staging_bytes
+    keeper = units.transfer.keeper
+    told["kept"] = keeper.host_bytes if keeper.tier == "host" else 0
+    told["staging"] += keeper.host_bytes if keeper.tier == "nvme" else 0
+    way, shape = units.plan.way, units.plan.shape
+    found = memory(shape, way, cpu=True)
+    both = {tier: found.purposes(tier, "train") for tier in ("host", "nvme")}
+    planned = {
+        purpose: sum(both[tier].get(name, 0) for tier in both for name in names)
+        for purpose, names in {
+            "parameters": ["parameters"],
+            "gradients": ["gradients"],
+            "state": ["master", "moments"],
+            "slots": ["slots"],
+            "staging": ["staging"],
+        }.items()
+    }
+    if way.kept == "host" and way.activations == "recompute":
+        planned["kept"] = len(shape.blocks) * kept_bytes(shape, way)
+    units.tiers.close()
+    return {k: v for k, v in told.items() if v}, {k: v for k, v in planned.items() if v}
+
+
+def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1):
+    for told, planned in world.run(live, settings, tied, adapter, accumulation, parts):
+        assert told == planned, settings
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(worlds, world, stage):
+    for dtype, accumulation, tied in (("bf16", 1, False), ("bf16", 2, True), ("fp32", 1, False)):
+        settings = {"stage": stage, "activations": "recompute", "dtype": dtype, "kept": "device"}
+        check(worlds[world], settings, tied=tied, accumulation=accumulation)
+
+
+TIERS = [
+    {"state": "host"},
+    {"state": "nvme"},
+    {"gradients": "host", "state": "host"},
+    {"gradients": "nvme"},
+    {"parameters": "host"},
+    {"parameters": "nvme"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "kept": "nvme"},
+    {"parameters": "host", "gradients": "host", "state": "host", "kept": "host"},
+    {"kept": "host"},
+    {"kept": "nvme"},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: "-".join(f"{k}.{v}" for k, v in tiers.items()))
+def test_tiers(worlds, world, tiers, tmp_path):
+    for dtype, accumulation, parts in (("bf16", 2, 1), ("fp32", 1, 2)):
+        settings = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": dtype, "update": "now"}
+        settings |= {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}
+        check(worlds[world], settings, accumulation=accumulation, parts=parts)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters(worlds, world, tmp_path):
+    for stage, state in ((1, "device"), (3, "nvme"), (3, "host")):
+        settings = {"stage": stage, "activations": "recompute", "dtype": "bf16", "state": state, "nvme_dir": str(tmp_path)}
+        check(worlds[world], {**settings, "kept": "device"}, adapter=True)
