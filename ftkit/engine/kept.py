@@ -60,7 +60,7 @@ class Ticket:
         if self.taken:
             raise RuntimeError(
                 "a second backward over a graph whose activations were offloaded: they are gone after the first; keep them "
-                "on the device (memory.offload_activations: false)"
+                "on the device (engine.kept: device)"
             )
         self.bring()
         assert self.coming is not None
