@@ -335,14 +335,22 @@ def test_whole_steps():
         WholeSteps(Order(range(3)), 4)
 
 
-def test_a_killed_rank_ends_the_command_which_then_resumes(home, whole):
-    """The real thing: the command, its processes, SIGKILL in mid-run, and --resume auto on another number of ranks."""
-    folder = home / "killed"
-    path = home / "killed.yaml"
-    path.write_text(recipe(home, "killed"))
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
+    """The real thing: the command, its processes, SIGKILL in mid-run, and --resume auto on another number of ranks.
+
+    With the state on NVMe the rank dies while it writes behind; what it leaves there is removed by the next run.
+    """
+    folder, nvme = home / f"killed-{tier}", home / f"nvme-{tier}"
+    nvme.mkdir()
+    path = home / f"killed-{tier}.yaml"
+    path.write_text(recipe(home, f"killed-{tier}"))
     command = [str(Path(sys.executable).with_name("ftkit")), "finetune", str(path)]
     # So many steps that the run cannot be over before it is killed; the schedule of the first ones stays the same.
     more = ["--nproc", "2", "--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
+    kinds = [] if tier == "device" else ["parameters", "gradients", "state"]
+    more += [word for kind in kinds for word in ("--set", f"engine.{kind}={tier}")]
+    more += ["--set", f"memory.nvme_dir={nvme}"] * bool(kinds)
     process = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
     ranks = []
     while not (folder / "checkpoint-4").exists():
@@ -360,6 +368,7 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(home, whole):
     assert "leaked" not in told
     last = int(sorted(folder.glob("checkpoint-*"), key=lambda each: int(each.name[11:]))[-1].name[11:])
     before = losses(folder)
+    assert len(list(nvme.iterdir())) == (2 if kinds else 0)
     resumed = ["--nproc", "3", "--resume", "auto", "--set", f"train.max_steps={last + 4}"]
     done = subprocess.run([*command, *resumed, *more[4:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -367,6 +376,7 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(home, whole):
     assert [line[0] for line in after] == list(range(1, last + 5))
     for mine, other in zip(after, before):
         assert mine == pytest.approx(other, rel=1e-5)
+    assert list(nvme.iterdir()) == []
 
 
 def ranks_of(pid):

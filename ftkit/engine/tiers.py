@@ -17,6 +17,7 @@ bytes and places, nothing of training.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,7 @@ class Tiers:
             return cls(comm.device, placement)
         if nvme_dir is None:
             raise UserError("something is placed on the NVMe tier and no folder is named: set memory.nvme_dir")
-        run = comm.same(f"{torch.randint(1 << 40, (), dtype=torch.int64).item():010x}")
+        run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs of one seed must not meet
         return cls(comm.device, placement, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"))
 
     def tier(self, kind: str) -> Tier:
