@@ -21,12 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: setup  ## fine-tune the bundled model on two CPU ranks, and show what it learned
-	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml
+	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml --overwrite
 
 demo-control: setup  ## the same with shuffled answers: must come out worse, or nothing was learned from the questions
 	test -f runs/demo/summary.json || $(MAKE) demo
 	$(BIN)/python data/shuffle_answers.py data/python-docs.jsonl runs/shuffled.jsonl
-	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml --set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
+	$(BIN)/ftkit finetune recipes/tiny-cpu.yaml --overwrite \
+		--set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
 
 test: setup  ## the tests, under ten minutes on two cores

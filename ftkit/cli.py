@@ -51,6 +51,9 @@ def finetune(
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this box; default: one a GPU, or 1.")] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Continue from a checkpoint.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what an earlier run left in output.dir, and start anew.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and train nothing.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says."""
@@ -70,7 +73,7 @@ def finetune(
         say_what_would_be_run(facts, ranks)
         return
     folder = RunFolder(Path(facts.output.dir))
-    checkpoint = folder.prepare(resume)
+    checkpoint = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
     if resume == "auto" and checkpoint is None:
         _say(f"no checkpoint in {folder.path}: starting from the beginning")
     from ftkit import launch  # here, see the top of this file

@@ -320,6 +320,14 @@ class Recipe(Section):
             raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
         return self
 
+    def inputs(self) -> list[str]:
+        """Return the files and folders that the run reads, hub names among them."""
+        model, held_out, show = self.model, self.eval, self.show
+        named = [model.name, model.tokenizer, model.config if isinstance(model.config, str) else None]
+        named += [source.path for source in self.data.all_sources]
+        named += [held_out.path if held_out else None, show.path if show else None]
+        return [name for name in named if name is not None]
+
     def dump(self) -> str:
         """Write the recipe as YAML with every default spelled out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

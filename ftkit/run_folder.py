@@ -8,9 +8,9 @@
     checkpoint-N/           what --resume continues from
     model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
 
-It refuses a place that cannot be written, before any rank is started, and to mix a new run with the checkpoints of an
-old one. What it costs: those must be resumed from, moved or deleted. A finished run without checkpoints is overwritten; its
-summary goes first, so that a summary always belongs to the run that is there.
+It refuses a place that cannot be written, before any rank is started, and to mix a new run with what an old one left:
+checkpoints, a model, a summary. What it costs: those must be resumed from, moved, or given up with --overwrite, which
+removes the files above and nothing else; the summary goes first, so that a summary always belongs to the run that is there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +73,13 @@ class RunFolder:
         found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
-    def prepare(self, resume: str | None) -> Path | None:
+    def prepare(self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = ()) -> Path | None:
         """Make the folder, or refuse it, and find the checkpoint to continue from.
 
         Args:
             resume: None, `auto` (the last checkpoint, or the beginning if there is none), or a checkpoint folder.
+            overwrite: Remove what an earlier run left, instead of refusing it.
+            inputs: Files and folders that the run reads, which must not be removed.
 
         Returns:
             The checkpoint, or None to start from the beginning.
@@ -82,6 +87,10 @@ class RunFolder:
         Raises:
             UserError: The folder cannot be written; the checkpoint is not there; a new run would mix with an old one.
         """
+        if overwrite and resume is not None:
+            raise UserError(
+                "found both --overwrite (remove what the earlier run left) and --resume (continue it); keep one"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
@@ -92,15 +101,17 @@ class RunFolder:
                 f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with "
                 "--set output.dir=PATH"
             ) from None
+        if overwrite:
+            self._remove_earlier_run(inputs)
+        checkpoint = self._checkpoint(resume)
+        if checkpoint is None:
+            self._refuse_earlier_run()
         self.guard.unlink(missing_ok=True)  # of the run before
+        return checkpoint
+
+    def _checkpoint(self, resume: str | None) -> Path | None:
         found = self.checkpoints()
         if resume is None:
-            if found:
-                raise UserError(
-                    f"output.dir: {self.path} holds {found[-1].name} of an earlier run; continue it with --resume "
-                    "auto, delete its checkpoints, or choose another folder with --set output.dir=PATH"
-                )
-            self.summary.unlink(missing_ok=True)
             return None
         if resume == "auto":
             return found[-1] if found else None
@@ -109,6 +120,45 @@ class RunFolder:
             known = ", ".join(str(each) for each in found) or "none"
             raise UserError(f"--resume: no such checkpoint folder: {path}; checkpoints of this run: {known}")
         return path
+
+    def _refuse_earlier_run(self) -> None:
+        """Refuse to begin where an earlier run left what this one would overwrite or mix with."""
+        otherwise = "replace that run with --overwrite, or choose another folder with --set output.dir=PATH"
+        if found := self.checkpoints():
+            raise UserError(
+                f"output.dir: {self.path} holds {found[-1].name} of an earlier run; continue it with --resume auto, "
+                f"{otherwise}"
+            )
+        if left := [path.name for path in (self.summary, self.model) if path.exists()]:
+            raise UserError(
+                f"output.dir: {self.path} holds {' and '.join(left)} of an earlier run, and no checkpoint to resume from; "
+                f"{otherwise}"
+            )
+
+    def _remove_earlier_run(self, inputs: Iterable[str]) -> None:
+        """Remove what a run writes here, and nothing else; the ranks of an outer job may all do it at once.
+
+        Raises:
+            UserError: This run reads one of those files, or one cannot be removed.
+        """
+        files = (self.summary, self.recipe, self.metrics, self.per_example, self.guard)
+        doomed = [*files, self.model, *self.checkpoints()]
+        for name in inputs:
+            within = [path for path in doomed if Path(name).resolve().is_relative_to(path.resolve())]
+            if within and Path(name).exists():
+                raise UserError(
+                    f"--overwrite would remove {within[0]}, and the recipe reads {name}; choose another folder with "
+                    "--set output.dir=PATH"
+                )
+        for path in doomed:
+            try:
+                with suppress(FileNotFoundError):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+            except OSError as error:
+                raise UserError(f"--overwrite: {path} cannot be removed ({error.strerror}); remove it yourself") from None
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after a step: a resumed run writes them again."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from ftkit import cli
 from ftkit.arguments import check_report_to
 from ftkit.errors import UserError
+from ftkit.run_folder import RunFolder
 from tests.tiny import make_base, write_rows
 
 SCREEN_LINES = 24
@@ -123,6 +124,27 @@ def test_more_ranks_than_gpus(capsys, places, monkeypatch):
 def test_an_old_run_is_not_overwritten(capsys, places, tmp_path):
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
     assert "holds checkpoint-7 of an earlier run" in refusal(capsys, "finetune", places())
+    assert "keep one" in refusal(capsys, "finetune", places(), "--overwrite", "--resume", "auto")
+    (tmp_path / "out" / "checkpoint-7").rmdir()
+    (tmp_path / "out" / "model").mkdir()
+    (tmp_path / "out" / "summary.json").touch()
+    for resume in ((), ("--resume", "auto")):
+        text = refusal(capsys, "finetune", places(), *resume)
+        assert "holds summary.json and model of an earlier run, and no checkpoint" in text
+        assert "--overwrite" in text
+
+
+def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
+    folder = RunFolder(tmp_path / "out")
+    for name in ("checkpoint-7", "checkpoint-old", "model"):
+        (folder.path / name).mkdir(parents=True)
+        (folder.path / name / "file").touch()
+    for name in ("recipe.yaml", "metrics.jsonl", "summary.json", "eval_per_example.json", "guard.json", "notes.txt"):
+        (folder.path / name).touch()
+    with pytest.raises(UserError, match="the recipe reads"):
+        folder.prepare(None, overwrite=True, inputs=["owner/name", str(folder.model)])
+    assert folder.prepare(None, overwrite=True, inputs=["owner/name"]) is None
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoint-old", "notes.txt"]
 
 
 def test_half_an_outer_job_is_refused(capsys, places, monkeypatch):
