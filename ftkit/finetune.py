@@ -33,6 +33,7 @@ from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_
 from ftkit.hf.shapes import common_limits, disk_free
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
+from ftkit.notices import notices
 from ftkit.plan.choice import KINDS, Plan
 from ftkit.plan.show import show_plan
 from ftkit.planning import build, plan_model, plan_recipe, settings_of
@@ -99,6 +100,8 @@ def _run(
     say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
     say.print(escape(str(rows.prepared.report)))
     trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
+    for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences):
+        say.print(escape(line))
     if trainer.is_world_process_zero():
         write(folder.recipe, recipe.dump())
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
@@ -339,7 +342,8 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     micro_batch, accumulation = plan.way.micro_batch, plan.accumulation * plan.way.parts
     rows = prepare_rows(recipe, tokenizer)
     step_sequences = micro_batch * accumulation * ranks
-    epoch_steps = len(WholeSteps(rows.prepared.order(recipe.train.seed), step_sequences)) // step_sequences
+    order = rows.prepared.order(recipe.train.seed)
+    epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
     steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * epoch_steps)
     model = build_model(recipe)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
@@ -356,4 +360,6 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         f"micro-batches x {recipe.data.sequence_tokens:,} tokens"
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
+    for line in notices(recipe, rows.prepared.report, len(order), step_sequences):
+        say.print(escape(line))
     say.print("nothing was trained (--dry-run)")

@@ -40,6 +40,8 @@ SILENT_SECONDS = 120.0
 GRACE_SECONDS = 1.5
 TRACEBACK_LINES = 12
 
+RESUME = "resume with --resume auto if checkpoints were saved (output.save_every_steps)"
+
 _LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote process|NCCL communicator|"
     r"ncclRemoteError|DistNetworkError|DistStoreError",
@@ -221,13 +223,13 @@ class Watch:
                 raise RankError(
                     rank,
                     f"rank {rank} (pid {pid}) has not answered for {silent_seconds:.0f} s: its process is {state}. "
-                    "The run was ended; continue from the last checkpoint with --resume auto.",
+                    f"The run was ended; {RESUME}.",
                 )
 
     def _forward(self) -> None:
         """Hand the user's wish to end to the ranks, once and when all can hear it; kill them on the second."""
         if self.asked.times >= 2:
-            raise StoppedError("the run was ended at once; --resume auto continues from the last checkpoint")
+            raise StoppedError(f"the run was ended at once; {RESUME}")
         listening = all((self.folder / f"rank-{rank}.beat").exists() for rank in range(self.ranks))
         if self.asked.times == 1 and not self.forwarded and listening:
             self.forwarded = True
@@ -283,7 +285,7 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int]) -> Excepti
     if failure.refusal:
         return refusal(failure.refusal, failure.exit_code)
     name = f"rank {rank} (pid {pids[rank]})"
-    resume = "The other ranks were ended; continue from the last checkpoint with --resume auto."
+    resume = f"The other ranks were ended; {RESUME}."
     if failure.message:
         tail = failure.traceback.rstrip().splitlines()[-TRACEBACK_LINES:]
         return RankError(rank, "\n".join([f"{name} raised {failure.message}", "", *tail, "", resume]))

@@ -19,7 +19,7 @@ from ftkit import cli
 from ftkit.arguments import check_report_to
 from ftkit.errors import UserError
 from ftkit.run_folder import RunFolder
-from tests.tiny import make_base, write_rows
+from tests.tiny import make_base, make_tokenizer, write_rows
 
 SCREEN_LINES = 24
 RECIPE = """\
@@ -196,6 +196,24 @@ def test_dry_run(capsys, places):
     assert "step: 128 tokens = 2 ranks x 2 sequences x 1 micro-batches x 32 tokens" in said
     assert "steps: 2, 2 an epoch of 8 sequences" in said
     assert "parameters" in said
+
+
+def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp_path):
+    told = ["--set", "train.batch_tokens=96", "--set", "optimizer.warmup_steps=2"]
+    assert leave("finetune", places(), "--dry-run", "--nproc", "1", *told) == 0
+    said = capsys.readouterr().out
+    assert "2 of 8 sequences are left over in each epoch: a step takes 3" in said
+    assert "warning: optimizer.warmup_steps is 2 and the run has 2 steps" in said
+    assert "no checkpoints will be saved (output.save_every_steps is not set)" in said
+    assert "no chat template" not in said
+    make_tokenizer(tmp_path / "bare", template=None)
+    quiet = [f"model.tokenizer={tmp_path / 'bare'}", "output.save_every_steps=1"]
+    assert leave("finetune", places(), "--dry-run", "--nproc", "1", *(w for each in quiet for w in ("--set", each))) == 0
+    said = capsys.readouterr().out
+    assert "no chat template: question, glue" in said
+    assert "left over" not in said
+    assert "warning" not in said
+    assert "no checkpoints" not in said
 
 
 def rows_of(path, *rows):

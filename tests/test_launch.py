@@ -221,6 +221,7 @@ def test_the_cause_goes_before_its_consequences():
     killed = Failure(-9)
     pids = {0: 10, 1: 11, 2: 12}
     assert explain({0: lost, 1: own, 2: killed}, pids).rank == 2
+    assert "--resume auto if checkpoints were saved" in str(explain({2: killed}, pids))
     assert explain({0: lost, 1: own}, pids).rank == 1
     assert explain({0: lost, 1: Failure(3)}, pids).rank == 1
     assert explain({0: Failure(-6), 1: own}, pids).rank == 1

@@ -1,0 +1,46 @@
+"""What a user should know of a run before its first step, and would not see from the numbers.
+
+It refuses nothing: what must not run is refused where it is read. What it costs: a few lines on the screen.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ftkit.hf.counts import Report
+from ftkit.recipe import Recipe
+
+
+def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int) -> list[str]:
+    """Return the lines to show before the first step.
+
+    Args:
+        recipe: The facts.
+        report: What became of the rows.
+        sequences: Of one epoch.
+        step_sequences: Of one optimizer step, all ranks together.
+    """
+    lines = []
+    if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
+        glue = "glue (a line break; nothing for prompt/completion)"
+        lines.append(f"no chat template: question, {glue} and answer as plain text")
+    if rest := sequences % step_sequences:
+        verb = "is" if rest == 1 else "are"
+        lines.append(f"{rest} of {sequences} sequences {verb} left over in each epoch: a step takes {step_sequences}")
+    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
+    warmup_steps = recipe.optimizer.warmup_steps
+    if warmup_steps >= steps > 0:
+        lines.append(
+            f"warning: optimizer.warmup_steps is {warmup_steps} and the run has {counted(steps, 'step')}: the learning rate "
+            "never comes to its peak"
+        )
+    if recipe.output.save_every_steps is None:
+        lines.append(
+            "no checkpoints will be saved (output.save_every_steps is not set), except one if the run is asked to end"
+        )
+    return lines
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
