@@ -28,6 +28,7 @@ from ftkit.outer import outer_job
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.show import show_plan
 from ftkit.recipe import Recipe, find, load, packaged
+from ftkit.resumed import check_resumed
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 
@@ -76,6 +77,10 @@ def finetune(
     checkpoint = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
     if resume == "auto" and checkpoint is None:
         _say(f"no checkpoint in {folder.path}: starting from the beginning")
+    if checkpoint is not None:
+        changed = check_resumed(facts, checkpoint.resolve().parent / folder.recipe.name)
+        if changed and os.environ.get("RANK", "0") == "0":
+            _say(changed)
     from ftkit import launch  # here, see the top of this file
 
     arguments = (facts, str(checkpoint) if checkpoint else None, ranks)

@@ -8,6 +8,7 @@ import yaml
 from ftkit import recipe
 from ftkit.errors import UserError
 from ftkit.recipe import RecipeError, load, packaged, parse, split_batch
+from ftkit.resumed import check_resumed
 
 SMALL = """\
 model: {name: some/model}
@@ -198,6 +199,31 @@ def test_files_and_names(tmp_path):
     with pytest.raises(RecipeError) as caught:
         load("nothing-of-this")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_run_is_continued_by_the_same_recipe(tmp_path):
+    before = load("tiny-cpu")
+    (tmp_path / "recipe.yaml").write_text(before.dump())
+
+    def told(*changes):
+        return check_resumed(load("tiny-cpu", list(changes)), tmp_path / "recipe.yaml")
+
+    assert told() is None
+    assert told("output.keep=2", "engine.stage=1", "ranks=1", "show=null", "eval.max_rows=3", "data.workers=1") is None
+    assert check_resumed(before, tmp_path / "none.yaml") is None
+    line = told("optimizer.lr=1", "train.epochs=2")
+    assert "optimizer.lr 0.0015 -> 1.0 (ignored: it comes from the checkpoint)" in line
+    assert "train.epochs 1.0 -> 2.0 (in effect" in line
+    for change, words in [
+        ("train.seed=3", r"train\.seed: 17 in .*, now 3"),
+        ("train.batch_tokens=176", r"train\.batch_tokens: 2112"),
+        ("data.packing=false", r"data\.packing: True in .*, now False"),
+        ("model.revision=x", r"model\.revision: none"),
+        ("adapter.rank=8", "adapter: none"),
+        ("eval={share: 0.1}", r"eval\.share: none"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            told(change)
 
 
 def test_packaged_recipes_are_found_and_valid():
