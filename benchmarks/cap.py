@@ -169,7 +169,8 @@ def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
     numel = write_model(folder / "model", options.model)
     console.print(f"model: {numel:,} parameters, written in {time.time() - began:.0f} s", highlight=False)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder, options)))
-    command = [sys.executable, "-c", "from ftkit.cli import main; main()", "finetune", str(folder / "recipe.yaml")]
+    command = [sys.executable, "-c", "from ftkit.cli import main; main()", "finetune", "--overwrite"]
+    command.append(str(folder / "recipe.yaml"))
     command += [word for setting in options.set for word in ("--set", setting)]
     with memory_group(int(options.cap_gib * 2**30)) as group:
         began = time.time()

@@ -273,7 +273,7 @@ def add_callbacks(
     end = EndOnRequest(end_asked, trainer.any_rank)
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
-    for callback in (*first, bar, MetricsLog(folder, trainer.loss_scale, bar.show), end):
+    for callback in (*first, bar, MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation), end):
         trainer.add_callback(callback)
     return end
 

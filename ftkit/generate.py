@@ -11,6 +11,7 @@ the dtype it is stored in; this is for a look at the answers, not for serving.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from ftkit.errors import UserError
 from ftkit.hf.data import prompt_tokens
 from ftkit.hf.formats import Conversation
 from ftkit.hf.rendering import Rendering
+from ftkit.recipe import looks_like_a_path
 
 
 def answers(
@@ -88,6 +90,8 @@ def load(folder: str) -> tuple[Any, Any]:
     Raises:
         UserError: There is no model of that name, or it cannot be read.
     """
+    folder = os.path.expanduser(folder)
+    _check_folder(folder)
     adapter = _adapter(folder)
     base = adapter["base_model_name_or_path"] if adapter else folder
     if not sys.stderr.isatty():
@@ -110,6 +114,16 @@ def load(folder: str) -> tuple[Any, Any]:
             "an adapter folder, or a hub id"
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def _check_folder(folder: str) -> None:
+    """Refuse a folder that is missing or holds a run in place of a model, before the hub is asked for its name."""
+    path = Path(folder)
+    names = ("config.json", "adapter_config.json")
+    if not path.exists() and looks_like_a_path(folder):
+        raise UserError(f"no such folder: {folder}; needed: a model folder, an adapter folder, or a hub id")
+    if not any((path / name).exists() for name in names) and any((path / "model" / name).exists() for name in names):
+        raise UserError(f"{folder}: holds a run, not a model; did you mean {path / 'model'}?")
 
 
 def _adapter(folder: str) -> dict[str, Any] | None:

@@ -44,6 +44,11 @@ class HeldOut:
         return float(self.loss_sums.sum() / max(self.tokens.sum(), 1))
 
     @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
     def accuracy(self) -> float:
         """Share of all label tokens that were the likeliest."""
         return float(self.hits.sum() / max(self.tokens.sum(), 1))
@@ -55,7 +60,7 @@ class HeldOut:
 
     def metrics(self, wanted: tuple[str, ...]) -> dict[str, float]:
         """Return the metrics a recipe asks for."""
-        values = {"perplexity": math.exp(min(self.loss, 700.0)), "accuracy": self.accuracy}
+        values = {"perplexity": self.perplexity, "accuracy": self.accuracy}
         return {"token_loss": self.loss, **{name: values[name] for name in wanted if name in values}}
 
     def summary(self) -> dict[str, float]:
@@ -65,6 +70,7 @@ class HeldOut:
         return {
             "step": self.step,
             "loss": self.loss,
+            "perplexity": self.perplexity,
             "accuracy": self.accuracy,
             "rows": len(rows),
             "tokens": int(self.tokens.sum()),

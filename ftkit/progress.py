@@ -1,9 +1,9 @@
 """What a run tells while it trains: metrics.jsonl, a progress bar, and whether the user asked it to end.
 
-All three are callbacks of the HF Trainer. `MetricsLog` writes one JSON object a logging step, the same keys in each, so
-that a reader needs no cases. `ProgressBar` shows the same numbers; on a terminal as a bar, otherwise as some twenty
-lines. `EndOnRequest` lets all ranks agree, once a step, to save and end: a rank that heard the signal later must not
-enter another step alone.
+All three are callbacks of the HF Trainer. `MetricsLog` writes one JSON object a logging step, the same keys in each, and
+one an evaluation, which has `eval_loss` in place of `loss`. `ProgressBar` shows the same numbers; on a terminal as a bar,
+otherwise as some twenty lines. `EndOnRequest` lets all ranks agree, once a step, to save and end: a rank that heard the
+signal later must not enter another step alone.
 
 It refuses nothing. What it costs: one all-reduce of a single number a step, and a file opened a logging step.
 """
@@ -74,7 +74,8 @@ class MetricsLog(TrainerCallback):
     Args:
         folder: Of the run.
         loss_scale: Returns the loss scale of fp16, or None.
-        show: Called with each line.
+        show: Called with each line of a training step.
+        show_evaluation: Called with the step and the numbers of each evaluation.
     """
 
     def __init__(
@@ -82,26 +83,40 @@ class MetricsLog(TrainerCallback):
         folder: RunFolder,
         loss_scale: Callable[[], float | None],
         show: Callable[[StepMetrics], None] = lambda metrics: None,
+        show_evaluation: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,
     ):
-        self.folder, self.loss_scale, self.show = folder, loss_scale, show
+        self.folder, self.loss_scale, self.show, self.show_evaluation = folder, loss_scale, show, show_evaluation
+        self.evaluated_at: int | None = None
         self.since: tuple[float, int] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drop the lines that this run is about to write again."""
         if state.is_world_process_zero:
-            self.folder.keep_metrics_until(state.global_step)
+            self.folder.keep_metrics_until(state.global_step or -1)  # of a run that begins, also the losses before it
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock at the first step: evaluation before it is not training time."""
         if self.since is None:
             self.since = (time.perf_counter(), state.num_input_tokens_seen)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave evaluation out of the tokens a second."""
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Write a line for an evaluation, once a step, and leave its time out of the tokens a second."""
         self.since = None
+        if not state.is_world_process_zero or self.evaluated_at == state.global_step or not metrics:
+            return
+        self.evaluated_at = state.global_step
+        names = ("token_loss", "perplexity", "accuracy")
+        numbers = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+        numbers["loss"] = numbers.pop("token_loss", metrics.get("eval_loss"))  # of all label tokens alike, not of batches
+        self._write({"step": state.global_step, "epoch": state.epoch, **{f"eval_{k}": v for k, v in numbers.items()}})
+        self.show_evaluation(state.global_step, numbers)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with open(self.folder.metrics, "a", encoding="utf-8") as file:
+            file.write(json_line(record) + "\n")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line for a training step; other logs (evaluation, the end) are not lines."""
+        """Write a line for a training step; other logs (evaluation, the end) are not such lines."""
         if not state.is_world_process_zero or "loss" not in logs:
             return
         now, tokens = time.perf_counter(), int(state.num_input_tokens_seen)
@@ -119,8 +134,7 @@ class MetricsLog(TrainerCallback):
             peak_device_bytes=peak_device_bytes(),
             peak_host_bytes=peak_host_bytes(),
         )
-        with open(self.folder.metrics, "a", encoding="utf-8") as file:
-            file.write(json_line(vars(metrics)) + "\n")
+        self._write(vars(metrics))
         self.show(metrics)
 
 
@@ -162,6 +176,11 @@ class ProgressBar(TrainerCallback):
             self.bar.update(self.bar.task_ids[0], numbers=line_of(metrics))
         elif metrics.step in (1, self.steps) or metrics.step % max(1, self.steps // PLAIN_LINES) == 0:
             self.console.print(f"step {metrics.step}/{self.steps}  {line_of(metrics)}")
+
+    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
+        """Show what the held-out rows gave, above the bar if there is one."""
+        rest = "".join(f"  {name} {numbers[name]:.4f}" for name in ("perplexity", "accuracy") if name in numbers)
+        self.console.print(f"step {step}/{self.steps}  held-out loss {numbers['loss']:.4f}{rest}")
 
 
 def line_of(metrics: StepMetrics) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -64,8 +65,23 @@ def _existing(text: str, info: ValidationInfo) -> str:
 
 
 def _existing_or_hub_id(text: str, info: ValidationInfo) -> str:
-    looks_like_a_path = text.startswith(("/", "./", "../")) or text.count("/") > 1
-    return _existing(text, info) if looks_like_a_path else text
+    return _existing(text, info) if looks_like_a_path(text) else text
+
+
+def looks_like_a_path(text: str) -> bool:
+    """Return whether a name can only be meant as a folder: the hub need not be asked for it."""
+    if text.startswith(("/", "./", "../", "~", "runs/", "data/")) or text.count("/") > 1:
+        return True
+    return "/" in text and os.path.exists(text.partition("/")[0])
+
+
+def _existing_rows(text: str, info: ValidationInfo) -> str:
+    try:
+        return _existing(text, info)
+    except ValueError as error:
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
+            raise ValueError(f"{error}; a hub data set goes in data.name") from None
+        raise
 
 
 def _number(value: Any) -> Any:
@@ -81,6 +97,7 @@ def _list(value: Any) -> Any:
 _short = PlainSerializer(lambda text: text if text is None else _shorten(text), when_used="always")
 PathText = Annotated[str, AfterValidator(_expand), _short]
 ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
+RowsPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_rows), _short]
 ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
 Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
 CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
@@ -132,7 +149,7 @@ class Model(Section):
 class DataSource(Section):
     """One data set of several, with its weight."""
 
-    path: ExistingPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
     name: str | None = Field(None, description="hub data set")
     split: str = Field("train", description="split of a hub data set")
     weight: Positive = Field(1.0, description="how often its rows are drawn, relative to the other sources'")
@@ -148,7 +165,7 @@ class DataSource(Section):
 class Data(Section):
     """The rows to train on and how they become sequences."""
 
-    path: ExistingPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
     name: str | None = Field(None, description="hub data set")
     split: str = Field("train", description="split of a hub data set")
     format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")

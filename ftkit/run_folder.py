@@ -1,7 +1,7 @@
 """The folder of a run: what lies where, and writing it so that a reader never finds half a file.
 
     recipe.yaml             the recipe with every default spelled out
-    metrics.jsonl           one JSON object a logging step
+    metrics.jsonl           one JSON object a logging step, and one an evaluation
     summary.json            what came of it
     eval_per_example.json   loss of each held-out row, before and after
     guard.json              who held the memory, if the memory guard ended the run

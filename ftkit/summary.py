@@ -59,6 +59,7 @@ def summarise(
         "eval_loss_after": after.loss if after else None,
         "eval_before": before.summary() if before else None,
         "eval_after": after.summary() if after else None,
+        "eval_metrics": list(trainer.wanted_metrics),
         "evaluations": [each.summary() for each in noted],
         "peaks_per_rank": peaks,
         "planned_per_rank": planned(plan),
@@ -123,6 +124,10 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {rows} rows"))
     elif after is not None:
         lines.append(("held-out loss", f"{after:.4f}"))
+    for name in ("perplexity", "accuracy"):
+        if name in summary["eval_metrics"] and summary["eval_after"]:
+            began = f"{summary['eval_before'][name]:.4f} before, " if summary["eval_before"] else ""
+            lines.append((name, f"{began}{summary['eval_after'][name]:.4f} after"))
     told = []
     for name, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
         peak, plan = max(each[key] for each in summary["peaks_per_rank"]), summary["planned_per_rank"][key]

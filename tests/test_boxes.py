@@ -37,7 +37,7 @@ def home(tmp_path_factory):
 
 def losses(folder):
     told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [[line["loss"], line["grad_norm"], line["learning_rate"]] for line in told]
+    return [[line["loss"], line["grad_norm"], line["learning_rate"]] for line in told if "loss" in line]
 
 
 def ip(*arguments):

@@ -95,6 +95,9 @@ def test_the_door_opens_quickly():
         (("--set", "optimizer.lr=fast"), "--set optimizer.lr=fast: optimizer.lr: found 'fast', needs a number"),
         (("--set", "data.path=nowhere.jsonl"), "data.path: no such file or folder: nowhere.jsonl"),
         (("--set", "model.name=./nowhere"), "model.name: no such file or folder: ./nowhere"),
+        (("--set", "data.path=owner/name"), "a hub data set goes in data.name"),
+        (("--set", "model.name=runs/nowhere"), "model.name: no such file or folder: runs/nowhere"),
+        (("--set", "model.name=tests/nowhere"), "model.name: no such file or folder: tests/nowhere"),
         (("--set", "model.load_in_8bit=true"), "quantised bases are not supported"),
         (("--set", "output.dir=/proc/nothing"), "output.dir: /proc/nothing cannot be written"),
         (("--resume", "/nowhere"), "--resume: no such checkpoint folder: /nowhere"),
@@ -277,6 +280,10 @@ def test_generate(capsys, base, tmp_path):
     assert leave("generate", base, "1+1?", "2+2?", "--max-new-tokens", "3") == 0
     assert "> 2+2?" in capsys.readouterr().out
     assert "cannot be loaded" in refusal(capsys, "generate", tmp_path, "1+1?")
+    assert "no such folder: runs/nowhere" in refusal(capsys, "generate", "runs/nowhere", "1+1?")
+    shutil.copytree(base, tmp_path / "run" / "model")
+    text = refusal(capsys, "generate", tmp_path / "run", "1+1?")
+    assert f"did you mean {tmp_path / 'run' / 'model'}?" in text
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": ""}')
     assert "base_model_name_or_path is empty" in refusal(capsys, "generate", tmp_path, "1+1?")
 

@@ -24,6 +24,8 @@ from ftkit.generate import answers
 from ftkit.held_out import HeldOut, row_statistics
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import WholeSteps
+from ftkit.run_folder import RunFolder
+from ftkit.summary import _lines
 from tests.tiny import make_base, make_tokenizer, write_rows
 
 METRICS = {
@@ -102,8 +104,12 @@ def recipe(home, out, **sections):
     return json.dumps({**facts, **sections})  # JSON is YAML
 
 
-def lines(folder):
+def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(folder):
+    return [record for record in records(folder) if "loss" in record]
 
 
 def losses(folder):
@@ -134,6 +140,12 @@ def test_a_run_leaves_its_folder(whole):
     assert written["eval_loss_after"] < 0.8 * written["eval_loss_before"]
     assert [each["step"] for each in written["evaluations"]] == [0, 5, 10, 10]
     assert written["answers"][0]["question"] == "3+1?"
+    held_out = [record for record in records(folder) if "loss" not in record]
+    assert [record["step"] for record in held_out] == [0, 5, 10]
+    assert set(held_out[0]) == {"step", "epoch", "eval_loss", "eval_perplexity", "eval_accuracy"}
+    assert [record["eval_loss"] for record in held_out] == [each["loss"] for each in written["evaluations"][:3]]
+    assert written["eval_after"]["perplexity"] == pytest.approx(np.exp(written["eval_loss_after"]))
+    assert dict(_lines(written, RunFolder(folder)))["accuracy"].endswith("after")
     assert parse((folder / "recipe.yaml").read_text(), "recipe.yaml").train.max_steps == 10
 
 
