@@ -1,6 +1,6 @@
 """ftkit: fine-tune 10B-15B models on one box of older GPUs, through the Hugging Face Trainer."""
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `ftkit recipes list` should not wait for torch."""
+    if name == "__version__":
+        return metadata.version("ftkit")
     if name not in _HOMES:
         raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those not yet imported: a tab in an interpreter should find them."""
+    return sorted({*globals(), *__all__, "__version__"})

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,6 @@ from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 
 app = typer.Typer(
-    help="Fine-tune language models on one box of GPUs, or on a CPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,6 +42,21 @@ recipes_app = typer.Typer(help="The packaged recipes.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ftkit {metadata.version('ftkit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def ftkit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Fine-tune language models on one box of GPUs, or on a CPU."""
 
 
 @app.command()

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import ftkit
 from ftkit import cli
 from ftkit.arguments import check_report_to
 from ftkit.errors import UserError
@@ -78,6 +79,12 @@ def test_recipes_are_listed_shown_and_copied(capsys, tmp_path, monkeypatch):
     capsys.readouterr()
     assert "is there already" in refusal(capsys, "recipes", "copy", "tiny-cpu")
     assert "cannot be written" in refusal(capsys, "recipes", "copy", "tiny-cpu", "/proc/nothing/x.yaml")
+
+
+def test_the_version_and_the_public_names(capsys):
+    assert leave("--version") == 0
+    assert capsys.readouterr().out.strip() == f"ftkit {ftkit.__version__}"
+    assert {"Trainer", "ShardedAdamW", "__version__"} <= set(dir(ftkit))
 
 
 def test_the_door_opens_quickly():
