@@ -43,6 +43,7 @@ from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.run_folder import RunFolder, write, write_json
 from ftkit.summary import show_answers, show_summary, summarise, tokens_until
+from ftkit.words import counted
 
 
 @dataclass(frozen=True)
@@ -352,12 +353,12 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     dtype = compute_dtype(recipe.train.dtype)
     say.print(escape(recipe.dump()))
     say.print(escape(str(rows.prepared.report)))
-    say.print(f"held out: {len(rows.held_out) if rows.held_out is not None else 0} rows")
+    say.print(f"held out: {counted(len(rows.held_out) if rows.held_out is not None else 0, 'row')}")
     say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
     show_plan(say, plan)
     say.print(
-        f"step: {recipe.train.batch_tokens:,} tokens = {ranks} ranks x {micro_batch} sequences x {accumulation} "
-        f"micro-batches x {recipe.data.sequence_tokens:,} tokens"
+        f"step: {recipe.train.batch_tokens:,} tokens = {counted(ranks, 'rank')} x {counted(micro_batch, 'sequence')} x "
+        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     for line in notices(recipe, rows.prepared.report, len(order), step_sequences):

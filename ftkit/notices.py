@@ -9,6 +9,7 @@ import math
 
 from ftkit.hf.counts import Report
 from ftkit.recipe import Recipe
+from ftkit.words import counted
 
 
 def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int) -> list[str]:
@@ -25,8 +26,8 @@ def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int)
         glue = "glue (a line break; nothing for prompt/completion)"
         lines.append(f"no chat template: question, {glue} and answer as plain text")
     if rest := sequences % step_sequences:
-        verb = "is" if rest == 1 else "are"
-        lines.append(f"{rest} of {sequences} sequences {verb} left over in each epoch: a step takes {step_sequences}")
+        of = f"{rest} of {counted(sequences, 'sequence')} {'is' if rest == 1 else 'are'}"
+        lines.append(f"{of} left over in each epoch: a step takes {step_sequences}")
     steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
     warmup_steps = recipe.optimizer.warmup_steps
     if warmup_steps >= steps > 0:
@@ -39,8 +40,3 @@ def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int)
             "no checkpoints will be saved (output.save_every_steps is not set), except one if the run is asked to end"
         )
     return lines
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it is not one."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

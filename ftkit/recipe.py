@@ -38,6 +38,7 @@ from pydantic import (
 
 from ftkit.errors import UserError
 from ftkit.recipe_problems import REFUSED_KEYS, problems
+from ftkit.words import counted
 from ftkit.yaml_lines import Problem, override, read
 
 
@@ -448,11 +449,11 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
     forced = (micro_batch if micro_batch != "auto" else 1) * (accumulation if accumulation != "auto" else 1)
     both = micro_batch != "auto" and accumulation != "auto"
     if sequences % (ranks * forced) or (both and sequences != ranks * forced):
-        needed = f"{ranks} ranks x micro_batch {micro_batch} x accumulation {accumulation}"
+        needed = f"{counted(ranks, 'rank')} x micro_batch {micro_batch} x accumulation {accumulation}"
         fitting = ranks * forced if both else _nearest_multiple(sequences, ranks * forced)
         raise UserError(
-            f"a step has {sequences} sequences (train.batch_tokens {recipe.train.batch_tokens} / data.sequence_tokens "
-            f"{recipe.data.sequence_tokens}), which {needed} cannot share evenly; set train.batch_tokens to "
+            f"a step has {counted(sequences, 'sequence')} (train.batch_tokens {recipe.train.batch_tokens} / "
+            f"data.sequence_tokens {recipe.data.sequence_tokens}), which {needed} cannot share evenly; set train.batch_tokens to "
             f"{fitting * recipe.data.sequence_tokens}, or change the number of ranks"
         )
     each = sequences // ranks

@@ -20,6 +20,7 @@ import torch
 from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, row_statistics, write_rows
 from ftkit.hf.trainer import Trainer
+from ftkit.words import counted
 
 
 class WholeSteps(torch.utils.data.Sampler):
@@ -36,7 +37,7 @@ class WholeSteps(torch.utils.data.Sampler):
     def __init__(self, order: Any, step_sequences: int):
         if len(order) < step_sequences:
             raise UserError(
-                f"the data gave {len(order)} sequences and one step takes {step_sequences} (train.batch_tokens / "
+                f"the data gave {counted(len(order), 'sequence')} and one step takes {step_sequences} (train.batch_tokens / "
                 "data.sequence_tokens); lower train.batch_tokens or add data"
             )
         self.order, self.step_sequences = order, step_sequences

@@ -24,6 +24,7 @@ from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.run_folder import RunFolder
+from ftkit.words import counted
 
 PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
@@ -121,7 +122,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     if before is not None and after is not None:
         change = 100 * (after / before - 1)
         rows = summary["eval_after"]["rows"]
-        lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {rows} rows"))
+        lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {counted(rows, 'row')}"))
     elif after is not None:
         lines.append(("held-out loss", f"{after:.4f}"))
     for name in ("perplexity", "accuracy"):

@@ -203,7 +203,7 @@ def test_the_number_of_ranks_is_the_outer_jobs(capsys, places, as_a_rank):
 def test_dry_run(capsys, places):
     assert leave("finetune", places(), "--dry-run", "--nproc", "2") == 0
     said = capsys.readouterr().out
-    assert "step: 128 tokens = 2 ranks x 2 sequences x 1 micro-batches x 32 tokens" in said
+    assert "step: 128 tokens = 2 ranks x 2 sequences x 1 micro-batch x 32 tokens" in said
     assert "steps: 2, 2 an epoch of 8 sequences" in said
     assert "parameters" in said
 
@@ -240,7 +240,7 @@ def test_faults_of_the_data(capsys, places, tmp_path):
     broken = rows_of(tmp_path / "broken.jsonl", good, "{")
     assert "broken.jsonl:2" in refusal(capsys, "finetune", places(data=broken), "--dry-run")
     few = rows_of(tmp_path / "few.jsonl", good)
-    assert "1 sequences and one step takes 4" in refusal(capsys, "finetune", places(data=few), "--dry-run")
+    assert "1 sequence and one step takes 4" in refusal(capsys, "finetune", places(data=few), "--dry-run")
 
 
 def test_faults_that_show_with_the_model(capsys, places, base, tmp_path):

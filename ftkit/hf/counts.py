@@ -10,6 +10,8 @@ import itertools
 import json
 from dataclasses import asdict, dataclass
 
+from ftkit.words import counted
+
 
 @dataclass(frozen=True)
 class SourceReport:
@@ -100,16 +102,20 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report as lines for a person."""
-        lines = [f"{source.label}: {source.rows} rows, format {source.format}" for source in self.sources]
+        lines = [f"{source.label}: {counted(source.rows, 'row')}, format {source.format}" for source in self.sources]
         trained = 100 * self.trained_tokens / max(self.tokens, 1)
-        lines.append(f"{self.samples} samples, {self.tokens} tokens, {trained:.0f} % of them trained on")
+        lines.append(
+            f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, {trained:.0f} % of them trained on"
+        )
         if self.cut_tokens:
             share = 100 * self.cut_tokens / (self.tokens + self.cut_tokens)
-            lines.append(f"{self.truncated_rows} samples truncated: {self.cut_tokens} tokens cut ({share:.1f} %)")
+            cut = counted(self.cut_tokens, "token")
+            lines.append(f"{counted(self.truncated_rows, 'sample')} truncated: {cut} cut ({share:.1f} %)")
         if self.bad_rows:
-            lines += [f"{self.bad_rows} rows skipped, the first:", *(f"  {example}" for example in self.bad_examples)]
+            lines.append(f"{counted(self.bad_rows, 'row')} skipped, the first:")
+            lines += [f"  {example}" for example in self.bad_examples]
         if self.packing_efficiency is not None:
-            lines.append(f"packed into {self.sequences} sequences, {100 * self.packing_efficiency:.1f} % full")
+            lines.append(f"packed into {counted(self.sequences, 'sequence')}, {100 * self.packing_efficiency:.1f} % full")
         return "\n".join(lines)
 
     def to_json(self) -> str:
