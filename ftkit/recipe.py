@@ -453,8 +453,8 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
         fitting = ranks * forced if both else _nearest_multiple(sequences, ranks * forced)
         raise UserError(
             f"a step has {counted(sequences, 'sequence')} (train.batch_tokens {recipe.train.batch_tokens} / "
-            f"data.sequence_tokens {recipe.data.sequence_tokens}), which {needed} cannot share evenly; set train.batch_tokens to "
-            f"{fitting * recipe.data.sequence_tokens}, or change the number of ranks"
+            f"data.sequence_tokens {recipe.data.sequence_tokens}), which {needed} cannot share evenly; set "
+            f"train.batch_tokens to {fitting * recipe.data.sequence_tokens}, or change the number of ranks"
         )
     each = sequences // ranks
     if micro_batch != "auto":
