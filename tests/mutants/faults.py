@@ -15,6 +15,7 @@ _OPTIMIZER = "tests/engine/test_optimizer.py::"
 _USES = "tests/engine/test_uses.py::"
 _PRECISION = "tests/engine/test_precision.py::"
 _CHECKPOINT = "tests/engine/test_checkpoint.py::"
+_GUARD = "tests/test_guard.py::"
 _UPDATE = "tests/engine/test_update.py::"
 _BYTES = "tests/engine/test_bytes.py::"
 _REFUSALS = "tests/engine/test_refusals.py::"
@@ -382,5 +383,19 @@ FAULTS = (
         "            if value == self._sums[piece]:\n",
         "            if True:\n",
         "tests/engine/test_disk.py::test_a_flipped_bit_is_found",
+    ),
+    _fault(
+        "the guard takes one jump for growth, and ends a healthy run",
+        "ftkit/guard.py",
+        "        rise = min(later",
+        "        rise = max(later",
+        _GUARD + "test_a_healthy_run_close_to_its_limit_is_left_alone",
+    ),
+    _fault(
+        "the guard counts file cache, which the kernel takes back, as used",
+        "ftkit/box_memory.py",
+        "max(0, usage - self._reclaimable())",
+        "usage",
+        _GUARD + "test_v2_limits_leave_out_what_the_kernel_can_take_back",
     ),
 )
