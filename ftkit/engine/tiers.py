@@ -28,11 +28,14 @@ from torch import Tensor
 
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
-from ftkit.engine.disk import PIECE_NUMEL, Disk, FlatFile
+from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, PIECE_NUMEL, Disk, FlatFile
 from ftkit.errors import UserError
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+
+WORTH_MEASURING_BYTES = 1 << 30
+"""Less than this on NVMe is there and back in a second, whatever the block size and depth."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,14 @@ class Tiers:
         self.arenas: dict[str, Arena] = {}
 
     @classmethod
-    def open(cls, comm: Communicator, placement: Placement, nvme_dir: str | Path | None = None) -> Tiers:
+    def open(
+        cls, comm: Communicator, placement: Placement, nvme_dir: str | Path | None = None, expected_bytes: int | None = None
+    ) -> Tiers:
         """Open the tiers that `placement` names; every rank calls this.
+
+        Args:
+            nvme_dir: folder of the NVMe tier. expected_bytes: what this rank will keep there, roughly; the drive is
+                measured only where that is worth its two seconds.
 
         Raises:
             UserError: if something is placed on NVMe and the folder is missing or cannot be written.
@@ -179,7 +188,9 @@ class Tiers:
         if nvme_dir is None:
             raise UserError("something is placed on the NVMe tier and no folder is named: set memory.nvme_dir")
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs of one seed must not meet
-        return cls(comm.device, placement, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"))
+        little = expected_bytes is not None and expected_bytes < WORTH_MEASURING_BYTES
+        likely = {"depth": DEPTHS[0], "block_bytes": BLOCK_BYTES[0]} if little else {}
+        return cls(comm.device, placement, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}", **likely))
 
     def tier(self, kind: str) -> Tier:
         """Return the tier of a kind of tensor."""

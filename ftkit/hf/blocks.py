@@ -87,6 +87,9 @@ def _no_cache(value: Any) -> Any:
     return None
 
 
+STATE_BYTES = 16
+"""Of a parameter, in 16 bit with fp32 master and moments: arXiv:1910.02054, section 3.1."""
+
 BATCH_ARGUMENTS = frozenset(
     {
         "hidden_states",
@@ -216,6 +219,7 @@ def shard(
     check_dtype(dtype or next(model.parameters()).dtype, device)
     _refuse(model, comm.world_size)
     policy, plan = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
+    numel = sum(parameter.numel() for parameter in model.parameters())
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
@@ -229,7 +233,7 @@ def shard(
         wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
         arguments=without_caches,
         fingerprint=adapter_switches,
-        tiers=Tiers.open(comm, policy.placement, settings.nvme_dir),
+        tiers=Tiers.open(comm, policy.placement, settings.nvme_dir, STATE_BYTES * numel // comm.world_size),
         split=batch_rows,
     )
     cut = _cuts_gradients(units)

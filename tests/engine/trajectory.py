@@ -99,7 +99,7 @@ def shard_model(model: nn.Module, policy: Policy, comm: Communicator | None = No
     """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
     comm = comm or Communicator(torch.device("cpu"))
     if policy.placement.uses_disk and "tiers" not in settings:
-        settings["tiers"] = Tiers.open(comm, policy.placement, tempfile.gettempdir())
+        settings["tiers"] = Tiers.open(comm, policy.placement, tempfile.gettempdir(), expected_bytes=0)
     if policy.parts > 1:
         settings.setdefault("split", batch_rows)
     return shard(model, families.blocks(model), comm=comm, policy=policy, entries=families.entries(model), **settings)
