@@ -96,7 +96,7 @@ def recipe(folder: Path, options: argparse.Namespace) -> dict:
         "model": {"name": str(folder / "model")},
         "data": {"path": str(folder / "rows.jsonl"), "sequence_tokens": options.tokens, "loss_on": "all"},
         "train": {"batch_tokens": 2 * options.tokens, "epochs": options.steps, "dtype": options.dtype},
-        "optimizer": {"lr": 1e-5, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
+        "optimizer": {"lr": 4e-6, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
         "memory": {"nvme_dir": str(folder / "nvme")},
         "engine": {
             "stage": 3,
