@@ -16,14 +16,14 @@ STARTED = float(os.environ["BENCH_STARTED"])
 SPEC = json.loads(os.environ["BENCH_SPEC"])
 
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
-from benchmarks.shapes import SHAPES, VOCABULARY  # noqa: E402
+from benchmarks.shapes import SHAPES, VOCABULARY  # noqa: E402  (as above)
 
 ENGINE = ENGINES[SPEC["engine"]]
 os.environ.update(ENGINE.environment)
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402
+import torch  # noqa: E402  (as above)
+import transformers  # noqa: E402  (as above)
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402  (as above)
 
 
 def peak_bytes() -> int:

@@ -348,7 +348,7 @@ def guarded_job(text):
     return str(caught.value), caught.value.exit_code
 
 
-def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):  # noqa: F811
+def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):  # noqa: F811  (the fixture, imported above)
     folder = home / "short"
     folder.mkdir()
     (text, code), (others, other_code) = worlds[2].run(guarded_job, recipe(home, "short"))

@@ -297,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
         """Update every line's shard, or skip on overflow. See [Note: a step].
 
         Raises:

@@ -477,7 +477,7 @@ def _specialise_block(unit: Unit) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unit.use(block_forward.__get__(self), args, kwargs)
 
-    forward.__signature__ = inspect.signature(block_forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(block_forward)  # type: ignore[attr-defined]  # functions may carry one
     _specialise(unit.module, unit, forward=forward)
     if unit.gathered:
         unit.module.register_state_dict_pre_hook(_refuse_state_dict)
@@ -490,7 +490,7 @@ def _specialise_leaf(module: nn.Module, leaf: Leaf, attribute: str) -> None:
         with leaf.once():
             return module_forward(self, *args, **kwargs)
 
-    forward.__signature__ = inspect.signature(module_forward)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.signature(module_forward)  # type: ignore[attr-defined]  # as above
     _specialise(module, leaf, forward=forward, **{attribute: property(lambda self: leaf.read())})
     module.register_state_dict_pre_hook(_refuse_state_dict)
 

@@ -128,7 +128,7 @@ class TensorFile:
         step = PIECE_BYTES // size
         for low in range(0, values.numel(), step):
             piece = values[low : low + step].detach().to(device="cpu", dtype=entry.dtype).contiguous()
-            data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has the buffer protocol, its stubs do not say so
             position = entry.offset + (start + low) * size
             while data:
                 written = os.pwrite(self._handle, data, position)

@@ -30,7 +30,7 @@ class ArgumentsMixin:
         dataclass(cls)
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()  # type: ignore[misc]  # the class that this is mixed into has it
         if self.ftkit in ("none", "None", "off"):
             self.ftkit = None
         if self.ftkit is not None:

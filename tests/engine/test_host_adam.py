@@ -255,8 +255,8 @@ def test_ranges_cover_everything_once_on_as_many_threads_as_asked(n: int) -> Non
         adam, seen, names = HostAdamW(threads), np.zeros(n, dtype=int), set()
 
         def work(start: int, stop: int) -> None:
-            seen[start:stop] += 1  # noqa: B023
-            names.add(threading.current_thread().name)  # noqa: B023
+            seen[start:stop] += 1  # noqa: B023  (called before the loop goes on)
+            names.add(threading.current_thread().name)  # noqa: B023  (as above)
             assert stop > start
 
         adam._share(work, n, RANGE_NUMEL)

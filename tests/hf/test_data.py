@@ -227,7 +227,7 @@ def test_an_answer_the_template_rewrites_is_found_by_its_text(ready, tokenizer_o
         ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", "reach across the edge of an answer"),
     ],
-)  # fmt: skip
+)  # fmt: skip  (a table, one row a line)
 def test_a_template_that_cannot_be_masked_is_named(ready, tokenizer_of, template, reason):
     tokenizer = tokenizer_of(template)
     tokenizer.name_or_path = "some/model"
