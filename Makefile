@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## make .venv with the tested stack
 $(STAMP): pyproject.toml constraints.txt
@@ -30,11 +30,12 @@ demo-control: setup  ## the same with shuffled answers: must come out worse, or 
 		--set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
 
+WORKERS := -n 2 --dist worksteal
 test: setup  ## the tests, under ten minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS)
 
 test-all: setup  ## full products and long fault tests, under 45 minutes; then the mutants
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" $(WORKERS)
 	$(MAKE) mutants
 
 mutants: setup  ## plant each committed fault; each must turn a test red
@@ -51,9 +52,10 @@ check: setup  ## lint, types of the engine, import contract
 bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpeed ZeRO-3, in turns
 	$(BIN)/python -m benchmarks.run
 
-OFFLOAD := ftkit-zero3,ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,deepspeed-host,deepspeed-nvme
+OFFLOAD := ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,ftkit-nvme-half,deepspeed-host,deepspeed-nvme
 bench-offload: setup  ## a step with the state in RAM, in host arenas and on NVMe, deferred or not, beside DeepSpeed
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD)
+	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD) --batch 4
 
 bench-host: setup  ## the host's AdamW against a stream with the same reads and writes, torch, DeepSpeed
 	$(BIN)/python -m benchmarks.host_adam
@@ -61,10 +63,14 @@ bench-host: setup  ## the host's AdamW against a stream with the same reads and 
 bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 	$(BIN)/python -m benchmarks.disk
 
+bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed ZeRO-3, their memory, export of 3B in 3 GiB (40 GB)
+	$(BIN)/python -m benchmarks.checkpoints
+
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
 bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on a CPU
 	$(BIN)/python -m benchmarks.plan_against_runs
 
-.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-cap bench-offload bench-plan
+.PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+	bench-plan

@@ -4,7 +4,8 @@ The model is a real safetensors folder (random weights, written piece by piece),
 kind of tensor on the NVMe tier, the cap is a memory cgroup made for it (v1 or v2, whichever this machine lets root write),
 page cache included. Printed: seconds a step, losses, gradient norms, the peak of the group, what was written to disk.
 
-`--peers` then asks what DDP, FSDP2 and DeepSpeed ZeRO-3 train under the same cap: growing sizes until one fails. Needs
+`--peers` then asks what DDP, FSDP2, DeepSpeed ZeRO-3 and ZeRO-3 with state and parameters on NVMe train under the same cap:
+growing sizes until one fails. Needs
 about 45 GB of disk at 2B; all of it is removed at the end.
 """
 
@@ -26,14 +27,14 @@ from pathlib import Path
 import torch
 import yaml
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.run import ROOT, run_once
-from benchmarks.shapes import SHAPES, VOCABULARY
+from benchmarks.shapes import SHAPES, llama
 from ftkit.engine.storage import TensorFile, create_file
 
 CGROUPS = Path("/sys/fs/cgroup")
-PEERS = ("ddp", "fsdp2", "deepspeed-zero3")
+PEERS = ("ddp", "fsdp2", "deepspeed-zero3", "deepspeed-nvme-all")
 
 
 def parse() -> argparse.Namespace:
@@ -54,19 +55,8 @@ def parse() -> argparse.Namespace:
 
 def write_model(folder: Path, size: str) -> int:
     """Write a Llama's folder with random bf16 weights, a tensor at a time; return its parameters."""
-    hidden, layers, heads, intermediate = SHAPES[size]
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=2048,
-        use_cache=False,
-        dtype="bfloat16",
-    )
-    config.architectures = ["LlamaForCausalLM"]
+    config = llama(size)
+    config.dtype = "bfloat16"
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

@@ -1,10 +1,13 @@
 """`make bench-disk`: the NVMe tier beside the best that plain O_DIRECT, DeepSpeed's aio and fio get from the same folder.
 
-Every contender has a file of its own, reserved and written once before anything is timed, and writes and reads it whole,
-one contender after the other, in turns; reported are medians over rounds. Ours goes through `FlatFile`, with the block
-size and depth that it chose by itself, and with its checksums. The raw loops move the same buffers (2 MiB pages) with one
-and two threads, in blocks of 1, 4 and 16 MiB, and check nothing; the best of them, for writing and for reading apart, is
-the mark. DeepSpeed's aio runs in its own environment, with its own page-locked buffer; fio, where it is installed, too.
+Every contender writes and reads a whole file, reserved and written once before anything is timed, one contender after the
+other, in turns that begin with another one each round; reported are medians over rounds. Ours and the raw loops use the
+same file, for where a file lies on its drive matters. Ours goes through `FlatFile`, with the block size and depth that it
+chose by itself, and with its checksums: all that is read is summed on the way and compared; the sums of what is written
+come with it, as the optimizer's update makes them while its results are in cache, or are made on the way. The raw loops
+move the same buffers (2 MiB pages) with one and two threads, in blocks of 1, 4 and 16 MiB, and check nothing; the best of
+them, for writing and for reading apart, is the mark. DeepSpeed's aio runs in its own environment, with its own page-locked
+buffer; fio, where it is installed, too.
 
 Goals: at least 95 % of the best raw loop, and no slower than aio. Rates are 1e9 bytes a second, and vary with what else
 the machine does: the share of CPU time that went to others is printed. The result is also written to runs/bench/.
@@ -35,7 +38,9 @@ from torch import Tensor
 
 from benchmarks.run import PEERS, ROOT, busy_s, peers_python
 from ftkit.engine.arena import Arena
-from ftkit.engine.disk import PIECE_NUMEL, Disk
+from ftkit.engine.disk import Disk
+from ftkit.engine.flatfile import PIECE_NUMEL, FlatFile, sum_of
+from ftkit.engine.storage import DATA_START
 
 MIB = 1 << 20
 REQUEST_NUMEL = 16 * PIECE_NUMEL
@@ -76,27 +81,36 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="on the drive to be measured")
     parser.add_argument("--gib", type=int, default=2, help="of each file, and of host memory (twice, with aio)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def ours(disk: Disk, memory: Tensor) -> Contender:
-    """Return the tier: requests of 64 MiB, all on their way at once."""
-    file = disk.file("ours", memory.numel(), memory.dtype)
+def ours(disk: Disk, file: FlatFile, memory: Tensor, *, known: bool) -> Contender:
+    """Return the tier: requests of 64 MiB, all on their way at once.
+
+    Args:
+        file: to move.
+        known: the sums of what is written come with it, as from the optimizer's update; else the tier makes them.
+    """
+    parts = [(start, memory[start : start + REQUEST_NUMEL]) for start in range(0, memory.numel(), REQUEST_NUMEL)]
+    sums = {start: [sum_of(piece) for piece in part.split(PIECE_NUMEL)] if known else None for start, part in parts}
 
     def move(what: str) -> float:
-        act = file.write if what == "write" else file.read
         begin = time.perf_counter()
-        starts = range(0, memory.numel(), REQUEST_NUMEL)
-        for request in [act(start, memory[start : start + REQUEST_NUMEL]) for start in starts]:
+        if what == "write":
+            requests = [file.write(start, part, sums[start]) for start, part in parts]
+        else:
+            requests = [file.read(start, part) for start, part in parts]
+        for request in requests:
             request.wait()
         return time.perf_counter() - begin
 
-    return Contender("ours", f"FlatFile, {disk.depth} threads, {disk.block_bytes // MIB} MiB, checked", move)
+    how = f"FlatFile, {disk.depth} threads, {disk.block_bytes // MIB} MiB, "
+    return Contender("ours" if known else "ours, sums made", how + ("checked" if known else "sums made on the way"), move)
 
 
 def raw(path: Path, memory: Tensor, threads: int, block: int) -> Contender:
-    """Return plain system calls: each thread moves its part of the file, block after block."""
+    """Return plain system calls on the tier's own file: each thread moves its part of the data, block after block."""
     data = memory.view(torch.uint8).numpy()
     part = data.nbytes // threads
 
@@ -107,7 +121,7 @@ def raw(path: Path, memory: Tensor, threads: int, block: int) -> Contender:
 
         def run(first: int) -> None:
             for at in range(first, first + part, block):
-                if call(handle, [data[at : at + block]], at) != block:
+                if call(handle, [data[at : at + block]], DATA_START + at) != block:
                     wrong.append(at)
 
         runners = [threading.Thread(target=run, args=(n * part,)) for n in range(threads)]
@@ -191,6 +205,16 @@ def reserved(path: Path, size: int) -> Path:
     return path
 
 
+def uncached(folder: Path) -> None:
+    """Sync the files in `folder`, and let the system forget what it holds of them: who reads next reads the drive."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
 def turns(contenders: list[Contender], size: int, rounds: int, console: Console) -> list[dict]:
     """Let each write and read once uncounted, then `rounds` times; return rates with medians."""
     for contender in contenders:
@@ -198,7 +222,7 @@ def turns(contenders: list[Contender], size: int, rounds: int, console: Console)
     rates: dict[str, dict[str, list[float]]] = {c.name: {"write": [], "read": []} for c in contenders}
     for number in range(rounds):
         busy, own, begin = busy_s(), sum(os.times()[:4]), time.time()
-        for contender in contenders:
+        for contender in (*contenders[number:], *contenders[:number]):  # who comes after whom matters to the drive
             for what, found in rates[contender.name].items():
                 found.append(size / contender.move(what) / 1e9)
         others = busy_s() - busy - (sum(os.times()[:4]) - own)
@@ -247,12 +271,13 @@ def main() -> None:
         if not disk.direct:
             sys.exit(f"{options.folder} ({disk.filesystem}) has no O_DIRECT: nothing to compare with")
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-disk-", dir=options.folder)))
-        disk.reserve(4 * size)
+        disk.reserve(3 * size)
         arena = Arena(size, torch.device("cpu"))
         memory = arena.take(size // 4, torch.float32)
         memory.view(torch.int64).random_()
-        contenders = [ours(disk, memory)]
-        contenders += [raw(reserved(scratch / "raw", size), memory, *case) for case in RAW]
+        file = disk.file("ours", memory.numel(), memory.dtype)
+        contenders = [ours(disk, file, memory, known=known) for known in (True, False)]
+        contenders += [raw(file.path, memory, *case) for case in RAW]
         try:
             contenders += stack.enter_context(aio(reserved(scratch / "aio", size), size))
         except RuntimeError as error:

@@ -72,6 +72,25 @@ def _zero3_nvme(folder: str) -> dict[str, Any]:
     return _zero3(folder, offload_optimizer={"device": "nvme", "nvme_path": folder, "pin_memory": False, "buffer_count": 4})
 
 
+def _zero3_nvme_all(folder: str) -> dict[str, Any]:
+    """Set what a careful user sets to save memory; with prefetching, DeepSpeed 0.19.8 queues a parameter on NVMe twice."""
+    buffer_numel = 34_000_000  # more than half of the largest tensor of a Llama up to 1B: the part of one of two ranks
+    return _zero3(
+        folder,
+        offload_optimizer={"device": "nvme", "nvme_path": folder, "pin_memory": False, "buffer_count": 4},
+        offload_param={
+            **{"device": "nvme", "nvme_path": folder, "pin_memory": False, "max_in_cpu": 0},
+            **{"buffer_size": buffer_numel, "buffer_count": 5},
+        },
+        sub_group_size=25_000_000,
+        reduce_bucket_size=20_000_000,
+        stage3_prefetch_bucket_size=0,
+        stage3_max_live_parameters=50_000_000,
+        stage3_max_reuse_distance=0,
+        stage3_param_persistence_threshold=10_000,
+    )
+
+
 _LEAN = {"stage": 3, "activations": "recompute", "weights": "free"}
 _DEEPSPEED = {"peer": True, "environment": {"DS_ACCELERATOR": "cpu"}}
 
@@ -84,9 +103,11 @@ ENGINES = {
     "ftkit-host": Engine(_ours(**_LEAN, gradients="host", state="host"), ours=True),
     "ftkit-host-deferred": Engine(_ours(**_LEAN, gradients="host", state="host", update="deferred"), ours=True),
     "ftkit-nvme": Engine(_ours(**_LEAN, state="nvme"), ours=True),
+    "ftkit-nvme-half": Engine(_ours(**_LEAN, state="nvme", state_host_gib=0.375), ours=True),  # of 0.75 a rank at 134M
     "ftkit-nvme-now": Engine(_ours(**_LEAN, state="nvme", update="now"), ours=True),
     "deepspeed-host": Engine(_zero3_host, **_DEEPSPEED),
     "deepspeed-nvme": Engine(_zero3_nvme, **_DEEPSPEED),
+    "deepspeed-nvme-all": Engine(_zero3_nvme_all, **_DEEPSPEED),
 }
 
 SIDE_BY_SIDE = ("ftkit", "ftkit-zero3", "ddp", "fsdp2", "deepspeed-zero3")

@@ -118,16 +118,16 @@ def torch_fused(x: Arrays, piece: slice, wide: Tensor) -> None:
 
 def torch_pieces(x: Arrays, dtype: torch.dtype) -> None:
     """Do the whole step with torch's operations, in pieces that fit the cache."""
-    for start in range(0, x.n, PIECE_NUMEL["cpu"]):
-        piece = slice(start, start + PIECE_NUMEL["cpu"])
+    for start in range(0, x.n, PIECE_NUMEL):
+        piece = slice(start, start + PIECE_NUMEL)
         torch_fused(x, piece, x.gradient[dtype][piece].float() * 0.5)
         x.weight[dtype][piece].copy_(x.master[piece])
 
 
 def add_pieces(total: Tensor, other: Tensor) -> None:
     """Add with torch, in pieces: it widens `other` before it adds."""
-    for start in range(0, len(total), PIECE_NUMEL["cpu"]):
-        total[start : start + PIECE_NUMEL["cpu"]].add_(other[start : start + PIECE_NUMEL["cpu"]])
+    for start in range(0, len(total), PIECE_NUMEL):
+        total[start : start + PIECE_NUMEL].add_(other[start : start + PIECE_NUMEL])
 
 
 def contenders(x: Arrays, threads: int) -> dict[str, tuple[Callable[[], Any], int]]:

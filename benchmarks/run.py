@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -67,44 +68,99 @@ def busy_s() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a set of ranks left behind.
+
+    Args:
+        ranks: the JSON that each wrote; of one that failed early there is none. said: all that they printed.
+        foreign_cpu_share: of the machine's CPU time meanwhile, what went to others.
+    """
+
+    ranks: list[dict]
+    said: str
+    foreign_cpu_share: float
+
+    @property
+    def error(self) -> str:
+        """The last error that a rank spoke of, else the last that was printed."""
+        told = [rank["error"] for rank in self.ranks if rank.get("error")]
+        lines = [line for line in self.said.splitlines() if "Error" in line and "ChildFailed" not in line]
+        return (told or lines or [self.said])[-1][-300:]
+
+
+def run_ranks(
+    module: str,
+    spec: dict,
+    folder: Path,
+    *,
+    world: int,
+    timeout: float,
+    python: str = sys.executable,
+    enter: Path | None = None,
+    environment: dict[str, str] | None = None,
+) -> Outcome:
+    """Run a module in `world` fresh processes, and gather the `rank*.json` that they write to `folder`.
+
+    Args:
+        module: reads BENCH_SPEC and BENCH_STARTED. spec: what BENCH_SPEC says, as JSON.
+        enter: a cgroup whose limits the run must keep. environment: more of it.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    everything = {
+        **os.environ,
+        "BENCH_SPEC": json.dumps(spec),
+        "BENCH_STARTED": str(time.time()),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT),
+        **(environment or {}),
+    }
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", module]
+    if enter is not None:
+        command = ["sh", "-c", f'echo $$ > {enter}/cgroup.procs && exec "$@"', "sh", *command]
+    busy, own, start = busy_s(), sum(os.times()[2:4]), time.time()
+    with open(folder / "log", "w+") as log:
+        process = subprocess.Popen(command, env=everything, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        late = ""
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = f"\nTimeoutError: not done after {timeout:.0f} s"
+        finally:
+            _end(process)
+        log.seek(0)
+        said = log.read() + late
+    used, own_used = busy_s() - busy, sum(os.times()[2:4]) - own
+    share = max(0.0, used - own_used) / ((os.cpu_count() or 1) * (time.time() - start))
+    return Outcome([json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))], said, share)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a launcher so that it ends its ranks, which would outlive it if it were killed."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def run_once(name: str, model: str, options: argparse.Namespace) -> dict:
     """Run one engine once; return its figures, or what it said when it failed."""
-    engine = ENGINES[name]
-    python = peers_python() if engine.peer else sys.executable
+    python = peers_python() if ENGINES[name].peer else sys.executable
     with tempfile.TemporaryDirectory(prefix="ftkit-bench-") as folder:
         keys = ("batch", "warmup", "steps", "dtype", "world", "tokens")
         spec = {"engine": name, "model": model, "folder": folder, **{key: getattr(options, key) for key in keys}}
-        threads = str(max(1, (os.cpu_count() or 1) // options.world))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = {
-            **os.environ,
-            "BENCH_SPEC": json.dumps(spec),
-            "BENCH_STARTED": str(time.time()),
-            "OMP_NUM_THREADS": threads,
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(options.world)]
-        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "benchmarks.worker"]
-        if (group := getattr(options, "enter", None)) is not None:  # a cgroup whose limits the run must keep
-            command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
-        busy, own, start = busy_s(), sum(os.times()[2:4]), time.time()
-        with open(Path(folder, "log"), "w+") as log:
-            process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                process.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            log.seek(0)
-            said = log.read()
-        used, own_used = busy_s() - busy, sum(os.times()[2:4]) - own
-        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+        limits = {"world": options.world, "timeout": options.timeout, "enter": getattr(options, "enter", None)}
+        outcome = run_ranks("benchmarks.worker", spec, Path(folder), python=python, **limits)
+    ranks = outcome.ranks
     if len(ranks) < options.world:
-        errors = [line for line in said.splitlines() if "Error" in line and "ChildFailed" not in line]
-        return {"engine": name, "model": model, "error": errors[-1][:300] if errors else said[-300:]}
+        return {"engine": name, "model": model, "error": outcome.error}
     return {
         "engine": name,
         "model": model,
@@ -113,7 +169,7 @@ def run_once(name: str, model: str, options: argparse.Namespace) -> dict:
         "peak_gb": max(rank["peak_bytes"] for rank in ranks) / 1e9,
         "loss": ranks[0]["losses"][-1],
         "wrapped": ranks[0]["wrapped"],
-        "foreign_cpu_share": max(0.0, used - own_used) / ((os.cpu_count() or 1) * (time.time() - start)),
+        "foreign_cpu_share": outcome.foreign_cpu_share,
     }
 
 
@@ -121,7 +177,7 @@ def report(runs: list[dict], console: Console) -> list[dict]:
     """Print medians and ratios a model; return the medians."""
     medians = []
     for model in dict.fromkeys(run["model"] for run in runs):
-        table = Table(title=f"Llama {model}: medians over rounds (ratio: ftkit / engine; below 1 is better)")
+        table = Table(title=f"Llama {model}: medians over rounds (ratio: the first / engine; below 1: the first is better)")
         for column in ("engine", "step s", "ratio", "peak GB a rank", "ratio", "ratio zero3", "start-up s", "ratio", "loss"):
             table.add_column(column, justify="left" if column == "engine" else "right")
         rows = {}
@@ -129,7 +185,7 @@ def report(runs: list[dict], console: Console) -> list[dict]:
             good = [run for run in runs if run["model"] == model and run["engine"] == name and "error" not in run]
             keys = ("step_s", "peak_gb", "startup_s", "loss")
             rows[name] = {key: statistics.median(run[key] for run in good) for key in keys} if good else None
-        ours, zero3 = rows.get("ftkit"), rows.get("ftkit-zero3")
+        ours, zero3 = rows.get("ftkit") or next(iter(rows.values())), rows.get("ftkit-zero3")
         for name, row in rows.items():
             if row is None:
                 error = next(run["error"] for run in runs if run["engine"] == name and "error" in run)

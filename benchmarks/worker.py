@@ -16,14 +16,15 @@ STARTED = float(os.environ["BENCH_STARTED"])
 SPEC = json.loads(os.environ["BENCH_SPEC"])
 
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
-from benchmarks.shapes import SHAPES, VOCABULARY  # noqa: E402  (as above)
 
 ENGINE = ENGINES[SPEC["engine"]]
 os.environ.update(ENGINE.environment)
 
 import torch  # noqa: E402  (as above)
 import transformers  # noqa: E402  (as above)
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback  # noqa: E402  (as above)
+from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402  (as above)
+
+from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
 
 
 def peak_bytes() -> int:
@@ -83,20 +84,8 @@ def main() -> None:
         **ENGINE.arguments(SPEC["folder"]),
     }
     arguments = TrainingArguments(**keywords)
-    hidden, layers, heads, intermediate = SHAPES[SPEC["model"]]
     torch.manual_seed(42)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            intermediate_size=intermediate,
-            max_position_embeddings=2048,
-            use_cache=False,
-        )
-    )
+    model = LlamaForCausalLM(llama(SPEC["model"]))
     rows = max(64, (SPEC["warmup"] + SPEC["steps"]) * SPEC["batch"] * SPEC["world"])
     clock = Clock()
     trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows, SPEC["tokens"]), callbacks=[clock])

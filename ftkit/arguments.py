@@ -49,25 +49,22 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
     )
 
 
-def engine_settings(recipe: Recipe, ranks: int) -> dict[str, Any]:
+def engine_settings(recipe: Recipe) -> dict[str, Any]:
     """Return what `TrainingArguments(ftkit=...)` takes.
 
     Args:
         recipe: Its `engine`, `memory` and `train.dtype`.
-        ranks: Processes of this box, which share the host memory granted.
     """
     engine, memory = recipe.engine, recipe.memory
-    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "debug")
-    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in")
-    on_device_gib = memory.device_gib
-    if not torch.cuda.is_available() and memory.host_gib is not None:  # a CPU rank's device is the host
-        on_device_gib = min(on_device_gib or memory.host_gib, memory.host_gib / ranks)
+    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "affinity", "debug")
+    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in", "state_host_gib")
     return {
         **{key: getattr(engine, key) for key in choices},
         "dtype": compute_dtype(recipe.train.dtype),
-        "device_gib": on_device_gib,
+        "device_gib": memory.device_gib,
         "host_gib": memory.host_gib,
         "nvme_dir": memory.nvme_dir,
+        "nvme_gib": memory.nvme_gib,
     }
 
 
@@ -123,7 +120,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         report_to=list(output.report_to) or "none",
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,
-        save_total_limit=output.keep,
+        save_total_limit=None,  # RecipeTrainer keeps `output.keep` and the best
         eval_strategy="no" if held_out is None else _when(held_out.every_steps, held_out.every_epoch),
         eval_steps=held_out.every_steps if held_out else None,
         include_num_input_tokens_seen="non_padding",
@@ -131,7 +128,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        ftkit=engine_settings(recipe, ranks),
+        ftkit=engine_settings(recipe),
     )
     arguments.max_seq_length = recipe.data.sequence_tokens  # what the engine estimates the memory of a forward by
     return arguments

@@ -2,8 +2,9 @@
 
 It reads the recipe, refuses what can be refused without a model, decides whether this process starts ranks or joins an
 outer job as one, and turns errors into one screen and an exit code: 2 for input that the user can put right, 1 for a
-rank that died, 130 for a run that was ended on request, 75 or 71 for one that the memory guard ended with or without a
-checkpoint to resume from (errors.py). Everything else keeps its traceback: it is our fault.
+rank that died, 130 for a run that was ended at once, 75 for one that ended early with a checkpoint to resume from, by wish
+or by the memory guard, 71 where that saved none, 65 where the loss went wrong (errors.py). Everything else keeps its
+traceback: it is our fault.
 
 Heavy modules (torch, transformers) are imported inside the commands that need them and nowhere above, because
 `ftkit recipes list` and a typing mistake in a recipe should answer in a fraction of a second, and because the number of
@@ -16,15 +17,19 @@ import json
 import os
 import shutil
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ftkit.errors import UserError
+from ftkit.errors import EndedEarly, UserError
 from ftkit.outer import outer_job
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.show import show_plan
@@ -32,6 +37,7 @@ from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.resumed import check_resumed
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
+from ftkit.words import counted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,6 +76,9 @@ def finetune(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove what an earlier run left in output.dir, and start anew.")
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Go on by itself after a rank died, so often.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and train nothing.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says."""
@@ -80,6 +89,8 @@ def finetune(
             raise UserError(
                 "--nproc is for ranks that ftkit starts; this is a rank of an outer job (torchrun or Slurm): remove it"
             )
+        if max_restarts:
+            raise UserError("--max-restarts is for ranks that ftkit starts; torchrun has one of its own")
         os.environ.update(joined)
     ranks = int(os.environ["WORLD_SIZE"]) if joined is not None else _ranks(facts, nproc)
     if dry_run:
@@ -89,22 +100,44 @@ def finetune(
         say_what_would_be_run(facts, ranks)
         return
     folder = RunFolder(Path(facts.output.dir))
-    checkpoint = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
-    if resume == "auto" and checkpoint is None:
+    lock = folder.lock() if os.environ.get("RANK", "0") == "0" else nullcontext()
+    with lock:
+        _train(facts, folder, ranks, resume, overwrite=overwrite, restarts=max_restarts, joined=joined is not None)
+
+
+def _train(
+    facts: Recipe, folder: RunFolder, ranks: int, resume: str | None, *, overwrite: bool, restarts: int, joined: bool
+) -> None:
+    """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
+    first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
+    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
+    if resume == "auto" and not checkpoints:
         _say(f"no checkpoint in {folder.path}: starting from the beginning")
-    if checkpoint is not None:
-        changed = check_resumed(facts, checkpoint.resolve().parent / folder.recipe.name)
-        if changed and os.environ.get("RANK", "0") == "0":
+    if checkpoints:
+        changed = check_resumed(facts, checkpoints[0].resolve().parent / folder.recipe.name)
+        if changed and first:
             _say(changed)
     from ftkit import launch  # here, see the top of this file
 
-    arguments = (facts, str(checkpoint) if checkpoint else None, ranks)
-    if joined is not None:
-        result = launch.join("ftkit.finetune:run", arguments, int(os.environ["RANK"]))
-    else:
-        result = launch.start("ftkit.finetune:run", arguments, ranks, environ=os.environ, say=_say)
+    before = folder.identities()
+    given = checkpoints
+    while True:
+        arguments = (facts, [str(each) for each in checkpoints], ranks)
+        try:
+            if joined:
+                result = launch.join("ftkit.finetune:run", arguments, int(os.environ["RANK"]))
+            else:
+                result = launch.start("ftkit.finetune:run", arguments, ranks, environ=os.environ, say=_say)
+            break
+        except RankError as error:
+            if not restarts or error.asked:
+                raise
+            restarts -= 1
+            # What was saved since the start, then what the user said.
+            checkpoints = [path for path, own in folder.identities().items() if before.get(path) != own][::-1] + given
+            _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
-        raise StoppedError(result["stopped"])
+        raise EndedEarly(result["stopped"])
 
 
 @app.command()
@@ -113,7 +146,9 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
-    hardware: Annotated[str | None, typer.Option(metavar="NAME", help="A box by name; default: this machine.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A box; a wrong name lists them. Default: this one.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on the box; default: one a GPU, or 1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object, sizes in bytes.")] = False,
 ) -> None:
@@ -122,7 +157,8 @@ def plan(
     box = find_box(hardware) if hardware is not None else None
     ranks = nproc or (facts.ranks if facts.ranks != "auto" else box.gpus or 1) if box else _ranks(facts, nproc)
     if box is not None and box.gpus and ranks > box.gpus:
-        raise UserError(f"--hardware {box.name} has {box.gpus} GPUs, {ranks} ranks need one each; lower --nproc or ranks")
+        has = counted(box.gpus, "GPU")
+        raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
     from ftkit.planning import plan_recipe  # here, see the top of this file
 
     made = plan_recipe(facts, ranks, box)
@@ -161,6 +197,80 @@ def copy_recipe(
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another file") from None
     typer.echo(str(path))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder checkpoint-N of a run.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
+    dtype: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp16", help="Default: as before training.")] = None,
+    max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 4.66,
+    task: Annotated[str, typer.Option(metavar="causal-lm|seq2seq", help="What the model is for.")] = "causal-lm",
+    merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Add an adapter to its base.")] = False,
+    base: Annotated[str | None, typer.Option(metavar="PATH|ID", help="Of an adapter; default: what it names.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code from the checkpoint or base folder.")] = False,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, without loading it."""
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        raise UserError(f"--dtype: {dtype} is unknown; fp32, bf16 and fp16 are known")
+    if base is not None and not merge_adapter:
+        raise UserError("--base is for --merge-adapter: without it, nothing of the base is written")
+    from rich.progress import Progress
+
+    from ftkit.hf import exporting, merging  # here, see the top of this file
+
+    write = partial(merging.merge_adapter, base=base) if merge_adapter else exporting.export_checkpoint
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task_id = bar.add_task(f"writing {out}")
+        numel = write(
+            checkpoint,
+            out,
+            dtype=dtype,
+            shard_bytes=int(max_shard_gib * 2**30),
+            task=task,
+            trust_remote_code=trust_remote_code,
+            progress=lambda done, total: bar.update(task_id, completed=done, total=total),
+        )
+    _say(f"{out}: {numel:,} parameters")
+
+
+@app.command()
+def verify(
+    recipe: RecipeName,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks of the run as planned; default: as finetune.")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each trial.")] = 6,
+) -> None:
+    """Show that a recipe gives the same numbers however the engine works: ranks, tiers, recomputation, a kill."""
+    facts = load(recipe, overrides)
+    ranks = _ranks(facts, nproc)
+    import torch  # here, see the top of this file
+
+    from ftkit import launch
+    from ftkit import verify as room
+
+    def run(trials: Sequence[Any], world: int) -> list[Any]:
+        try:
+            return launch.start("ftkit.trials:run_trials", (trials,), world, environ=os.environ, say=_say)
+        except RankError:
+            if trials[0].killed_at is None:
+                raise
+            return []
+
+    folder = RunFolder(Path(facts.output.dir) / "verify")
+    with folder.lock():
+        began = time.monotonic()
+        most = torch.cuda.device_count() or max(ranks, 3)
+        found = room.verify(facts, ranks, most, folder.path, run, steps=steps, say=_say)
+        path = folder.path / "verify.json"
+        room.write_verdicts(path, facts, found, time.monotonic() - began)
+    room.show_verdicts(Console(soft_wrap=True, highlight=False), found)
+    failed = [each.name for each in found if each.passed is False]
+    _say(f"{len(found)} trials of {steps} steps in {time.monotonic() - began:.0f} s, {len(failed)} failed: {path}")
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -2,9 +2,10 @@
 
 Whatever is wrong with what the user gave (a recipe, a row, a folder, a machine too small) is a `UserError`: the door
 prints its text on one screen and exits with its code, which is 2. Everything else is a fault of the program and keeps its
-traceback. It is a `ValueError`, so that code which uses ftkit as a library catches it without knowing this file. One kind
-has codes of its own, `MemoryShort`: a script may start such a run again. What it costs: the one who raises must write the
-whole message (what was found, what was needed, what to change), because nobody downstream adds to it.
+traceback. It is a `ValueError`, so that code which uses ftkit as a library catches it without knowing this file. Three kinds
+have codes of their own: `MemoryShort` and `EndedEarly`, because a script may start such a run again, and `Diverged`. What
+it costs: the one who raises must write the whole message (what was found, what was needed, what to change), because nobody
+downstream adds to it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 RESUME_ME = 75
-"""Exit code of a run that the memory guard ended and that goes on with --resume: sysexits' EX_TEMPFAIL."""
+"""Exit code of a run that ended early, by wish or by the memory guard, and goes on with --resume: sysexits' EX_TEMPFAIL."""
 NOTHING_SAVED = 71
 """Exit code of a run that the memory guard ended before it had saved anything: sysexits' EX_OSERR."""
+
+
+DIVERGED = 65
+"""Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
 
 
 class UserError(ValueError):
@@ -40,8 +45,22 @@ class MemoryShort(UserError):
         return type(self), (str(self), self.resumable)
 
 
+class EndedEarly(UserError):
+    """The user asked the run to end, and it saved a checkpoint to continue from."""
+
+    exit_code = RESUME_ME
+
+
+class Diverged(UserError):
+    """The loss went wrong, and the recipe says to end there; nothing was saved of that step."""
+
+    exit_code = DIVERGED
+
+
 def refusal(text: str, exit_code: int) -> UserError:
     """Return the error that a rank ended with, from its text and its exit code."""
+    if exit_code == DIVERGED:
+        return Diverged(text)
     if exit_code in (RESUME_ME, NOTHING_SAVED):
         return MemoryShort(text, exit_code == RESUME_ME)
     return UserError(text)

@@ -26,22 +26,25 @@ from rich.markup import escape
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from ftkit.arguments import compute_dtype, training_arguments
+from ftkit.divergence_watch import DivergenceWatch
 from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
 from ftkit.generate import answer
 from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
-from ftkit.hf.shapes import common_limits, disk_free
+from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
 from ftkit.notices import notices
 from ftkit.plan.choice import KINDS, Plan
+from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
-from ftkit.planning import build, plan_model, plan_recipe, settings_of
+from ftkit.planning import build, disk_room, plan_model, plan_recipe, settings_of
 from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
-from ftkit.run_folder import RunFolder, write, write_json
+from ftkit.resume import check_noted, first_whole, noted
+from ftkit.run_folder import RunFolder, step_of, write, write_json
 from ftkit.summary import show_answers, show_summary, summarise, tokens_until
 from ftkit.words import counted
 
@@ -61,13 +64,13 @@ class Rows:
     prepared: Prepared
 
 
-def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[str, Any]:
+def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
     """Fine-tune as a recipe says, as one of the ranks of the run.
 
     Args:
         stop: Says whether the user asked this rank to end.
         recipe: The facts.
-        checkpoint: Folder to continue from, or None.
+        checkpoints: Folders to continue from, in the order in which they are tried; none to start from the beginning.
         ranks: Processes of the whole run.
 
     Returns:
@@ -79,11 +82,11 @@ def run(stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int) -> dict[
     """
     folder = RunFolder(Path(recipe.output.dir))
     with MemoryStop(folder, stop.rank, stop.leave) as memory:
-        return _run(stop, recipe, checkpoint, ranks, folder, memory)
+        return _run(stop, recipe, checkpoints, ranks, folder, memory)
 
 
 def _run(
-    stop: Stop, recipe: Recipe, checkpoint: str | None, ranks: int, folder: RunFolder, memory: MemoryStop
+    stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int, folder: RunFolder, memory: MemoryStop
 ) -> dict[str, Any]:
     """Do the work of `run` while the memory is guarded."""
     split_batch(recipe, ranks)
@@ -96,10 +99,15 @@ def _run(
     plan = follow_plan(recipe, model, arguments, ranks)
     rows = prepare_rows(recipe, tokenizer)
     asked = questions(recipe.show) if recipe.show else []
-    [checkpoint] = broadcast_object_list([checkpoint])  # ranks of an outer job have each looked for themselves
-    arguments.eval_on_start = rows.held_out is not None and checkpoint is None
     say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
+    [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
+    checkpoint = first_whole(checkpoints, Communicator(arguments.device), lambda line: say.print(escape(line)))
+    if checkpoint is not None:
+        check_noted(checkpoint, recipe, rows.prepared.report.digest)
+    arguments.eval_on_start = rows.held_out is not None and checkpoint is None
     say.print(escape(str(rows.prepared.report)))
+    batches = plan.accumulation * plan.way.parts
+    say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
     trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
     for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences):
         say.print(escape(line))
@@ -108,16 +116,26 @@ def _run(
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
     memory.attach(trainer)
     first = [shown] if asked and checkpoint is None else []
-    end = add_callbacks(trainer, recipe, folder, lambda: stop.asked or memory.asked, say, first)
+    watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
+    end = add_callbacks(trainer, recipe, folder, lambda: stop.asked or memory.asked, say, first, watch)
 
     tokens_before = tokens_until(checkpoint)
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
+    while watch.ended_by is not None:
+        checkpoint = watch.way_back()
+        arguments.eval_on_start = False
+        trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
     if end.ended_at_step is not None:
         memory.leave_if_asked()
         trainer.end()
+        if trainer.save_problem is not None:
+            raise UserError(f"ended at step {end.ended_at_step}, without a checkpoint of it: {trainer.save_problem}")
         return {"stopped": f"ended at step {end.ended_at_step} with a checkpoint; --resume auto continues from it"}
+    done = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
+    if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
+        trainer.retire_checkpoints(done[-1])
     if rows.held_out is not None:
         trainer.evaluate()
     after = shown.answers(trainer.model) if asked else []
@@ -231,20 +249,25 @@ def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
     Raises:
         DoesNotFit: With numbers and ways out, before anything is allocated.
     """
-    limits = common_limits(settings_of(recipe, ranks), Communicator(arguments.device))
-    plan = plan_model(recipe, model, ranks, replace(limits, disk_bytes=disk_free(recipe.output.dir)))
+    limits = common_limits(settings_of(recipe), Communicator(arguments.device))
+    plan = plan_model(recipe, model, ranks, replace(limits, disk_bytes=disk_room(recipe)))
     way = plan.way
     chosen = {key: getattr(way, key) for key in ("stage", "activations", "weights", *KINDS)}
-    arguments.ftkit = {**arguments.ftkit, **chosen, "update": "deferred" if way.deferred else "now"}
+    chosen |= {"update": "deferred" if way.deferred else "now", "accumulate_in": "unit" if way.parts > 1 else "step"}
+    chosen |= {"state_host_gib": way.state_host_bytes / GIB}
+    # What was granted has been planned with: the engine must not weigh it again, against what is free by then.
+    arguments.ftkit = {**arguments.ftkit, **chosen, "device_gib": None, "host_gib": None}
     arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = way.micro_batch
     arguments.gradient_accumulation_steps = plan.accumulation * way.parts
     return plan
 
 
-def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, arguments: Any) -> RecipeTrainer:
-    """Put the model, the rows and the recipe's wishes into a Trainer."""
+def make_trainer(
+    recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, arguments: Any, *, kind: type[RecipeTrainer] = RecipeTrainer
+) -> Any:
+    """Put the model, the rows and the recipe's wishes into a Trainer of some kind."""
     micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    trainer = RecipeTrainer(
+    trainer = kind(
         model=model,
         args=arguments,
         train_dataset=rows.train,
@@ -256,6 +279,8 @@ def make_trainer(recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, argumen
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
+        keep=recipe.output.keep,
+        noted=noted(recipe, rows.prepared.report.digest),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -268,13 +293,15 @@ def add_callbacks(
     end_asked: Callable[[], bool],
     say: Console,
     first: list[TrainerCallback],
+    watch: DivergenceWatch,
 ) -> EndOnRequest:
     """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
     bar = ProgressBar(say)
-    end = EndOnRequest(end_asked, trainer.any_rank)
+    end = EndOnRequest(end_asked, trainer.any_rank, trainer.finish_save)
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
-    for callback in (*first, bar, MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation), end):
+    log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
+    for callback in (*first, bar, log, end, watch):  # the last may take back that the others want to save
         trainer.add_callback(callback)
     return end
 
@@ -303,8 +330,8 @@ class ShowAnswers(TrainerCallback):
     before: list[str] = field(default_factory=list)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Answer with the model as it came."""
-        self.before = self.answers(model)
+        """Answer with the model as it came; after a rollback it is no longer that."""
+        self.before = self.before or self.answers(model)
 
     def answers(self, model: Any) -> list[str]:
         """Answer every question; all ranks of a sharded model take part."""

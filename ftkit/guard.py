@@ -34,7 +34,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Protocol
 
-from ftkit.box_memory import Reading
+from ftkit.plan.box_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, Reading
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mark:
 
 
 MIB = 1 << 20
-SAVE = Mark(0.03, 96 * MIB, 0.5)
+SAVE = Mark(GUARDED_SHARE, GUARDED_LEAST_BYTES, 0.5)
 END = Mark(0.01, 32 * MIB, 0.1)
 WINDOWS = 4
 WINDOW_SECONDS = 2.0
@@ -67,7 +67,7 @@ NEAR_POLL_SECONDS = 0.05
 
 
 class Memory(Protocol):
-    """What says how much is used: `box_memory.BoxMemory`."""
+    """What says how much is used: `plan.box_memory.BoxMemory`."""
 
     def read(self) -> list[Reading]:
         """Return what each limit says now."""

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ftkit.box_memory import MACHINE
 from ftkit.guard import Alarm
+from ftkit.plan.box_memory import MACHINE
 
 if TYPE_CHECKING:  # the report is also read where torch is not
     from ftkit.engine.optimizer import ShardedOptimizer

@@ -2,8 +2,8 @@
 
 The ranks are processes of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`, the layer its agent
 stands on), which meet at a store that this process holds on the loopback, so no port is guessed. `watch` looks after
-them: when one fails the others are ended and *its* error is raised, and one that no longer answers is named. Ctrl-C and
-SIGTERM reach the ranks once, as SIGINT, and mean "save and end at the next step"; the second one kills.
+them: when one fails the others are ended and *its* error is raised, and one that no longer answers is named. Ctrl-C,
+SIGTERM and SIGUSR1 reach the ranks once, as SIGINT, and mean "save and end at the next step"; the second one kills.
 
 It refuses to restart ranks (a run resumes from its checkpoint, by the user's word) and knows nothing of training. What
 it costs: torch imported once more, in the process that only waits.
@@ -33,9 +33,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ftkit.engine.cores import OWN_THREADS
 from ftkit.errors import UserError
 from ftkit.outer import threads_per_rank
-from ftkit.watch import BEAT_SECONDS, Watch, counted_signals
+from ftkit.watch import BEAT_SECONDS, RankError, Watch, counted_signals
 
 
 @dataclass
@@ -104,7 +105,7 @@ def join(entry: str, args: tuple[Any, ...], rank: int) -> Any:
         What it returns.
     """
     stop = Stop(rank=rank)
-    stop.listen(signal.SIGINT, signal.SIGTERM)
+    stop.listen(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     return _work(entry, args, stop)
 
 
@@ -150,6 +151,9 @@ def start(
         watch = Watch(context, folder, ranks, say, asked)
         try:
             return watch.wait()
+        except RankError as error:
+            error.asked = asked.times > 0
+            raise
         finally:
             watch.kill()
             context.close(signal.SIGKILL, timeout=10)
@@ -210,7 +214,7 @@ def _environment(rank: int, ranks: int, port: int, threads: int | None, environ:
         "TORCHELASTIC_RUN_ID": "ftkit",
     }
     if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
+        variables |= {"OMP_NUM_THREADS": str(threads), OWN_THREADS: str(threads)}
     if "GLOO_SOCKET_IFNAME" not in environ and os.path.exists("/sys/class/net/lo"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # one box: a host name that resolves nowhere must not matter
     return variables
@@ -220,7 +224,8 @@ def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: i
     """Be one rank: answer once a second, listen for the wish to end, do the work."""
     launcher = os.getppid()
     stop = Stop(rank=rank, refused=folder / f"rank-{rank}.refused")
-    stop.listen(signal.SIGINT, signal.SIGHUP)
+    # Slurm and systemd send theirs to all processes of a step or a service.
+    stop.listen(signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM)
     threading.Thread(target=_beat, args=(folder / f"rank-{rank}.beat",), daemon=True).start()
     if threads is not None:  # torch came with the launcher's own import, before OMP_NUM_THREADS was set in here
         torch.set_num_threads(threads)

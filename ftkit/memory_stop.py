@@ -19,10 +19,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ftkit.box_memory import BoxMemory
 from ftkit.errors import MemoryShort
 from ftkit.guard import Alarm, Guard, Memory
 from ftkit.guard_report import Seat, host_tenants, make_report, text_of
+from ftkit.plan.box_memory import BoxMemory
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.run_folder import RunFolder, write_json
 
@@ -114,7 +114,7 @@ class MemoryStop(TrainerCallback):
             write_json(self.folder.guard, told)
         self.trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
         self.trainer.end()
-        self.leave(MemoryShort(text_of(told), resumable=True))
+        self.leave(MemoryShort(text_of(told), resumable=self.trainer.save_problem is None))
 
     def end_at_once(self, alarm: Alarm) -> None:
         """Write the report with what is known here, and leave; in the guard's thread."""

@@ -9,10 +9,10 @@ costs: `RANK` or `SLURM_PROCID` left over in a shell is taken seriously.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
+from ftkit.engine.cores import OWN_THREADS, find_cores
 from ftkit.errors import UserError
 
 
@@ -71,11 +71,13 @@ def _threads_of_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     """Undo torchrun's default of one thread a rank, which idles all cores but one."""
     local_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     if "TORCHELASTIC_RUN_ID" in environ and local_ranks > 1 and environ.get("OMP_NUM_THREADS") == "1":
-        return {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))}
+        return dict.fromkeys(("OMP_NUM_THREADS", OWN_THREADS), str(threads_per_rank(local_ranks)))
     return {}
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Return the cores this process may use, divided among the ranks of the box; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    """Return the physical cores this process may use, divided among the ranks of the box; at least 1.
+
+    With this they start; `ftkit.engine.affinity` knows better once they have met.
+    """
+    return max(1, len(find_cores()) // ranks)

@@ -11,6 +11,7 @@ transformers, and a module tree.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoConfig
 
 from ftkit.arguments import compute_dtype, engine_settings, lora_config
 from ftkit.errors import UserError
-from ftkit.hf.blocks import find_blocks, model_shape
+from ftkit.hf.blocks import divisible, find_blocks, model_shape
 from ftkit.hf.loading import load_model
 from ftkit.hf.settings import DTYPES, EngineSettings
 from ftkit.hf.shapes import disk_free, forced_of, limits_here
@@ -26,6 +27,7 @@ from ftkit.plan.choice import Limits, Plan, make_plan
 from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
 from ftkit.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
+from ftkit.run_folder import RunFolder
 
 
 def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
@@ -40,11 +42,17 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
     model = model_of(recipe)
     if box is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        limits = limits_here(settings_of(recipe, ranks), device, ranks)
-        limits = replace(limits, disk_bytes=disk_free(recipe.output.dir))
+        limits = limits_here(settings_of(recipe), device, ranks)
+        limits = replace(limits, disk_bytes=disk_room(recipe))
         return plan_model(recipe, model, ranks, limits)
     wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
     return plan_model(recipe, model, ranks, limits_of(recipe, box, ranks), dtype=wanted)
+
+
+def disk_room(recipe: Recipe) -> int | None:
+    """Return the bytes of disk for a run's checkpoints and model: what is free, and what they take already."""
+    free = disk_free(recipe.output.dir)
+    return None if free is None else free + RunFolder(Path(recipe.output.dir)).held_bytes()
 
 
 def plan_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, *, dtype: str | None = None) -> Plan:
@@ -56,7 +64,7 @@ def plan_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, *, dtype:
     Raises:
         DoesNotFit: with numbers and ways out.
     """
-    settings = settings_of(recipe, ranks)
+    settings = settings_of(recipe)
     micro_batch, accumulation = split_batch(recipe, ranks)
     chosen = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
     sequence_tokens = recipe.data.sequence_tokens
@@ -67,20 +75,23 @@ def plan_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, *, dtype:
         DTYPES[dtype or compute_dtype(recipe.train.dtype)],
         sequence_tokens,
         cpu=limits.cpu,
-        checkpoints=(recipe.output.keep or 1) if recipe.output.save_every_steps else None,
+        checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
     )
+    forced = forced_of(settings, micro_batch if chosen else None)
+    if settings.accumulate_in == "auto" and not divisible(find_blocks(model)):
+        forced = replace(forced, unit_accumulation=False)
     return make_plan(
         replace(shape, fresh=recipe.model.name is None),
         limits,
-        forced_of(settings, micro_batch if chosen else None),
+        forced,
         sequences=micro_batch * accumulation,
         preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
     )
 
 
-def settings_of(recipe: Recipe, ranks: int) -> EngineSettings:
+def settings_of(recipe: Recipe) -> EngineSettings:
     """Return the engine's settings of a recipe."""
-    return EngineSettings.of(engine_settings(recipe, ranks))
+    return EngineSettings.of(engine_settings(recipe))
 
 
 def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
@@ -91,16 +102,18 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     if memory.host_gib is not None:
         host = int(memory.host_gib * GIB)
     elif host is None:
-        host = limits_here(settings_of(recipe, ranks), torch.device("cpu"), ranks).host_bytes
+        host = limits_here(settings_of(recipe), torch.device("cpu"), ranks).host_bytes
     device = int(memory.device_gib * GIB) if memory.device_gib is not None else box.device_bytes
     nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
     if cpu and memory.nvme_dir is not None:
         nvme = disk_free(memory.nvme_dir)
+    if memory.nvme_gib is not None:  # the drive of a box that is not this one
+        nvme = int(memory.nvme_gib * GIB)
     profile = f"the profile {box.name}"
     names = {
         "device": "memory.device_gib" if memory.device_gib is not None else profile,
         "host": "memory.host_gib" if memory.host_gib is not None else profile,
-        "nvme": profile,
+        "nvme": profile if memory.nvme_gib is None else "memory.nvme_gib",
     }
     return Limits(None if cpu else device, host, nvme, ranks_per_box=ranks, cpu=cpu, names=tuple(names.items()))
 

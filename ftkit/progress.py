@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from ftkit.run_folder import RunFolder, json_line
+from ftkit.run_folder import RunFolder, append_line
 
 GIB = 1 << 30
 PLAIN_LINES = 20
@@ -52,6 +52,7 @@ class StepMetrics:
         tokens: Tokens seen since the beginning, all ranks together, without padding.
         tokens_per_second: Since the last line.
         loss_scale: Of fp16, else None.
+        divergences: Steps of this process so far whose loss went wrong.
         peak_device_bytes: Of rank 0.
         peak_host_bytes: Of rank 0.
     """
@@ -64,6 +65,7 @@ class StepMetrics:
     tokens: int
     tokens_per_second: float | None
     loss_scale: float | None
+    divergences: int
     peak_device_bytes: int
     peak_host_bytes: int
 
@@ -76,6 +78,7 @@ class MetricsLog(TrainerCallback):
         loss_scale: Returns the loss scale of fp16, or None.
         show: Called with each line of a training step.
         show_evaluation: Called with the step and the numbers of each evaluation.
+        divergences: Returns how many steps went wrong so far.
     """
 
     def __init__(
@@ -84,13 +87,16 @@ class MetricsLog(TrainerCallback):
         loss_scale: Callable[[], float | None],
         show: Callable[[StepMetrics], None] = lambda metrics: None,
         show_evaluation: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,
+        divergences: Callable[[], int] = lambda: 0,
     ):
         self.folder, self.loss_scale, self.show, self.show_evaluation = folder, loss_scale, show, show_evaluation
+        self.divergences = divergences
         self.evaluated_at: int | None = None
         self.since: tuple[float, int] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Drop the lines that this run is about to write again."""
+        """Drop the lines that this run is about to write again; after a rollback that is said once more, too."""
+        self.since = self.evaluated_at = None
         if state.is_world_process_zero:
             self.folder.keep_metrics_until(state.global_step or -1)  # of a run that begins, also the losses before it
 
@@ -112,8 +118,7 @@ class MetricsLog(TrainerCallback):
         self.show_evaluation(state.global_step, numbers)
 
     def _write(self, record: dict[str, Any]) -> None:
-        with open(self.folder.metrics, "a", encoding="utf-8") as file:
-            file.write(json_line(record) + "\n")
+        append_line(self.folder.metrics, record)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line for a training step; other logs (evaluation, the end) are not such lines."""
@@ -131,6 +136,7 @@ class MetricsLog(TrainerCallback):
             tokens=tokens,
             tokens_per_second=(tokens - tokens_before) / (now - before) if now > before else None,
             loss_scale=self.loss_scale(),
+            divergences=self.divergences(),
             peak_device_bytes=peak_device_bytes(),
             peak_host_bytes=peak_host_bytes(),
         )
@@ -207,10 +213,11 @@ class EndOnRequest(TrainerCallback):
     Args:
         asked: Whether this rank was asked.
         any_rank: Returns whether a flag is true on any rank; a collective.
+        finish_save: Waits for the checkpoint that is being written; a collective.
     """
 
-    def __init__(self, asked: Callable[[], bool], any_rank: Callable[[bool], bool]):
-        self.asked, self.any_rank = asked, any_rank
+    def __init__(self, asked: Callable[[], bool], any_rank: Callable[[bool], bool], finish_save: Callable[[], None]):
+        self.asked, self.any_rank, self.finish_save = asked, any_rank, finish_save
         self.ended_at_step: int | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -219,4 +226,11 @@ class EndOnRequest(TrainerCallback):
             self.ended_at_step = state.global_step
             control.should_save = True
             control.should_training_stop = True
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Finish the checkpoint at once and evaluate nothing: who asked may not wait for long."""
+        if self.ended_at_step is not None:
+            control.should_evaluate = False
+            self.finish_save()
         return control

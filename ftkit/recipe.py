@@ -15,7 +15,6 @@ Paths are relative to the current directory; `~` is the home directory and `bund
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from importlib import resources
@@ -223,6 +222,9 @@ class Train(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; masters are fp32")
     neftune_noise_alpha: NotNegative | None = Field(None, description="noise on the embeddings (NEFTune)")
     label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
+    on_divergence: Literal["continue", "skip", "rollback", "stop"] = Field(
+        "continue", description="after a loss that is no number or a spike: tell it; also leave the step out; go back; end"
+    )
 
 
 class Optimizer(Section):
@@ -253,6 +255,7 @@ class Memory(Section):
     device_gib: Positive | None = Field(None, description="GiB of each GPU; default: what is free when it starts")
     host_gib: Positive | None = Field(None, description="GiB of host memory of all ranks together")
     nvme_dir: ExistingPath | None = Field(None, description="folder on an NVMe drive, for what host memory cannot hold")
+    nvme_gib: Positive | None = Field(None, description="GiB of that drive; default: what is free there")
 
 
 TierOrAuto = Literal["auto", "device", "host", "nvme"]
@@ -273,7 +276,11 @@ class Engine(Section):
     kept: TierOrAuto = Field("auto", description="where the inputs of recomputed blocks wait for backward")
     update: Literal["auto", "now", "deferred"] = Field("auto", description="in the step, or under the next forward")
     accumulate_in: Literal["auto", "step", "unit"] = Field("auto", description="micro-batches pass the model, or each block")
+    state_host_gib: NotNegative | None = Field(
+        None, description="of each rank's state on NVMe, what stays in host memory; default: what is left"
+    )
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
+    affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 
 
@@ -282,7 +289,7 @@ class Output(Section):
 
     dir: PathText = Field(description="folder of the run; made if absent")
     save_every_steps: Count | None = Field(None, description="optimizer steps between checkpoints; default: none")
-    keep: Count | None = Field(None, description="checkpoints kept; default: all")
+    keep: Count | None = Field(None, description="last checkpoints kept, and the best; default: all")
     logging_steps: Count = Field(1, description="optimizer steps between lines of metrics.jsonl")
     report_to: Texts = Field((), description="tensorboard, wandb and others that HF Trainer knows")
 
@@ -333,6 +340,8 @@ class Recipe(Section):
             )
         if self.task == "seq2seq" and self.data.packing:
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
+        if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
+            raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
         on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self.engine, key) == "nvme"]
         if on_disk and self.memory.nvme_dir is None:
             raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
@@ -476,4 +485,4 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest_multiple(number: int, step: int) -> int:
-    return max(step, math.floor(number / step + 0.5) * step)
+    return max(step, (2 * number + step) // (2 * step) * step)  # in whole numbers: a float would overflow

@@ -60,7 +60,7 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
 
 def _order(problem: Problem) -> tuple[bool, int]:
     line = problem.place.rsplit(":", 1)[-1]
-    return (problem.place.startswith("--set"), int(line) if line.isdigit() else 0)
+    return (problem.place.startswith("--set"), int(line) if line.isdecimal() else 0)
 
 
 def _written_path(location: tuple[str | int, ...], values: Any) -> KeyPath:

@@ -1,25 +1,30 @@
 """The Trainer of a recipe: the recipe's order of samples, and a loss for each held-out row.
 
-Two things differ from `ftkit.Trainer`. Samples come in the order of the prepared data, a function of (seed, epoch)
+Four things differ from `ftkit.Trainer`. Samples come in the order of the prepared data, a function of (seed, epoch)
 alone, and each epoch ends with a whole step: rows that would start another are left to the next epoch's shuffle, so
-that no sample is seen twice to fill a batch and a step has the same samples on any number of ranks. And evaluation
-reduces the logits to three numbers a row (`held_out`) where they arise.
+that no sample is seen twice to fill a batch and a step has the same samples on any number of ranks. Evaluation
+reduces the logits to three numbers a row (`held_out`) where they arise. And the loss of each step is at hand before its
+update, with the places of its samples, for whoever judges it (`divergence_watch`). Of the checkpoints the last ones stay
+and, beside them, the best of those that were evaluated when they were saved.
 
 It refuses data with fewer samples than a step. What it costs: up to one step's rows are left out of an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, row_statistics, write_rows
-from ftkit.hf.trainer import Trainer
+from ftkit.hf.trainer import Trainer, remove_unfinished, set_aside
+from ftkit.run_folder import RunFolder, step_of
 from ftkit.words import counted
 
 
@@ -63,6 +68,8 @@ class RecipeTrainer(Trainer):
         metrics: Names from the recipe's `eval.metrics`.
         seq2seq: The model is an encoder-decoder.
         per_example: Where the loss of each held-out row before training is kept, for a run that is resumed.
+        keep: Checkpoints that stay, beside the one with the best held-out loss; None keeps all.
+        noted: What checkpoints note of the run.
     """
 
     def __init__(
@@ -73,12 +80,26 @@ class RecipeTrainer(Trainer):
         metrics: tuple[str, ...],
         seq2seq: bool,
         per_example: Path,
+        keep: int | None = None,
+        noted: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, compute_metrics=self._note_held_out, **kwargs)
         self.order = WholeSteps(order, step_sequences)
         self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example
+        self.keep = keep
+        self.evaluated: dict[int, float] = {}  # step to held-out loss, of this run and of what it continues
         self.held_out: list[HeldOut] = []
+        self.losses = LossWindow()
+        self.left_out: frozenset[int] = frozenset()
+        self._step_loss = 0.0
+        self._noted = dict(noted or {})
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Begin as the Trainer does; how often to log, evaluate and save is this recipe's, not the checkpoint's."""
+        trained = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return trained
 
     def _get_train_sampler(self, train_dataset: Any = None) -> WholeSteps:
         return self.order
@@ -92,6 +113,74 @@ class RecipeTrainer(Trainer):
         loader = super().get_train_dataloader()
         loader.set_sampler(self.order)
         return loader
+
+    # --- a step's loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Do the Trainer's forward and backward, unless the step is one of `left_out`: then its loss is no number."""
+        if self.state.global_step + 1 in self.left_out:
+            return torch.full((), math.nan, device=self.args.device)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = self._step_loss + loss
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as the Trainer does, and begin the next sum of losses at zero: the Trainer subtracts, which keeps a NaN."""
+        super().log(logs, start_time)
+        if "loss" in logs:
+            self._tr_loss.zero_()
+
+    def step_loss(self) -> float:
+        """Return the loss of the step whose backward is done, the mean over ranks. A collective, once a step."""
+        own, self._step_loss = self._step_loss, 0.0
+        told = self.units.comm.sum(torch.as_tensor(own, dtype=torch.float32, device=self.units.comm.device).clone())
+        return float(told) / self.units.comm.world_size
+
+    def places(self, step: int) -> tuple[str, ...]:
+        """Return where the samples of a step stand in the data, in their order."""
+        steps = len(self.order) // self.order.step_sequences
+        epoch, number = divmod(step - 1, steps)
+        first = number * self.order.step_sequences
+        drawn = self.order.order.order(epoch)[first : first + self.order.step_sequences]
+        return tuple(self.train_dataset[int(sample)]["place"] for sample in drawn)
+
+    # --- checkpoints
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """See `ftkit.Trainer.noted`: also the losses that the next step is judged by, and those of held-out rows."""
+        evaluated = {str(step): loss for step, loss in self.evaluated.items()}
+        return {**self._noted, "losses": list(self.losses.losses), "evaluated": evaluated}
+
+    def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
+        """Take those losses.
+
+        Raises:
+            UserError: they are no numbers.
+        """
+        losses, evaluated = noted.get("losses", []), noted.get("evaluated", {})
+        if not isinstance(losses, list) or not isinstance(evaluated, dict):
+            raise UserError(f"{path}: its losses are no list, or those of evaluations no object")
+        if not all(isinstance(loss, float) and math.isfinite(loss) for loss in (*losses, *evaluated.values())):
+            raise UserError(f"{path}: its losses are no numbers")
+        if not all(step.isdecimal() and len(step) < 16 for step in evaluated):
+            raise UserError(f"{path}: its evaluations name no steps")
+        self.losses = LossWindow(losses)
+        self.evaluated = {int(step): loss for step, loss in evaluated.items()}
+
+    def retire_checkpoints(self, newest: Path) -> None:
+        """Keep the last `keep` up to the newest, and the best; one of a later step is none of this run's yet."""
+        if self.keep is None:
+            return
+        known = [path for path in RunFolder(newest.parent).checkpoints() if step_of(path) <= step_of(newest)]
+        evaluated = [path for path in known if step_of(path) in self.evaluated]
+        best = min(evaluated, key=lambda path: self.evaluated[step_of(path)], default=None)
+        for path in known[: -self.keep]:
+            if path != best:
+                set_aside(path)
+        remove_unfinished(newest.parent)
+
+    # --- evaluation
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -107,6 +196,8 @@ class RecipeTrainer(Trainer):
         counts = np.rint(numbers[:, 1:]).astype(np.int64)
         noted = HeldOut(self.state.global_step, numbers[:, 0], counts[:, 0], counts[:, 1])
         self.held_out.append(noted)
+        if math.isfinite(noted.loss):
+            self.evaluated[noted.step] = float(noted.loss)
         if noted.step == 0 and self.is_world_process_zero():
             write_rows(self.per_example, noted, None)
         return noted.metrics(self.wanted_metrics)

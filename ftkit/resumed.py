@@ -4,7 +4,8 @@ A checkpoint notes how many steps were done. What decides which samples those we
 not change: the run would go on with rows skipped or seen twice, and nobody would be told. Learning rate and moments'
 coefficients lie in the checkpoint with the optimizer's state, so changing them does nothing; that is said.
 
-It refuses a changed model, data set, task, adapter, seed or step. What it costs: reading recipe.yaml.
+It refuses a changed model, data set, task, adapter, seed or step; what the rows hold is compared later, by their tokens
+(`resume.check_noted`). Where the earlier recipe cannot be read, that is said. What it costs: reading recipe.yaml.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ftkit.errors import UserError
 from ftkit.recipe import Recipe
+from ftkit.yaml_lines import read
 
 FREE_SECTIONS = ("output", "memory", "engine", "ranks", "eval", "show")
 FREE_KEYS = ("data.cache_dir", "data.workers", "model.trust_remote_code")
@@ -37,21 +37,29 @@ def check_resumed(recipe: Recipe, earlier: Path) -> str | None:
         earlier: recipe.yaml of the run to continue; may be missing.
 
     Returns:
-        A line about what changed and is allowed to, or None.
+        A line about what changed and is allowed to, or that it is not known, or None.
 
     Raises:
         UserError: What a step is has changed.
     """
     try:
-        before = yaml.safe_load(earlier.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        before = None
-    if not isinstance(before, dict):
-        return None
+        document = read(earlier.read_text(encoding="utf-8"), str(earlier))
+        problem = "" if document.readable else str(document.problems[0])
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{earlier}: {error.strerror if isinstance(error, OSError) else 'not text'}"
+    if not problem and not document.values:
+        problem = f"{earlier}: is empty"
+    if problem:
+        return f"what changed since the run began is not known ({problem})"
+    return compare(recipe, document.values, str(earlier))
+
+
+def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str | None:
+    """Compare a recipe with the values of an earlier one, which stands in `where`; as `check_resumed`."""
     changes = list(_changes(before, recipe.model_dump(mode="json")))
     fixed = [each for each in changes if each[0] in FIXED_KEYS or each[0].partition(".")[0] in FIXED_SECTIONS]
     if fixed:
-        told = "\n".join(f"  {key}: {_short(old)} in {earlier}, now {_short(new)}" for key, old, new in fixed)
+        told = "\n".join(f"  {key}: {_short(old)} in {where}, now {_short(new)}" for key, old, new in fixed)
         raise UserError(
             f"--resume: the recipe has changed in what a step is made of:\n{told}\nset it back to continue that run, or "
             "start a new one: without --resume, with --set output.dir=PATH"
@@ -73,7 +81,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
             continue
         old = before[section]
         if section == "eval":  # its rows are free to change; those it holds out of the training data are not
-            old, new = ({"share": (each or {}).get("share")} for each in (old, new))
+            old, new = ({"share": each.get("share") if isinstance(each, dict) else None} for each in (old, new))
         if isinstance(old, dict) and isinstance(new, dict):
             pairs = [(f"{section}.{key}", old[key], value) for key, value in new.items() if key in old]
         else:

@@ -2,6 +2,7 @@
 
     recipe.yaml             the recipe with every default spelled out
     metrics.jsonl           one JSON object a logging step, and one an evaluation
+    divergences.jsonl       one JSON object a step whose loss went wrong, if any did
     summary.json            what came of it
     eval_per_example.json   loss of each held-out row, before and after
     guard.json              who held the memory, if the memory guard ended the run
@@ -15,17 +16,23 @@ removes the files above and nothing else; the summary goes first, so that a summ
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+
+LOCK = ".lock"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def divergences(self) -> Path:
+        """One JSON object a step whose loss went wrong."""
+        return self.path / "divergences.jsonl"
+
+    @property
     def summary(self) -> Path:
         """What came of the run."""
         return self.path / "summary.json"
@@ -68,21 +80,68 @@ class RunFolder:
         """The Hugging Face folder."""
         return self.path / "model"
 
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for one run; the kernel lets go of it when this process ends, however it ends.
+
+        Raises:
+            UserError: The folder cannot be made, or another run holds it.
+        """
+        path = self.path / LOCK
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise UserError(
+                f"output.dir: {self.path} belongs to a run that is going on; wait for its end, or choose another folder "
+                "with --set output.dir=PATH"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(handle)  # the file stays: who opened it in the meantime must not lock another one than the next run
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with --set output.dir=PATH"
+        )
+
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
         found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+        return sorted(found, key=step_of)
 
-    def prepare(self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = ()) -> Path | None:
-        """Make the folder, or refuse it, and find the checkpoint to continue from.
+    def identities(self) -> dict[Path, int]:
+        """Return the checkpoints, oldest first, each with what tells it from another one of its name."""
+        return {path: path.stat().st_ino for path in self.checkpoints()}
+
+    def held_bytes(self) -> int:
+        """Return the bytes on the disk of what this run replaces or keeps: checkpoints and model."""
+        return sum(
+            path.lstat().st_blocks * 512
+            for folder in (*self.checkpoints(), self.model)
+            for path in folder.rglob("*")
+            if path.is_file()
+        )
+
+    def prepare(
+        self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = (), owner: bool = True
+    ) -> list[Path]:
+        """Make the folder, or refuse it, and find the checkpoints to continue from.
 
         Args:
-            resume: None, `auto` (the last checkpoint, or the beginning if there is none), or a checkpoint folder.
+            resume: None, `auto` (the last checkpoint that is whole, or the beginning if there is none), or a folder.
             overwrite: Remove what an earlier run left, instead of refusing it.
             inputs: Files and folders that the run reads, which must not be removed.
+            owner: This process holds the folder's lock; another one of the same run removes nothing.
 
         Returns:
-            The checkpoint, or None to start from the beginning.
+            The checkpoints to try, the first one first; none to start from the beginning.
 
         Raises:
             UserError: The folder cannot be written; the checkpoint is not there; a new run would mix with an old one.
@@ -97,29 +156,36 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(
-                f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with "
-                "--set output.dir=PATH"
-            ) from None
+            raise self._unwritable(error) from None
+        if not owner and overwrite:
+            return []
+        if owner:
+            self._remove_unfinished()
         if overwrite:
             self._remove_earlier_run(inputs)
-        checkpoint = self._checkpoint(resume)
-        if checkpoint is None:
+        checkpoints = self._checkpoints(resume)
+        if not checkpoints:
             self._refuse_earlier_run()
-        self.guard.unlink(missing_ok=True)  # of the run before
-        return checkpoint
+        if owner:
+            self.guard.unlink(missing_ok=True)  # of the run before
+        return checkpoints
 
-    def _checkpoint(self, resume: str | None) -> Path | None:
+    def _remove_unfinished(self) -> None:
+        """Remove checkpoints that a killed run was writing, or had set aside."""
+        for path in self.path.glob(".checkpoint-*.writing"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _checkpoints(self, resume: str | None) -> list[Path]:
         found = self.checkpoints()
         if resume is None:
-            return None
+            return []
         if resume == "auto":
-            return found[-1] if found else None
+            return found[::-1]
         path = Path(os.path.expanduser(resume))
         if not path.is_dir():
             known = ", ".join(str(each) for each in found) or "none"
             raise UserError(f"--resume: no such checkpoint folder: {path}; checkpoints of this run: {known}")
-        return path
+        return [path]
 
     def _refuse_earlier_run(self) -> None:
         """Refuse to begin where an earlier run left what this one would overwrite or mix with."""
@@ -141,7 +207,7 @@ class RunFolder:
         Raises:
             UserError: This run reads one of those files, or one cannot be removed.
         """
-        files = (self.summary, self.recipe, self.metrics, self.per_example, self.guard)
+        files = (self.summary, self.recipe, self.metrics, self.divergences, self.per_example, self.guard)
         doomed = [*files, self.model, *self.checkpoints()]
         for name in inputs:
             within = [path for path in doomed if Path(name).resolve().is_relative_to(path.resolve())]
@@ -163,15 +229,29 @@ class RunFolder:
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after a step: a resumed run writes them again."""
         if self.metrics.exists():
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line for line in lines if _step(line) <= step]
             write(self.metrics, "".join(f"{line}\n" for line in kept))
 
 
+def append_line(path: Path, record: Any) -> None:
+    """Add a line of JSON to a file; a full disk costs the line, and not the run."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json_line(record) + "\n")
+    except OSError as error:
+        logger.error("%s: a line could not be written: %s", path, error.strerror)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a folder checkpoint-N is of."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # cut off by the end of an earlier run
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # cut off by the end of an earlier run
         return float("inf")
 
 

@@ -5,6 +5,7 @@ It refuses nothing. What it costs: one exchange of two numbers between the ranks
 
 from __future__ import annotations
 
+import math
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,8 @@ from rich.table import Table
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ftkit.divergence_watch import diverged_steps
+from ftkit.engine.disk import Disk
 from ftkit.held_out import read_before, write_rows
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
@@ -43,6 +46,9 @@ def summarise(
         tokens_before: Seen before the checkpoint that the run was continued from: they took other seconds.
     """
     peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
+    units = trainer.units
+    assert units is not None
+    cores = trainer.all_ranks(str(units.affinity) if units.affinity else f"{counted(torch.get_num_threads(), 'thread')}")
     tokens = int(trainer.state.num_input_tokens_seen)
     noted = trainer.held_out
     before = noted[0] if noted and noted[0].step == 0 else read_before(folder.per_example)
@@ -55,6 +61,7 @@ def summarise(
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": (tokens - tokens_before) / seconds if seconds else None,
+        "divergences": diverged_steps(folder.divergences),
         "train_loss": _mean_loss(trainer.state.log_history),
         "eval_loss_before": before.loss if before else None,
         "eval_loss_after": after.loss if after else None,
@@ -64,6 +71,8 @@ def summarise(
         "evaluations": [each.summary() for each in noted],
         "peaks_per_rank": peaks,
         "planned_per_rank": planned(plan),
+        "cores_per_rank": cores,
+        "nvme_per_rank": trainer.all_ranks(nvme_traffic(units.tiers.disk)),
         "plan": plan.as_dict(),
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -84,14 +93,33 @@ def planned(plan: Plan) -> dict[str, int]:
     return {"device_bytes": max(device - DEVICE_RUNTIME, 0), "host_bytes": plan.memory.peak("host")}
 
 
+def nvme_traffic(disk: Disk | None) -> dict[str, Any] | None:
+    """Return what a rank wrote to its NVMe tier and read there since the start, and how; None where it has none."""
+    if disk is None:
+        return None
+    moved = {"bytes_written": disk.bytes_written, "bytes_read": disk.bytes_read}
+    how = {"direct": disk.direct, "filesystem": disk.filesystem, "block_bytes": disk.block_bytes, "depth": disk.depth}
+    rates = disk.rates
+    measured = {"write": rates.write_bytes_per_s, "read": rates.read_bytes_per_s} if rates is not None else None
+    return {**moved, **how, "measured_bytes_per_s": measured}
+
+
 def versions() -> dict[str, str]:
     """Return the versions of what a result depends on."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 
 def _mean_loss(history: list[dict[str, Any]]) -> float | None:
-    losses = [line["loss"] for line in history if "loss" in line]
+    losses = [line["loss"] for line in history if "loss" in line and math.isfinite(line["loss"])]
     return float(np.mean(losses)) if losses else None
+
+
+def _nvme_line(ranks: list[dict[str, Any]], seconds: float) -> str:
+    written, read = (sum(each[key] for each in ranks) for key in ("bytes_written", "bytes_read"))
+    line = f"{written / GIB:.1f} GiB written, {read / GIB:.1f} GiB read"
+    if seconds:
+        line += f"; a day at this speed writes {written / seconds * 86400 / 1e12:.2f} TB"
+    return line + ("" if ranks[0]["direct"] else f" (through the page cache: {ranks[0]['filesystem']} takes no O_DIRECT)")
 
 
 def show_answers(console: Console, records: list[dict[str, str]]) -> None:
@@ -116,6 +144,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     seconds, speed = summary["seconds"], summary["tokens_per_second"]
     ranks = f"{summary['world_size']} rank{'s' * (summary['world_size'] > 1)}"
     lines = [("steps", f"{summary['steps']} on {ranks}, {seconds:.1f} s" + (f", {speed:,.0f} tokens/s" if speed else ""))]
+    if summary["divergences"]:
+        lines.append(("gone wrong", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
     if summary["train_loss"] is not None:
         lines.append(("train loss", f"{summary['train_loss']:.4f}"))
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
@@ -135,4 +165,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         if peak:
             told.append(f"{name} {peak / GIB:.2f} GiB ({plan / GIB:.2f} planned)")
     lines.append(("peak a rank", ", ".join(told)))
+    cores = summary["cores_per_rank"]
+    lines.append(("cores a rank", cores[0] if len(set(cores)) == 1 else "; ".join(f"{n}: {c}" for n, c in enumerate(cores))))
+    if moved := [each for each in summary["nvme_per_rank"] if each is not None]:
+        lines.append(("NVMe", _nvme_line(moved, seconds)))
     return [*lines, ("model", str(folder.model)), ("results", str(folder.path))]

@@ -57,6 +57,9 @@ class RankError(RuntimeError):
         text: One screen for the user.
     """
 
+    asked = False
+    """Whether the user had asked the run to end by then."""
+
     def __init__(self, rank: int, text: str):
         self.rank = rank
         super().__init__(text)
@@ -97,7 +100,7 @@ class Asked:
 
 @contextmanager
 def counted_signals() -> Iterator[Asked]:
-    """Count SIGINT, SIGTERM and SIGHUP instead of dying of them, and restore the handlers afterwards."""
+    """Count SIGINT, SIGTERM, SIGUSR1 and SIGHUP instead of dying of them, and restore the handlers afterwards."""
     asked = Asked()
     if threading.current_thread() is not threading.main_thread():  # a notebook's thread: signals are not ours
         yield asked
@@ -106,7 +109,7 @@ def counted_signals() -> Iterator[Asked]:
     def count(number: int, frame: Any) -> None:
         asked.times += 1
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, count) for number in numbers}

@@ -3,7 +3,8 @@
 The values are those of `yaml.safe_load` except that `2e-5`, a string in YAML 1.1, is the number it looks like. Beside
 them lie the places: for each key path the `file:line` it came from, or the `--set` that put it there, so that whoever
 checks the values can say where a wrong one stands. A key given twice is refused: YAML would keep the last one
-silently. It knows nothing of recipes. What it costs: one more walk over a tree of a few dozen nodes.
+silently, and so is a text whose aliases stand for more values than anybody wrote. It knows nothing of recipes. What it
+costs: two more walks over a tree of a few dozen nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any
 import yaml
 
 KeyPath = tuple[str | int, ...]
+
+MOST_VALUES = 100_000
+UNREADABLE = (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What PyYAML raises, beside its own errors, on values that only look like a date, on wrong tags, and on deep nesting."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ def read(text: str, source: str) -> Document:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is not None:
-            _walk(root, (), document, set())
+            _count(root, {})
+            _walk(root, (), document)
             values = loader.construct_document(root)
             if isinstance(values, dict):
                 document.values = values
@@ -104,7 +110,7 @@ def read(text: str, source: str) -> Document:
     except yaml.YAMLError as error:
         document.problems.append(_syntax_problem(error, source))
         document.readable = False
-    except (RecursionError, ValueError) as error:  # a value that only looks like a date, an endless alias
+    except UNREADABLE as error:
         document.readable = False
         document.problems.append(Problem(f"{source}:1", "", f"not readable as YAML: {error}"))
     finally:
@@ -153,16 +159,25 @@ def override(document: Document, assignment: str) -> None:
 
 def read_value(text: str, place: str, document: Document) -> Any:
     """Read one YAML value, adding what is wrong with it to the document's problems."""
+    loader = None
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        first_line = str(error).splitlines()[0]
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _count(root, {})
+        return loader.construct_document(root)
+    except (yaml.YAMLError, *UNREADABLE) as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
         document.problems.append(Problem(place, "", f"the value is not readable as YAML ({first_line}); quote it"))
         return None
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def _step(target: Any, part: str) -> str | int:
-    return int(part) if isinstance(target, list) and part.isdigit() else part
+    return int(part) if isinstance(target, list) and part.isdecimal() else part
 
 
 def _fits(target: list[Any], step: str | int) -> bool:
@@ -176,11 +191,27 @@ def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     return Problem(f"{source}:{line}", "", f"not readable as YAML: {text}; check indentation, colons and quotes here")
 
 
-def _walk(node: yaml.Node, path: KeyPath, document: Document, above: set[int]) -> None:
-    """Note the line of every key below a node, and keys given twice."""
-    if id(node) in above:  # an alias to one of its own parents
+def _count(node: yaml.Node, counted: dict[int, int | None]) -> int:
+    """Return how many values a node stands for, each alias counted with all that it refers to.
+
+    Raises:
+        ValueError: more than `MOST_VALUES`, or an alias to a section that contains it.
+    """
+    if id(node) not in counted:
+        counted[id(node)] = None  # begun
+        below = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
+        total = 1 + sum(_count(each, counted) for each in below) if isinstance(node, yaml.CollectionNode) else 1
+        if total > MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {MOST_VALUES} values")
+        counted[id(node)] = total
+    known = counted[id(node)]
+    if known is None:
         raise ValueError("an alias refers to a section that contains it")
-    above = above | {id(node)}
+    return known
+
+
+def _walk(node: yaml.Node, path: KeyPath, document: Document) -> None:
+    """Note the line of every key below a node, and keys given twice."""
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -192,8 +223,8 @@ def _walk(node: yaml.Node, path: KeyPath, document: Document, above: set[int]) -
                 document.problems.append(Problem(f"{document.source}:{line}", dotted((*path, name)), message))
             seen.setdefault(name, line)
             document.places[(*path, name)] = f"{document.source}:{line}"
-            _walk(value, (*path, name), document, above)
+            _walk(value, (*path, name), document)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             document.places[(*path, index)] = f"{document.source}:{value.start_mark.line + 1}"
-            _walk(value, (*path, index), document, above)
+            _walk(value, (*path, index), document)

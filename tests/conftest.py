@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Hypothesis keeps tables of Unicode even without a database of examples: not in the folder that it was started in
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(tempfile.gettempdir(), f"hypothesis-{os.getuid()}"))
 
+import hypothesis
 import pytest
 import torch
 
 from tests.worlds import World, Worlds
+
+hypothesis.settings.register_profile("same every time", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("same every time")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,3 +47,25 @@ def world2(worlds: Worlds) -> World:
 @pytest.fixture(scope="session")
 def world3(worlds: Worlds) -> World:
     return worlds[3]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a base model, rows and held-out rows."""
+    from tests.tiny import make_base, write_rows  # here: the engine's tests need no tokenizers
+
+    folder = tmp_path_factory.mktemp("finetune")
+    make_base(folder / "base")
+    write_rows(folder / "rows.jsonl", 50)
+    write_rows(folder / "held.jsonl", 7, first=60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(home, worlds):
+    """A run from beginning to end on two ranks: its folder and what rank 0 returned."""
+    from tests.jobs import job, recipe  # here: the engine's tests need no recipes
+
+    (home / "whole").mkdir()
+    show = {"prompts": ["3+1?"], "max_new_tokens": 4}
+    return home / "whole", worlds[2].run(job, recipe(home, "whole", show=show))[0]

@@ -153,7 +153,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
         (folder.path / name).touch()
     with pytest.raises(UserError, match="the recipe reads"):
         folder.prepare(None, overwrite=True, inputs=["owner/name", str(folder.model)])
-    assert folder.prepare(None, overwrite=True, inputs=["owner/name"]) is None
+    assert folder.prepare(None, overwrite=True, inputs=["owner/name"]) == []
     assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoint-old", "notes.txt"]
 
 

@@ -1,5 +1,6 @@
 """The job of a rank: what a run leaves, that it resumes exactly on any number of ranks, and the other kinds of job."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,24 +10,29 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ftkit.engine.comm import Communicator
+from ftkit.engine.pieces import PieceWriter
 from ftkit.errors import UserError
-from ftkit.finetune import decoder_inputs, run
+from ftkit.finetune import decoder_inputs
 from ftkit.generate import answers
 from ftkit.held_out import HeldOut, row_statistics
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import WholeSteps
+from ftkit.resume import first_whole
 from ftkit.run_folder import RunFolder
 from ftkit.summary import _lines
-from tests.tiny import make_base, make_tokenizer, write_rows
+from tests.jobs import job, lines, losses, ranks_of, recipe, records, resumed_job
+from tests.tiny import make_tokenizer
+from tests.worlds import RankFailure
 
 METRICS = {
     "step",
@@ -37,6 +43,7 @@ METRICS = {
     "tokens",
     "tokens_per_second",
     "loss_scale",
+    "divergences",
     "peak_device_bytes",
     "peak_host_bytes",
 }
@@ -52,76 +59,6 @@ SUMMARY = {
     "peaks_per_rank",
     "versions",
 }
-
-
-class Asked:
-    """Asks to end at the given reading, which is made once a step."""
-
-    rank = property(lambda self: int(os.environ["RANK"]))
-
-    def leave(self, error):
-        raise error
-
-    def __init__(self, at: int | None):
-        self.readings, self.at = 0, at
-
-    @property
-    def asked(self) -> bool:
-        self.readings += 1
-        return self.readings == self.at
-
-
-def job(text, settings=(), checkpoint=None, end_at=None):
-    """Be one rank of a run; the last rank alone is asked to end."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stop = Asked(end_at if rank == ranks - 1 else None)
-    return run(stop, parse(text, "recipe.yaml", list(settings)), checkpoint, ranks)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A folder with a base model, rows and held-out rows."""
-    folder = tmp_path_factory.mktemp("finetune")
-    make_base(folder / "base")
-    write_rows(folder / "rows.jsonl", 50)
-    write_rows(folder / "held.jsonl", 7, first=60)
-    return folder
-
-
-def recipe(home, out, **sections):
-    """Return the text of a recipe: 8 steps of 6 sequences."""
-    facts = {
-        "model": {"name": str(home / "base")},
-        "data": {"path": str(home / "rows.jsonl"), "sequence_tokens": 32, "cache_dir": str(home / "cache")},
-        "eval": {"path": str(home / "held.jsonl"), "metrics": ["perplexity", "accuracy"], "every_steps": 5},
-        "train": {"batch_tokens": 192, "max_steps": 10},
-        "optimizer": {"lr": 0.01, "warmup_steps": 2},
-        "output": {"dir": str(home / out), "save_every_steps": 4, "keep": 2},
-        "engine": {"stage": 3},
-    }
-    return json.dumps({**facts, **sections})  # JSON is YAML
-
-
-def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def lines(folder):
-    return [record for record in records(folder) if "loss" in record]
-
-
-def losses(folder):
-    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines(folder)]
-
-
-@pytest.fixture(scope="module")
-def whole(home, worlds):
-    """A run from beginning to end on two ranks: its folder and what rank 0 returned."""
-    (home / "whole").mkdir()
-    show = {"prompts": ["3+1?"], "max_new_tokens": 4}
-    return home / "whole", worlds[2].run(job, recipe(home, "whole", show=show))[0]
 
 
 def test_a_run_leaves_its_folder(whole):
@@ -347,7 +284,7 @@ def test_whole_steps():
         WholeSteps(Order(range(3)), 4)
 
 
-@pytest.mark.parametrize("tier", ["device", "nvme"])
+@pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
 def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     """The real thing: the command, its processes, SIGKILL in mid-run, and --resume auto on another number of ranks.
 
@@ -385,12 +322,184 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     done = subprocess.run([*command, *resumed, *more[4:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after = losses(folder)
+    assert ("removed what crashed runs left" in done.stderr) == bool(kinds)
     assert [line[0] for line in after] == list(range(1, last + 5))
     for mine, other in zip(after, before):
         assert mine == pytest.approx(other, rel=1e-5)
     assert list(nvme.iterdir()) == []
 
 
-def ranks_of(pid):
-    """Return the process numbers of the ranks: the launcher starts them in order."""
-    return sorted(each.pid for each in psutil.Process(pid).children() if "spawn_main" in " ".join(each.cmdline()))
+def test_resume_takes_the_newest_checkpoint_that_is_whole(home, whole, worlds):
+    folder = home / "passed-over"
+    shutil.copytree(whole[0], folder)
+    victim = sorted((folder / "checkpoint-10" / "ftkit").glob("*.exp_avg.safetensors"))[0]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    shutil.rmtree(folder / "model")
+    found = [str(folder / name) for name in ("checkpoint-10", "checkpoint-8")]
+    for path, said in worlds[2].run(chosen, found):
+        assert path == found[1]
+        assert f"passed over: {victim}: bytes" in said[0]
+    worlds[2].run(resumed_job, recipe(home, "passed-over"), found)
+    for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert worlds[2].run(chosen, found)[0] == (found[0], []), "the broken one was written again"
+    (folder / "checkpoint-8" / "trainer_state.json").write_text("{}")
+    with pytest.raises(RankFailure, match=r"checkpoint-8/trainer_state\.json: 2 bytes, \d+ were written"):
+        worlds[2].run(resumed_job, recipe(home, "passed-over"), [found[1]])
+
+
+def chosen(checkpoints):
+    said = []
+    return first_whole(checkpoints, Communicator(torch.device("cpu")), said.append), said
+
+
+def test_one_run_a_folder(tmp_path):
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    with first.lock(), pytest.raises(UserError, match="belongs to a run that is going on"), second.lock():
+        pass
+    with second.lock():
+        assert first.path.is_dir()
+
+
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "asked"])
+def test_the_command_goes_on_by_itself_or_says_that_it_can(how, home):
+    """A rank that dies is replaced with --max-restarts; SIGUSR1 (Slurm's warning) saves, and the exit code says so."""
+    folder = home / f"restarted-{how}"
+    path = home / f"restarted-{how}.yaml"
+    path.write_text(recipe(home, f"restarted-{how}"))
+    command = [str(Path(sys.executable).with_name("ftkit")), "finetune", str(path), "--nproc", "2", "--max-restarts", "1"]
+    steps = 400 if how == "killed" else 100_000
+    command += ["--set", f"train.max_steps={steps}", "--set", "optimizer.schedule=constant", "--set", "eval=null"]
+    process = subprocess.Popen([*command, "--set", "output.save_every_steps=20"], stderr=subprocess.PIPE, text=True)
+    while not (folder / "checkpoint-20").exists():
+        assert process.poll() is None, process.stderr.read()
+        ranks = ranks_of(process.pid)
+        time.sleep(0.02)
+    if how == "killed":
+        os.kill(ranks[1], signal.SIGKILL)
+    else:
+        os.kill(process.pid, signal.SIGUSR1)
+    _, told = process.communicate(timeout=240)
+    if how == "killed":
+        assert process.returncode == 0, told
+        assert "SIGKILL" in told
+        assert "starting again, 0 restarts left" in told
+        assert [line[0] for line in losses(folder)] == list(range(1, steps + 1))
+    else:
+        assert process.returncode == 75, told
+        last = losses(folder)[-1][0]
+        assert f"ended at step {last} with a checkpoint" in told
+        assert (folder / f"checkpoint-{last}" / "contents.json").exists()
+
+
+def full_disk_job(text, fails_at):
+    """Be a rank of a run whose disk is full: before a save, or in the middle of it, once."""
+    move = PieceWriter._transfer
+    failed = []
+
+    def transfer(handle, data, at):
+        if "checkpoint-4" in os.readlink(f"/proc/self/fd/{handle}") and not failed and os.environ["RANK"] == "1":
+            failed.append(at)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        move(handle, data, at)
+
+    before = mock.patch("ftkit.hf.trainer.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
+    within = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
+    with before if fails_at == "before" else within:
+        return job(text)
+
+
+@pytest.mark.parametrize("fails_at", ["before", "within"])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(fails_at, home, whole, worlds):
+    folder = home / f"full-{fails_at}"
+    folder.mkdir()
+    worlds[2].run(full_disk_job, recipe(home, folder.name), fails_at)
+    for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert [path.name for path in sorted(folder.glob("*checkpoint*"))] == ["checkpoint-10", "checkpoint-8"]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no debris"
+
+
+class FailingDrive:
+    """The NVMe folder of rank 1, which fails once the first checkpoint is there, in one of the ways that drives have.
+
+    Full, read-only, vanished (I/O errors, as after an unplugged drive), moving nothing, or giving back another byte.
+    """
+
+    def __init__(self, nvme, checkpoint, how):
+        self.nvme, self.checkpoint, self.how = str(nvme), checkpoint, how
+        self.pwritev, self.preadv = os.pwritev, os.preadv
+
+    def fails(self, handle):
+        ours = os.readlink(f"/proc/self/fd/{handle}").startswith(self.nvme)
+        return ours and os.environ["RANK"] == "1" and self.checkpoint.exists()
+
+    def write(self, handle, buffers, at):
+        if not self.fails(handle) or self.how == "flip":
+            return self.pwritev(handle, buffers, at)
+        if self.how == "short":
+            return 0
+        raise OSError(getattr(errno, self.how), os.strerror(getattr(errno, self.how)))
+
+    def read(self, handle, buffers, at):
+        got = self.preadv(handle, buffers, at)
+        if self.fails(handle) and self.how == "flip":
+            buffers[0][got // 2] ^= 16
+        return got
+
+
+def on_failing_drive(text, nvme, checkpoint, how):
+    drive = FailingDrive(nvme, checkpoint, how)
+    with mock.patch("os.pwritev", drive.write), mock.patch("os.preadv", drive.read):
+        return job(text)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("ENOSPC", r"NVMe tier: writing \S+ at byte \d+: \d+ bytes wanted, 0 moved: No space left on device\. Free space"),
+        ("EROFS", r"NVMe tier: writing \S+ at byte \d+: .*Read-only file system\. It is mounted read-only"),
+        ("EIO", r"NVMe tier: writing \S+ at byte \d+: .*Input/output error\. The drive failed"),
+        ("short", r"NVMe tier: writing \S+ at byte \d+: \d+ bytes wanted, 0 moved: the system moves no more"),
+        ("flip", r"NVMe tier: a byte in \S+ between \d+ and \d+ changed since it was written"),
+    ],
+)
+def test_a_drive_that_fails_in_mid_run_loses_no_more_than_the_last_checkpoint(how, told, home, whole, worlds):
+    folder, nvme = home / f"drive-{how}", home / f"nvme-{how}"
+    folder.mkdir()
+    nvme.mkdir()
+    kinds = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
+    text = recipe(home, folder.name, engine={"stage": 3, **kinds}, memory={"nvme_dir": str(nvme)})
+    with pytest.raises(RankFailure, match=told):
+        worlds[2].run(on_failing_drive, text, nvme, folder / "checkpoint-4", how)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"], "nothing was saved of the broken step"
+    assert not (folder / "model").exists()
+    worlds[2].run(job, text, (), str(folder / "checkpoint-4"))
+    for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(home, worlds):
+    """The rate is so large that the held-out loss rises again."""
+    (home / "best").mkdir()
+    held_out = {"path": str(home / "held.jsonl"), "every_steps": 2}
+    output = {"dir": str(home / "best"), "save_every_steps": 2, "keep": 1}
+    text = recipe(home, "best", eval=held_out, output=output, optimizer={"lr": 3.0, "schedule": "constant"})
+    worlds[2].run(job, text)
+    told = {record["step"]: record["eval_loss"] for record in records(home / "best") if "eval_loss" in record}
+    best = min((step for step in told if step), key=told.__getitem__)
+    assert best != 10
+    assert {path.name for path in (home / "best").glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-10"}
+
+
+def test_a_run_that_was_over_makes_no_step_more(home, whole, worlds):
+    """Killed after its last checkpoint and before its end: stock would train another step."""
+    folder = home / "over"
+    shutil.copytree(whole[0], folder)
+    shutil.rmtree(folder / "model")
+    worlds[2].run(resumed_job, recipe(home, "over"), [str(folder / "checkpoint-10")])
+    assert losses(folder) == losses(whole[0])
+    mine, other = (load_file(each / "model" / "model.safetensors") for each in (folder, whole[0]))
+    assert all(torch.equal(mine[name], value) for name, value in other.items())

@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 
-from ftkit.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
 from ftkit.guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
 from ftkit.guard_report import TENANTS, Seat, make_report, other_processes, text_of
 from ftkit.memory_stop import MemoryStop
+from ftkit.plan.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
 from ftkit.run_folder import RunFolder
 from ftkit.watch import Failure, RankError, explain
-from tests.test_finetune import home, job, recipe  # noqa: F401  (home is a fixture)
+from tests.jobs import job, recipe
 
 MIB, GIB = 1 << 20, 1 << 30
 NO_LIMIT_V1 = 9223372036854771712
@@ -339,7 +339,7 @@ class Falling:
 def guarded_job(text):
     memory = Falling(int(os.environ["RANK"]))
     with (
-        mock.patch("ftkit.memory_stop.BoxMemory.find", return_value=memory),
+        mock.patch("ftkit.memory_stop.BoxMemory", mock.Mock(find=lambda: memory)),
         mock.patch("ftkit.guard.SAVE", Mark(0.03, 0, 0.0)),
         mock.patch.object(Guard, "_watch"),  # readings are counted: only those of step ends
         pytest.raises(MemoryShort) as caught,  # a real rank would leave
@@ -348,7 +348,7 @@ def guarded_job(text):
     return str(caught.value), caught.value.exit_code
 
 
-def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):  # noqa: F811  (the fixture, imported above)
+def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
     folder = home / "short"
     folder.mkdir()
     (text, code), (others, other_code) = worlds[2].run(guarded_job, recipe(home, "short"))

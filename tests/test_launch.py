@@ -190,7 +190,7 @@ def test_one_ctrl_c_lets_the_ranks_end_cleanly(tmp_path):
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_are_counted_and_handlers_restored(number):
     found = signal.signal(number, signal.SIG_DFL)  # it may be ignored here: under nohup
     try:

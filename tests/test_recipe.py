@@ -210,7 +210,7 @@ def test_a_run_is_continued_by_the_same_recipe(tmp_path):
 
     assert told() is None
     assert told("output.keep=2", "engine.stage=1", "ranks=1", "show=null", "eval.max_rows=3", "data.workers=1") is None
-    assert check_resumed(before, tmp_path / "none.yaml") is None
+    assert "none.yaml: No such file" in check_resumed(before, tmp_path / "none.yaml")
     line = told("optimizer.lr=1", "train.epochs=2")
     assert "optimizer.lr 0.0015 -> 1.0 (ignored: it comes from the checkpoint)" in line
     assert "train.epochs 1.0 -> 2.0 (in effect" in line

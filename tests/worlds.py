@@ -39,7 +39,7 @@ FRAMES = 12
 """How many of the innermost calls a rank's traceback shows."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft", "ftkit.finetune"])
 
 
 class RankFailure(AssertionError):

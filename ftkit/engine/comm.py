@@ -189,7 +189,7 @@ def _end_group() -> None:
         dist.destroy_process_group()
 
 
-def _machine() -> tuple[str, str]:
+def machine() -> tuple[str, str]:
     """Return what ranks that may share memory have in common: the running kernel and the network they live in."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -229,7 +229,7 @@ class SharedStage:
     def open(cls, comm: Communicator) -> SharedStage | None:
         """Map the window on all ranks, or on none: ranks on several machines, or no room in /dev/shm, give None."""
         size = 2 * comm.world_size * STAGE_BYTES
-        one_machine = len(set(comm.all(_machine()))) == 1
+        one_machine = len(set(comm.all(machine()))) == 1
         path, window = None, None
         if comm.rank == 0 and one_machine:
             path = _reserve(size)

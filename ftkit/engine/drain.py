@@ -36,7 +36,7 @@ class Drain:
         self.device = device
         self.host = HostAdamW(threads)
         staged = device.type == "cuda" or tier == "nvme"
-        sizes = [(flat.layout.shard_numel, flat.dtype) for flat in flats if staged]
+        sizes = [(flat.layout.shard_numel, flat.slot_dtype) for flat in flats if staged]
         self.buffers: list[Tensor] = []
         self.arena: Arena | None = None
         self.jobs: list[Future[None] | None] = [None] * BUFFERS

@@ -25,6 +25,7 @@ or its state calls `settle` first.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,7 +47,8 @@ class Policy:
         activations: 'recompute' a block in backward, or 'keep' its graph.
         weights: at stage 3, 'free' a block's weights after its forward, or 'hold' them until its backward.
         compute_dtype: dtype of weights in use and of gradients on the wire; None keeps each parameter's own.
-        gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype.
+        gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype. With `parts` the sum
+            is made before the reduction, and sent in this dtype.
         prefetch: gather the neighbour's weights while a block computes.
         placement: the tier of each kind of tensor.
         deferred_update: make the update while the next forward runs, unit by unit.
@@ -155,6 +157,7 @@ class FlatParameter:
         self.resident = resident or (alone and policy.placement.parameters == "device")
         self.deferred = deferred or (alone and policy.placement.gradients == "device")
         self.grad_dtype = policy.gradient_dtype or dtype
+        self.slot_dtype = self.grad_dtype if policy.parts > 1 else dtype  # where several are summed before the reduction
         self.version = 0  # of the weights: +1 an update
         self.touched = [False] * len(self.parameters)  # which tensors got a gradient since zero_grad
         self.grad: Tensor | None = None  # on the device
@@ -165,6 +168,8 @@ class FlatParameter:
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
         self.update: Update | None = None
+        self.captured: threading.Event | None = None  # set when a checkpoint that is being written has this line
+        self.capture_seconds = 0.0  # that updates have waited for it
         self.drain: Outflow | None = None
         self._has_gradient = False
         self._finished = False
@@ -177,11 +182,6 @@ class FlatParameter:
         """Elements of this rank's part, without padding."""
         start, stop = self.layout.shard_range(self.rank)
         return stop - start
-
-    @property
-    def offloads_gradient(self) -> bool:
-        """Whether finished gradients leave the device."""
-        return self.gradient is not None
 
     @property
     def shard(self) -> Tensor:
@@ -415,7 +415,7 @@ class FlatParameter:
         segment = self.layout.segments[index]
         place = self.full_grad[segment.start : segment.stop]
         if self.touched[index]:
-            place.add_(gradient.reshape(-1))
+            add_in_pieces(place, gradient.reshape(-1))
         else:
             place.copy_(gradient.reshape(-1))
         self.touched[index] = True

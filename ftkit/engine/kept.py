@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.arena import Arena
-from ftkit.engine.disk import FlatFile, Request
+from ftkit.engine.flatfile import FlatFile, Request
 from ftkit.engine.tiers import Tiers
 
 STAGING = 4
@@ -39,7 +39,7 @@ class Ticket:
         self.keeper = keeper
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.place = keeper.place(_padded_bytes(tensor))
-        self.left = keeper.leave(tensor, self.place)
+        keeper.leave(tensor, self.place)
         self.version = tensor._version
         self.users = 1
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -151,8 +151,8 @@ class Keeper:
 
     # --- ways
 
-    def leave(self, tensor: Tensor, place: Place) -> torch.cuda.Event | None:
-        """Copy `tensor` to its place; return the event after which a host buffer holds it."""
+    def leave(self, tensor: Tensor, place: Place) -> None:
+        """Copy `tensor` to its place. (The way back is asked of the same stream, and so comes after.)"""
         host = place if place.buffer is not None else self._staging(place.size_bytes)
         assert host.buffer is not None
         event = self._copy(_view(host.buffer, tensor.shape, tensor.dtype), tensor)
@@ -160,7 +160,6 @@ class Keeper:
             if event is not None:
                 event.synchronize()
             host.write = place.write = place.file.write(0, host.buffer.view(torch.int32))
-        return event
 
     def fetch(self, ticket: Ticket) -> tuple[Tensor, torch.cuda.Event | None]:
         """Return a ticket's tensor on the device, and the event after which it is there."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ftkit.engine.arena import arena_bytes
 from ftkit.engine.flat import FlatParameter, store_bytes
 from ftkit.engine.host_adam import HostAdamW
 from ftkit.engine.shard import Units
@@ -107,6 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
         self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
         self.step_was_skipped = False
+        self._left_out = False
         self._norm: float | None = None
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
         self._clip = 1.0
@@ -166,34 +168,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def line(self, flat: FlatParameter) -> LineState:
         """Return the state of `flat`, once no update of it is under way; all state is made at first use.
 
+        Who reads what lies in files calls `settle` first: a line's update is done before its state is written behind.
+
         Cost: 4 bytes an element of S for the master and each moment, on their tier.
         """
         flat.settle()
-        if not self.lines:
-            self._make_lines()
+        self.prepare()
         return self.lines[flat.name]
 
+    def prepare(self) -> None:
+        """Make all state, if there is none yet."""
+        if not self.lines:
+            self._make_lines()
+
     def settle(self) -> None:
-        """Wait for updates under way.
+        """Wait for updates under way, and until all state can be read.
 
         Raises:
             RuntimeError: if one failed.
         """
         self.updater.settle()
+        self.units.settle()
 
     def _make_lines(self) -> None:
         tiers, fp32 = self.units.tiers, torch.float32
-        own = {flat.name: not self._is_own_master(flat) for flat in self.units.trainable}
-        kinds = {f.name: [*(["master"] if own[f.name] else []), *self.moment_names] for f in self.units.trainable}
-        sizes = [(f.layout.shard_numel, fp32) for f in self.units.trainable for _ in kinds[f.name]]
-        tiers.reserve("state", sizes)
-        for flat in self.units.trainable:
-            stores = {
-                kind: tiers.make("state", f"{flat.name}.{kind}", flat.layout.shard_numel, fp32) for kind in kinds[flat.name]
-            }
-            if own[flat.name]:
+        apart = {flat.name: not self._is_own_master(flat) for flat in self.units.trainable}
+        kinds = {f.name: [*(["master"] if apart[f.name] else []), *self.moment_names] for f in self.units.trainable}
+        sizes = [[(f.layout.shard_numel, fp32)] * len(kinds[f.name]) for f in self.units.trainable]
+        homes = tiers.state_tiers([arena_bytes(each) for each in sizes])
+        for home in dict.fromkeys(homes):
+            tiers.reserve("state", [size for each, where in zip(sizes, homes) if where == home for size in each], home)
+        for flat, home in zip(self.units.trainable, homes):
+            numel = flat.layout.shard_numel
+            stores = {kind: tiers.make("state", f"{flat.name}.{kind}", numel, fp32, home) for kind in kinds[flat.name]}
+            if apart[flat.name]:
                 master = stores.pop("master")
-                for start, stop in _ranges(master, flat.weights):
+                for start, stop in ranges(master, flat.weights):
                     piece = master.blank(start, stop)
                     piece.copy_(flat.exact_weights(start, stop))
                     master.write(start, piece)
@@ -206,8 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether fp32 weights serve as their master: they must be at hand where the state is updated."""
         if flat.dtype != torch.float32:
             return False
-        at_home = flat.weights.tensor is None or flat.weights.tensor.device.type == self.updater.home.type
-        return at_home
+        return flat.weights.tensor is None or flat.weights.tensor.device.type == self.updater.home.type
 
     def state_bytes(self) -> int:
         """Return the bytes of live optimizer stores on this rank, masters included, fp32 weights not."""
@@ -296,9 +305,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # --- the step
 
+    def leave_out(self) -> None:
+        """Let the coming step write nothing: its gradients are forgotten, and the loss scale stays as it is."""
+        self._left_out = True
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Update every line's shard, or skip on overflow. See [Note: a step].
+        """Update every line's shard, or skip on overflow and when `leave_out` was called. See [Note: a step].
 
         Raises:
             ValueError: if a closure is given.
@@ -308,16 +321,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self.grad_norm()  # also finishes the gradients, where nobody clipped
         overflow = self.loss_scale.dynamic and not math.isfinite(norm)
         factor = self._clip / self.loss_scale.value
-        self.loss_scale.update(overflow=overflow)
-        self.step_was_skipped = overflow
-        if not overflow:
-            steps = [step for flat in self.units.trainable if (step := self._line_step(flat, factor)) is not None]
-            self.updater.submit(steps)
+        if not self._left_out:
+            self.loss_scale.update(overflow=overflow)
+        self.step_was_skipped, self._left_out = overflow or self._left_out, False
+        if not self.step_was_skipped:
+            # As they are now: the schedulers change the groups right after.
+            noted = [{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]
+            steps = [self._line_step(flat, noted, factor) for flat in self.units.trainable]
+            self.updater.submit([step for step in steps if step is not None])
             self.units.updated()
         self._norm, self._clip = None, 1.0
 
-    def _line_step(self, flat: FlatParameter, factor: float) -> LineStep | None:
-        """Return what this step does to a line, or None if nothing. The schedulers change the groups right after."""
+    def _line_step(self, flat: FlatParameter, noted: list[dict[str, Any]], factor: float) -> LineStep | None:
+        """Return what this step, with the groups' hyper-parameters as `noted`, does to a line; None if nothing."""
         state = self.line(flat)
         groups = self.group_of[flat.name]
         due = [touched and group is not None for touched, group in zip(flat.touched, groups)]
@@ -326,7 +342,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         state.steps = [count + now for count, now in zip(state.steps, due)]
         runs = list(_runs(flat, [g if d else None for g, d in zip(groups, due)], state.steps))
-        noted = [{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]
         return LineStep(flat, state, gradient, runs, noted, factor)
 
     def update_piece(
@@ -469,7 +484,7 @@ def _trainable(units: Units) -> list[Tensor]:
     return [parameter for flat in units.trainable for parameter in flat.parameters]
 
 
-def _ranges(*stores: Store) -> Iterator[tuple[int, int]]:
+def ranges(*stores: Store) -> Iterator[tuple[int, int]]:
     """Yield ranges that are whole pieces of every one of the stores."""
     yield from max((list(store.pieces()) for store in stores), key=len)
 

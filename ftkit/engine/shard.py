@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftkit.engine.affinity import Affinity
 from ftkit.engine.comm import Communicator
 from ftkit.engine.drain import Drain
 from ftkit.engine.flat import FlatParameter, Policy, absent
@@ -66,6 +67,8 @@ class Units:
         self.outside: list[FlatParameter] = []  # resident lines that belong to no unit
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
+        self.saving: Any = None  # the checkpoint of it that is being written (checkpoint.Saving)
+        self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self._registered: tuple[object, ...] = ()

@@ -5,18 +5,21 @@ so that data begins at byte 4096 or a multiple of it, and the tensors follow in 
 any world can therefore read or write elements [a, b) of any tensor with one seek. Files that others made (hub folders)
 are read by the same reader, whatever their order.
 
-A file from a stranger is not trusted: the header's length, its JSON, every dtype, shape and offset are checked against the
-file's size before the first element is read. Nothing here knows training.
+A file from a stranger is not trusted: that it is a regular file, the header's length, its JSON, every dtype, shape and
+offset are checked against the file's size before the first element is read. As the format has it, the tensors cover the
+data without gap or overlap, and no name comes twice. Nothing here knows training.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,9 @@ DATA_START = 4096
 
 HEADER_LIMIT_BYTES = 100 << 20
 """The format's own limit on its header."""
+
+MOST_DIMENSIONS = 64
+"""As torch has it: the product of more is a number that only a hostile header asks for."""
 
 PIECE_BYTES = 8 << 20
 """Bytes read or converted at a time."""
@@ -75,19 +81,22 @@ class TensorFile:
     def __init__(self, path: str | Path, *, writable: bool = False) -> None:
         self.path = Path(path)
         try:
-            self._handle = os.open(self.path, os.O_RDWR if writable else os.O_RDONLY)
+            # not to wait for the writer of a pipe that lies there in a file's place; files do not heed it
+            self._handle = os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}") from error
         try:
-            self.entries, self.metadata = _read_header(self.path, self._handle)
+            self.entries, self.metadata = self._read_header()
         except BaseException:
             os.close(self._handle)
             raise
 
-    def close(self, *, sync: bool = False) -> None:
-        """Close the file; `sync`: once its bytes are on the disk."""
-        if sync:
-            os.fsync(self._handle)
+    def sync(self) -> None:
+        """Return when its bytes are on the disk."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._handle)
 
     def __enter__(self) -> TensorFile:
@@ -113,9 +122,26 @@ class TensorFile:
             count = min(step, out.numel() - low)
             raw = bytearray(count * size)
             position = entry.offset + (start + low) * size
-            if os.preadv(self._handle, [raw], position) != len(raw):
+            if not self.fill(position, raw):
                 raise UserError(f"{self.path}: ends inside tensor {name}; the file was cut short or is being written")
             out[low : low + count].copy_(torch.frombuffer(raw, dtype=entry.dtype))
+
+    def fill(self, position: int, out: bytearray) -> bool:
+        """Fill `out` with the file's bytes from `position` on; return whether it has so many."""
+        return os.preadv(self._handle, [out], position) == len(out)
+
+    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        found = os.fstat(self._handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{self.path}: is no file")
+        size = found.st_size
+        raw = bytearray(8)
+        length = int.from_bytes(raw, "little") if self.fill(0, raw) else 0
+        if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
+            raise UserError(f"{self.path}: not a safetensors file, or cut short ({size} bytes)")
+        text = bytearray(length)
+        self.fill(8, text)
+        return _parsed(self.path, text, size)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write `values` (n,), any dtype and device, to elements [start, start + n) of tensor `name`, cast to its dtype.
@@ -159,36 +185,56 @@ def create_file(
         file.truncate(8 + length + offset)
 
 
-def _read_header(path: Path, handle: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    size = os.fstat(handle).st_size
-    raw = os.pread(handle, 8, 0)
-    length = int.from_bytes(raw, "little")
-    if len(raw) < 8 or not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
-        raise UserError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+def data_start(path: str | Path) -> int:
+    """Return the byte at which the data of a file begins that `create_file` made."""
+    with open(path, "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _parsed(path: Path, text: bytearray, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return a header's tensors and metadata, checked against the file's size."""
+    data_start = 8 + len(text)
     try:
-        header = json.loads(os.pread(handle, length, 8))
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-        ends = {name: value["data_offsets"][1] for name, value in header.items()}
+        header = json.loads(text.decode(), object_pairs_hook=_once)
+        metadata = header.pop("__metadata__", None) or {}
+        entries, ends = {}, [0]
+        for name, value in header.items():
+            entries[name], end = _entry(value, data_start)
+            ends.append(end)
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: its safetensors header is not valid ({error})") from error
-    for name, end in ends.items():
-        if 8 + length + end > size:
-            raise UserError(
-                f"{path}: cut short: tensor {name} ends at byte {8 + length + end}, the file has {size}. Fetch it again"
-            )
+        raise UserError(f"{path}: its safetensors header is not valid ({error!s:.200})") from error
+    stop = data_start + max(ends)
+    if stop > size:
+        name = f"{max(zip(ends[1:], entries))[1]:.200}"
+        raise UserError(f"{path}: cut short: tensor {name} ends at byte {stop}, the file has {size}. Fetch it again")
+    begins = [entry.offset - data_start for entry in entries.values()]
+    if sorted([*begins, size - data_start]) != sorted(ends):  # where one ends the next begins, the last at the file's end
+        raise UserError(f"{path}: its safetensors header is not valid (tensors overlap, or do not cover the file)")
     return entries, metadata
 
 
-def _entry(value: dict[str, object], data_start: int) -> Entry:
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object in which no key comes twice."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name comes twice")
+    return made
+
+
+def _entry(value: dict[str, Any], data_start: int) -> tuple[Entry, int]:
+    """Return a tensor's entry, and where it ends in the data."""
     dtype = DTYPES.get(str(value["dtype"]))
     shape = value["shape"]
     offsets = value["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"offsets {offsets} are not a pair")
+        raise ValueError("offsets are not a pair")
     begin, end = offsets
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError(f"shape {shape} or offsets [{begin}, {end}] are not counts")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape} or offsets {offsets} are not counts")
+    if begin > end or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"offsets {offsets} or {len(shape)} dimensions are no tensor's")
     if dtype is not None and end - begin != prod(shape) * dtype.itemsize:
-        raise ValueError(f"shape {shape} of {value['dtype']} does not fill offsets [{begin}, {end}]")
-    return Entry(dtype, tuple(shape), data_start + begin)
+        raise ValueError(f"shape {shape} of {value['dtype']} does not fill offsets {offsets}")
+    return Entry(dtype, tuple(shape), data_start + begin), end

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
-from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, PIECE_NUMEL, Disk, FlatFile
+from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, Disk
+from ftkit.engine.flatfile import PIECE_NUMEL, FlatFile
 from ftkit.errors import UserError
 
 Tier = Literal["device", "host", "nvme"]
@@ -154,9 +155,12 @@ class Tiers:
         device: where the rank computes.
         placement: the tier of each kind.
         disk: of the NVMe tier, where anything is placed there.
+        state_host_bytes: of this rank's state, where that is placed on NVMe, what stays in host memory instead.
     """
 
-    def __init__(self, device: torch.device, placement: Placement, disk: Disk | None = None) -> None:
+    def __init__(
+        self, device: torch.device, placement: Placement, disk: Disk | None = None, *, state_host_bytes: int = 0
+    ) -> None:
         if placement.uses_disk and disk is None:
             raise ValueError("something is placed on NVMe and no folder is given")
         below = {placement.parameters, placement.gradients} - {"device"}
@@ -168,17 +172,24 @@ class Tiers:
         self.device = device
         self.placement = placement
         self.disk = disk
+        self.state_host_bytes = state_host_bytes
         self.arenas: dict[str, Arena] = {}
 
     @classmethod
     def open(
-        cls, comm: Communicator, placement: Placement, nvme_dir: str | Path | None = None, expected_bytes: int | None = None
+        cls,
+        comm: Communicator,
+        placement: Placement,
+        nvme_dir: str | Path | None = None,
+        expected_bytes: int | None = None,
+        *,
+        state_host_bytes: int = 0,
     ) -> Tiers:
         """Open the tiers that `placement` names; every rank calls this.
 
         Args:
             nvme_dir: folder of the NVMe tier. expected_bytes: what this rank will keep there, roughly; the drive is
-                measured only where that is worth its two seconds.
+                measured only where that is worth its two seconds. state_host_bytes: see the class.
 
         Raises:
             UserError: if something is placed on NVMe and the folder is missing or cannot be written.
@@ -190,37 +201,57 @@ class Tiers:
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs of one seed must not meet
         little = expected_bytes is not None and expected_bytes < WORTH_MEASURING_BYTES
         likely = {"depth": DEPTHS[0], "block_bytes": BLOCK_BYTES[0]} if little else {}
-        return cls(comm.device, placement, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}", **likely))
+        disk = Disk(Path(nvme_dir), f"{run}-rank{comm.rank}", **likely)
+        return cls(comm.device, placement, disk, state_host_bytes=state_host_bytes)
 
     def tier(self, kind: str) -> Tier:
         """Return the tier of a kind of tensor."""
         tier: Tier = getattr(self.placement, kind)
         return tier
 
-    def reserve(self, kind: str, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
+    def state_tiers(self, sizes: Sequence[int]) -> list[Tier]:
+        """Return the tier of each line's state: of a state on NVMe, lines stay in host memory as far as they fit.
+
+        The first come first, because they are wanted first: the drive has the whole forward for the others.
+
+        Args:
+            sizes: bytes of each line's state on this rank, in the order in which they are updated.
+        """
+        tier = self.tier("state")
+        if tier != "nvme":
+            return [tier] * len(sizes)
+        left = self.state_host_bytes
+        tiers: list[Tier] = []
+        for size in sizes:
+            tiers.append("host" if size <= left else "nvme")
+            left -= size if size <= left else 0
+        return tiers
+
+    def reserve(self, kind: str, sizes: Sequence[tuple[int, torch.dtype]], tier: Tier | None = None) -> None:
         """Take the room for all stores of a kind, exactly: one arena, or bytes of the disk.
 
         Args:
-            sizes: (elements, dtype) of each store that will be made.
+            sizes: (elements, dtype) of each store that will be made. tier: None: where `placement` has the kind.
 
         Raises:
             UserError: if the disk has less room.
         """
         if not sizes:
             return
-        if self.tier(kind) == "host":
+        tier = tier or self.tier(kind)
+        if tier == "host":
             self.arenas[kind] = Arena(arena_bytes(sizes), self.device)
-        elif self.tier(kind) == "nvme":
+        elif tier == "nvme":
             assert self.disk is not None
             self.disk.reserve(sum(numel * dtype.itemsize for numel, dtype in sizes))
 
-    def make(self, kind: str, name: str, numel: int, dtype: torch.dtype) -> Store:
+    def make(self, kind: str, name: str, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Store:
         """Return a new store of zeros; its room was reserved.
 
         Args:
-            kind: of `Placement`. name: unique on this rank.
+            kind: of `Placement`. name: unique on this rank. tier: as it was reserved.
         """
-        tier = self.tier(kind)
+        tier = tier or self.tier(kind)
         if tier == "host":
             return MemoryStore(self.arenas[kind].take(numel, dtype), "host")
         if tier == "nvme":

@@ -169,8 +169,8 @@ class Transfer:
         self.debug = debug
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
         reduced = [[flat for flat in group if flat.trainable and not flat.deferred] for group in groups]
-        weights = max((_places(group)[1] for group in gathered), default=0)
-        gradients = max((_places(group)[1] for group in reduced), default=0)
+        weights = max((_layout(group, gradients=False)[1] for group in gathered), default=0)
+        gradients = max((_layout(group, gradients=True)[1] for group in reduced), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
         self.keeper = Keeper(tiers)
         self.ahead = ReadAhead(gathered, comm.device) if weights and tiers.tier("parameters") == "nvme" else None
@@ -192,7 +192,7 @@ class Transfer:
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
         """Return a slot of its own for a unit that holds its weights until backward."""
-        return WeightSlot(_places(flats)[1], self.comm.device)
+        return WeightSlot(_layout(flats, gradients=False)[1], self.comm.device)
 
     def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Start filling `slot` with the weights of `flats`; nothing if they are there already.
@@ -250,7 +250,7 @@ class Transfer:
         self.side.wait(self.reduced)
         if self._gradient_slot is None:
             self._gradient_slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
-        places = _views(self._gradient_slot, flats)
+        places = _views(self._gradient_slot, flats, gradients=True)
         if self.debug:
             for place in places:
                 place.fill_(math.nan)
@@ -310,17 +310,18 @@ def _parts(buffer: Tensor, flats: Sequence[FlatParameter]) -> Iterator[Tensor]:
         start += arena_bytes([(flat.layout.shard_numel, flat.dtype)])
 
 
-def _places(flats: Sequence[FlatParameter]) -> tuple[list[int], int]:
-    """Return the byte offset of each flat parameter in a slot, and the bytes that they need together."""
-    offsets, end = [], 0
+def _layout(flats: Sequence[FlatParameter], *, gradients: bool) -> tuple[list[tuple[int, int, torch.dtype]], int]:
+    """Return (first byte, bytes, dtype) of each whole line (W*S,) in a slot, and the bytes that they need together."""
+    places, end = [], 0
     for flat in flats:
-        offsets.append(end)
-        size = flat.layout.padded_numel * flat.dtype.itemsize
+        dtype = flat.slot_dtype if gradients else flat.dtype
+        size = flat.layout.padded_numel * dtype.itemsize
+        places.append((end, size, dtype))
         end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return offsets, end
+    return places, end
 
 
-def _views(buffer: Tensor, flats: Sequence[FlatParameter]) -> list[Tensor]:
-    offsets, _ = _places(flats)
-    sizes = [flat.layout.padded_numel * flat.dtype.itemsize for flat in flats]
-    return [buffer[o : o + n].view(flat.dtype) for o, n, flat in zip(offsets, sizes, flats)]
+def _views(buffer: Tensor, flats: Sequence[FlatParameter], *, gradients: bool = False) -> list[Tensor]:
+    """Return the places (W*S,) of lines in a slot."""
+    places, _ = _layout(flats, gradients=gradients)
+    return [buffer[start : start + size].view(dtype) for start, size, dtype in places]

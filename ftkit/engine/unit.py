@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ftkit.engine.flat import FlatParameter
+from ftkit.engine.flat import FlatParameter, add_in_pieces
 from ftkit.engine.tree import put_tensors, take_tensors
 
 if TYPE_CHECKING:
@@ -57,11 +57,9 @@ class World:
         self.autocast = torch.is_autocast_enabled(device.type)
         self.autocast_dtype = torch.get_autocast_dtype(device.type)
 
-    @contextmanager
-    def without_cast_cache(self) -> Iterator[None]:
-        """Run the body under forward's autocast, without its weight cache: cached casts would outlive the weights."""
-        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast, cache_enabled=False):
-            yield
+    def without_cast_cache(self) -> torch.autocast:
+        """Return forward's autocast as a context; see `uncached_autocast`."""
+        return uncached_autocast(self.device.type, self.autocast_dtype, enabled=self.autocast)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -84,6 +82,11 @@ class World:
                 stack.callback(self.module.train, training)
             stack.enter_context(self.without_cast_cache())
             yield
+
+
+def uncached_autocast(kind: str, dtype: torch.dtype, *, enabled: bool) -> torch.autocast:
+    """Return autocast without its weight cache: cached casts would outlive the weights."""
+    return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
 
 
 Split = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], list[bool]]
@@ -151,7 +154,7 @@ class Call:
         if any(len(result) != rows for result in whole):
             raise RuntimeError(
                 f"a block returns a tensor whose rows are not the {rows} of its batch; such a model cannot divide its batch "
-                "inside blocks: use accumulation: step"
+                "inside blocks: set engine.accumulate_in: step"
             )
         return whole
 
@@ -305,7 +308,7 @@ class Unit:
             elif flat in self.receiving:
                 place = self.receiving[flat][segment.start : segment.stop]
                 if (flat.name, index) in self.written:  # by an earlier micro-batch in the same slot
-                    place.add_(gradient.reshape(-1))
+                    add_in_pieces(place, gradient.reshape(-1))
                 else:
                     place.copy_(gradient.reshape(-1))
                 self.written.add((flat.name, index))
@@ -341,7 +344,8 @@ class Unit:
         if not torch.is_grad_enabled():
             self.enter(graph=False, neighbour=self.after)
             try:
-                with self._world().without_cast_cache():
+                kind = self.device.type
+                with uncached_autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
                     return function(*args, **kwargs)
             finally:
                 self.leave()
@@ -358,7 +362,6 @@ class Unit:
             return put_tensors(call.result, results)
         with torch.no_grad():
             return self.use(function, *arguments)
-
 
     def _world(self) -> World:
         return World(self.module, self.device, self.fingerprint)

@@ -17,9 +17,10 @@ This file knows no formula: the optimizer hands in `update_piece`.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.arena import Arena, arena_bytes
-from ftkit.engine.disk import PIECE_NUMEL, Request
 from ftkit.engine.flat import FlatParameter
+from ftkit.engine.flatfile import PIECE_NUMEL, Request, sum_of
 from ftkit.engine.tiers import FileStore, Store
 from ftkit.errors import UserError
 
@@ -89,12 +90,20 @@ class LineStep:
 class LineUpdate:
     """One line's update under way; see `flat.Update`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, flat: FlatParameter) -> None:
+        self.flat, self.name = flat, flat.name
+        self.captured = flat.captured  # of a save that was asked for before this update, not of one that waits for it
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.writes: list[Request] = []  # of weights, which are read again before anything else of the line
         self.event: torch.cuda.Event | None = None
+
+    def await_capture(self) -> None:
+        """Wait until a checkpoint that is being written has this line: the update is about to change it."""
+        if self.captured is not None and not self.captured.is_set():
+            began = time.perf_counter()
+            self.captured.wait()
+            self.flat.capture_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
         """Return when the line's weights can be read, and make the current CUDA stream wait for them.
@@ -148,6 +157,7 @@ class Updater:
         self.thread = ThreadPoolExecutor(1, "ftkit-update") if deferred else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and deferred else None
         self.last: LineUpdate | None = None
+        self.running: Future[None] | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -164,27 +174,29 @@ class Updater:
             raise RuntimeError(f"an earlier update failed: {self.error}") from self.error
         if not steps:
             return
+        self._make_slots(steps)
         updates = []
         for step in steps:
             step.flat.settle()
-            step.flat.update = update = LineUpdate(step.flat.name)
+            step.flat.update = update = LineUpdate(step.flat)
             step.flat.version += 1
             updates.append(update)
-        self._make_slots(steps)
         self.last = updates[-1]
         if self.thread is None:
             self._run(steps, updates, None)
             self.settle()
         else:
             ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self.thread.submit(self._run, steps, updates, ready)
+            self.running = self.thread.submit(self._run, steps, updates, ready)
 
     def settle(self) -> None:
-        """Wait for all updates.
+        """Wait for all updates, and until what they changed lies where it belongs.
 
         Raises:
             RuntimeError: if one failed.
         """
+        if self.running is not None:
+            wait([self.running])  # a line is done before its state is written behind
         if self.last is not None:
             self.last.wait()
 
@@ -216,6 +228,7 @@ class Updater:
                 break
             piece = ahead.popleft()
             piece.arrive()
+            updates[piece.number].await_capture()
             self._compute(piece)
             piece.leave(updates[piece.number])
             if piece.ends_line:
@@ -242,17 +255,18 @@ class Updater:
                 )
 
     def _make_slots(self, steps: Sequence[LineStep]) -> None:
-        """Allocate staging, once, for the roles that need it."""
-        if self.slots:
-            return
-        widths = dict.fromkeys(self.roles, 0)
+        """Allocate staging for the roles that need it; anew when a step needs more than those before it."""
+        before = {role: buffer.numel() for role, buffer in self.slots[0].buffers.items()} if self.slots else {}
+        widths = dict.fromkeys(self.roles, 0) | before
         for step in steps:
             for role, store in step.stores.items():
                 if _is_remote(store, self.home):
                     widths[role] = max(widths[role], min(store.numel, PIECE_NUMEL) * store.dtype.itemsize)
         sizes = [(width, torch.uint8) for width in widths.values() if width] * SLOTS
-        if not sizes:
+        if {role: width for role, width in widths.items() if width} == before:
             return
+        self.settle()  # whatever uses the slots that are there
+        self.slots = []
         self.arena = Arena(arena_bytes(sizes), self.device)
         take = self.arena.take
         self.slots = [
@@ -333,7 +347,8 @@ class _Piece:
             if role == "gradient":
                 continue
             if isinstance(store, FileStore):
-                request = store.file.write(self.start, self.views[role])
+                values = self.views[role]
+                request = store.file.write(self.start, values, sums=[sum_of(values)])  # in cache: it was computed just now
                 self.slot.writes.append(request)
                 if store is self.step.flat.weights:
                     update.writes.append(request)

@@ -24,18 +24,18 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint
+from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
 from ftkit.engine.comm import Communicator
+from ftkit.engine.durable import rank_zero
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard, units_of
+from ftkit.hf.plain import forbidden, read_plain
 from ftkit.hf.settings import EngineSettings
+from ftkit.hf.states import WRITING, begin_state, check_state_folder, is_whole, publish_state, settle_state
 
-WHOLE_STATE = "accelerator.pt"
-"""The mark of a whole state: `save_state` removes it first and writes it last."""
-STATE_FILE = re.compile(r"(scheduler|custom|random)_\d+\.pt")
-STATE_FOLDER = re.compile(r"model_\d+")
+STEP_FILE = "accelerator.pt"
 DEVICES = ("cpu", "cuda")
 
 
@@ -258,10 +258,10 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write everything that `load_state` needs, in sharded form. A collective.
 
-        An earlier state in the folder is replaced, and nothing else that lies there; `accelerator.pt`, without which no
-        state is read, is written last. Automatically named states are never written over: numbers go on after the
-        highest there is, also in a run that was started again. Hooks registered for it are called with the models, no
-        weights, and the folder.
+        An earlier state in the folder is replaced as a whole once the new one is on the disk, and nothing else that lies
+        there; `contents.json` lists the files with their checksums. Automatically named states are never written over:
+        numbers go on after the highest there is, also in a run that was started again. Hooks registered for it are called
+        with the models, no weights, and the folder.
 
         Returns:
             The folder: `output_dir`, or the next one under the project's checkpoints.
@@ -276,17 +276,22 @@ class Accelerator(accelerate.Accelerator):
         with rank_zero(comm) as first:
             if first:
                 states = self._other_states()
-                folder.mkdir(parents=True, exist_ok=True)
-                _remove_state(folder)
+                place = begin_state(folder)
                 for name, content in states.items():
-                    (folder / name).write_bytes(content)
+                    (place / name).write_bytes(content)
+                torch.save({"step": self.step}, place / STEP_FILE)
         for number, (units, optimizer) in enumerate(self._engines()):
-            save_checkpoint(folder / f"model_{number}", units, optimizer)
-        torch.save(random_state(self.device), folder / f"random_{self.process_index}.pt")
-        comm.barrier()
+            save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer)
+        problem = None
+        try:
+            torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
+        except (OSError, RuntimeError) as error:  # the latter is what torch's writer makes of a full disk
+            problem = str(error)
+        if told := [text for text in comm.all(problem) if text is not None]:
+            raise UserError(f"{folder}: the state could not be written: {told[0]}")
         with rank_zero(comm) as first:
             if first:
-                torch.save({"step": self.step}, folder / WHOLE_STATE)
+                publish_state(folder)
                 if self.project_configuration.automatic_checkpoint_naming and self.project_configuration.total_limit:
                     _remove_oldest(folder, self.project_configuration.total_limit)
         if self.project_configuration.automatic_checkpoint_naming:
@@ -309,7 +314,11 @@ class Accelerator(accelerate.Accelerator):
         if input_dir is None:
             raise UserError("load_state: name the folder that save_state returned")
         folder = Path(os.path.expanduser(input_dir))
-        step = _load(folder / WHOLE_STATE)["step"]
+        with rank_zero(self._communicator()) as first:
+            if first:
+                settle_state(folder)
+                check_state_folder(folder)
+        step = _load(folder / STEP_FILE)["step"]
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
@@ -360,17 +369,13 @@ def _numbered(folder: Path) -> list[Path]:
     return sorted(found, key=_number)
 
 
-def _is_whole(state: Path) -> bool:
-    return (state / WHOLE_STATE).is_file()
-
-
 def _last_whole(folder: Path) -> Path:
     """Return the whole state with the highest number in `folder`.
 
     Raises:
         UserError: if there is none.
     """
-    whole = [state for state in _numbered(folder) if _is_whole(state)]
+    whole = [state for state in _numbered(folder) if is_whole(state)]
     if not whole:
         raise UserError(f"{folder}: no checkpoint_<number> with a whole state in it")
     return whole[-1]
@@ -378,19 +383,9 @@ def _last_whole(folder: Path) -> Path:
 
 def _remove_oldest(state: Path, limit: int) -> None:
     """Remove the whole states with the lowest numbers beside `state`, until `limit` are left with it."""
-    others = [other for other in _numbered(state.parent) if other != state and _is_whole(other)]
+    others = [other for other in _numbered(state.parent) if other != state and is_whole(other)]
     for old in others[: max(0, len(others) + 1 - limit)]:
         shutil.rmtree(old)
-
-
-def _remove_state(folder: Path) -> None:
-    """Remove what `save_state` wrote into `folder`, its mark first; files of others stay, whatever their names resemble."""
-    (folder / WHOLE_STATE).unlink(missing_ok=True)
-    for path in list(folder.iterdir()):
-        if STATE_FILE.fullmatch(path.name) and path.is_file():
-            path.unlink()
-        elif STATE_FOLDER.fullmatch(path.name) and (path / MANIFEST).is_file():
-            shutil.rmtree(path)
 
 
 def _readable(name: str, thing: Any) -> bytes:
@@ -404,8 +399,7 @@ def _readable(name: str, thing: Any) -> bytes:
     try:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-        kind = found.group(1) if found else "something else"
+        kind = forbidden(error) or "something else"
         raise UserError(
             f"save_state: {name}, the state_dict() of a {type(thing).__name__}, holds {kind}, which load_state would not "
             "read (a pickle can run code): let it return numbers, strings, lists, dictionaries and tensors"
@@ -414,10 +408,9 @@ def _readable(name: str, thing: Any) -> bytes:
 
 
 def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; the state is not whole, or is of another set of prepared objects") from None
+    if not path.exists():
+        raise UserError(f"{path}: missing; the state is not whole, or is of another set of prepared objects")
+    return read_plain(path)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

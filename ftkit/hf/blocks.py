@@ -8,6 +8,7 @@ will follow, caches become None: a cache filled again in recomputation would giv
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -21,7 +22,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ftkit.engine.affinity import take_cores
 from ftkit.engine.comm import Communicator
+from ftkit.engine.disk import IN_MEMORY
 from ftkit.engine.flat import Policy
 from ftkit.engine.shard import Units
 from ftkit.engine.shard import shard as shard_blocks
@@ -33,6 +36,8 @@ from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.shapes import common_limits, forced_of, shape_of
 from ftkit.plan.choice import KINDS, Plan, make_plan
 from ftkit.plan.shape import Shape
+
+logger = logging.getLogger(__name__)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -112,6 +117,20 @@ SHARED_ARGUMENTS = frozenset({"cache_position", "head_mask", "layer_head_mask", 
 """Arguments whose tensors are the same for every sample."""
 
 
+PLAIN_ARGUMENTS = frozenset(
+    {
+        "past_key_value",
+        "past_key_values",
+        "layer_past",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+"""Arguments that hold no tensors in training."""
+
+
 def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
     """Say for each tensor among a block's arguments, in order, whether its rows are the batch and may be divided.
 
@@ -131,7 +150,7 @@ def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for tensor in found:
             if name not in BATCH_ARGUMENTS | SHARED_ARGUMENTS:
                 raise RuntimeError(
-                    f"{type(block).__name__}: whether {name!r} holds the batch is not known: set engine.accumulation: step"
+                    f"{type(block).__name__}: whether {name!r} holds the batch is not known: set engine.accumulate_in: step"
                 )
             batched = name in BATCH_ARGUMENTS and tensor.dim() > 0
             if batched and len(tensor) not in (1, rows):
@@ -140,6 +159,16 @@ def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 )
             flags.append(batched and len(tensor) == rows > 1)
     return flags
+
+
+def divisible(blocks: list[tuple[str, nn.Module]]) -> bool:
+    """Return whether every argument that these blocks take is known, so that a batch can be divided inside them."""
+    known = BATCH_ARGUMENTS | SHARED_ARGUMENTS | PLAIN_ARGUMENTS
+    for _, block in blocks:
+        arguments = list(inspect.signature(type(block).forward).parameters.values())[1:]
+        if not {each.name for each in arguments if each.kind != each.VAR_KEYWORD} <= known:
+            return False
+    return True
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
@@ -218,8 +247,13 @@ def shard(
     dtype = DTYPES.get(settings.dtype)
     check_dtype(dtype or next(model.parameters()).dtype, device)
     _refuse(model, comm.world_size)
+    affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
     policy, plan = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
     numel = sum(parameter.numel() for parameter in model.parameters())
+    expected = STATE_BYTES * numel // comm.world_size
+    in_host = plan.way.state_host_bytes
+    tiers = Tiers.open(comm, policy.placement, settings.nvme_dir, expected, state_host_bytes=in_host)
+    _tell(tiers, comm)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
@@ -233,13 +267,13 @@ def shard(
         wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
         arguments=without_caches,
         fingerprint=adapter_switches,
-        tiers=Tiers.open(comm, policy.placement, settings.nvme_dir, STATE_BYTES * numel // comm.world_size),
+        tiers=tiers,
         split=batch_rows,
     )
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
-    units.plan = plan
+    units.plan, units.affinity = plan, affinity
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
@@ -248,6 +282,32 @@ def shard(
     if source is not None:
         load_weights(units)
     return units
+
+
+def _tell(tiers: Tiers, comm: Communicator) -> None:
+    """Say what the user should know of the NVMe folder: what was removed there, and that it is slow. A collective."""
+    disk = tiers.disk
+    if disk is None:
+        return
+    removed = {name: size for found in comm.all(disk.removed) for name, size in found.items()}
+    if comm.rank > 0:
+        return
+    if removed:
+        logger.warning(
+            "%s: removed what crashed runs left, %.1f GiB (%s)",
+            disk.path.parent,
+            sum(removed.values()) / 2**30,
+            ", ".join(sorted(removed)),
+        )
+    if disk.filesystem in IN_MEMORY:
+        logger.warning("%s: %s is host memory itself: what lies there saves none", disk.path.parent, disk.filesystem)
+    elif not disk.direct:
+        logger.warning(
+            "%s: %s takes no O_DIRECT, so the NVMe tier goes through the page cache: slower, and the cache competes with "
+            "the run for memory. Let memory.nvme_dir name a folder on ext4 or xfs",
+            disk.path.parent,
+            disk.filesystem,
+        )
 
 
 def _refuse(model: nn.Module, world_size: int) -> None:

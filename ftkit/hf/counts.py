@@ -51,6 +51,7 @@ class Report:
         rendering: marked | prefix | plain, see `ftkit.hf.rendering`
         sequences: rows of the prepared data set: samples, or packed sequences of them
         packing_efficiency: share of the packed sequences' room that holds tokens, or None
+        digest: checksum of all tokens and labels in their order; empty where an earlier version of ftkit prepared them
         cached: whether the prepared data were there already
     """
 
@@ -58,6 +59,7 @@ class Report:
     rendering: str
     sequences: int
     packing_efficiency: float | None
+    digest: str = ""
     cached: bool = False
 
     @property

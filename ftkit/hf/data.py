@@ -6,8 +6,8 @@ tokenizer and the settings. Every rank calls it before its first collective: one
 the others wait on a file lock (`once`) and read the result. What a step sees of it is `batches`.
 
 Refused: streaming (an order that is a function of (seed, epoch), and a count of what was cut, need all the rows); code
-that data sets bring. The cost: disk, 8 bytes a token (12 when packed) in `cache_dir`, twice that while preparing, and
-reading each local file once to name the result.
+that data sets bring. The cost: disk, 8 bytes a token (12 when packed) and the place of each row in `cache_dir`, twice
+that while preparing, and reading each local file once to name the result.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Prepared:
     """Data ready for training.
 
     Args:
-        dataset: columns input_ids, labels (lists of int32), position_ids if packed, and source (int16, which source a
-            row came from) if there are several
+        dataset: columns input_ids, labels (lists of int32), place (where in the sources it stands), position_ids if
+            packed, and source (int16, which source a row came from) if there are several
         report: what became of the rows
         weights: one a source, or None where every row comes once an epoch
     """

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
@@ -325,7 +326,7 @@ def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -
             file.read(key, span.start - span.segment.start, out)
             bytes_read += span.numel * file.entries[key].dtype.itemsize
 
-    units.settle()
+    (optimizer or units).settle()
     for flat in units.flats:
         _fill_weights(flat, read)
         if optimizer is not None and flat.name in optimizer.lines:
@@ -607,7 +608,7 @@ def _config(
         if where is None:
             raise UserError("a model needs a folder, a hub name or a config")
         loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source or config}: no model configuration that transformers can read ({error})") from error

@@ -26,6 +26,7 @@ from ftkit.hf.samples import IGNORED_LABEL
 
 PACKED_COLUMNS = datasets.Features(
     {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels", "position_ids")}
+    | {"place": datasets.Value("string")}
 )
 PROBE_TOKENS = 8
 
@@ -73,18 +74,19 @@ def fill(batch: dict[str, list], samples: datasets.Dataset) -> dict[str, list]:
 
     Args:
         batch: column `members`, the numbers of the samples of each sequence
-        samples: columns `input_ids` and `labels`, in numpy format
+        samples: columns `input_ids`, `labels` and `place`, in numpy format
 
     Returns:
-        Columns input_ids, labels and position_ids, int32, at most sequence_tokens long.
+        Columns input_ids, labels and position_ids, int32, at most sequence_tokens long; and place, of all samples.
     """
-    filled: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": []}
+    filled: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "place": []}
     for members in batch["members"]:
         parts = [samples[int(member)] for member in members]
         filled["input_ids"].append(np.concatenate([part["input_ids"] for part in parts]))
         labels = [np.concatenate([[IGNORED_LABEL], part["labels"][1:]]) for part in parts]
         filled["labels"].append(np.concatenate(labels))
         filled["position_ids"].append(np.concatenate([np.arange(len(part["input_ids"])) for part in parts]))
+        filled["place"].append(", ".join(str(part["place"]) for part in parts))
     return filled
 
 

@@ -26,6 +26,7 @@ import datasets
 import numpy as np
 import pyarrow
 import transformers
+import xxhash
 
 from ftkit.errors import UserError
 from ftkit.hf.counts import Report, SourceReport
@@ -36,7 +37,7 @@ from ftkit.hf.rendering import Rendering
 from ftkit.hf.rows import Source
 from ftkit.hf.samples import SAMPLE_COLUMNS, Tokenise
 
-CACHE_LAYOUT = 1  # raise it when the same settings come to mean other tokens
+CACHE_LAYOUT = 2  # raise it when the same settings come to mean other tokens
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200
@@ -112,7 +113,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
         parts = [
             packed(part, settings, workers, place, source.label) for part, place, source in zip(parts, places, sources)
         ]
-    columns = list(PACKED_COLUMNS) if settings.packing else ["input_ids", "labels"]
+    columns = list(PACKED_COLUMNS) if settings.packing else ["input_ids", "labels", "place"]
     if len(parts) > 1:
         parts = [part.add_column("source", np.full(len(part), number, np.int16)) for number, part in enumerate(parts)]
         columns.append("source")
@@ -120,9 +121,21 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     dataset.save_to_disk(str(folder / "dataset"))
     tokens = sum(report.tokens for report in reports)
     efficiency = tokens / (len(dataset) * settings.sequence_tokens) if settings.packing else None
-    report = Report(reports, rendering.way, len(dataset), efficiency)
+    report = Report(reports, rendering.way, len(dataset), efficiency, digest_of(dataset))
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     shutil.rmtree(scratch)
+
+
+def digest_of(dataset: datasets.Dataset) -> str:
+    """Return the checksum of the tokens and labels of all rows, in their order. Cost: one read of them."""
+    columns = ("input_ids", "labels")
+    found = {(name, part): xxhash.xxh3_64() for name in columns for part in ("lengths", "values")}
+    for table in dataset.with_format("arrow").iter(ROWS_AT_ONCE):
+        for name in columns:
+            for rows in table[name].chunks:  # where they are cut depends on the processes that wrote them
+                found[name, "lengths"].update(rows.value_lengths().to_numpy(zero_copy_only=False).tobytes())
+                found[name, "values"].update(rows.flatten().to_numpy(zero_copy_only=False).tobytes())
+    return xxhash.xxh3_64_hexdigest(b"".join(each.digest() for each in found.values()))
 
 
 def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
@@ -145,7 +158,7 @@ def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
 def samples_of(
     source: Source, rendering: Rendering, settings: Settings, workers: int, scratch: Path
 ) -> tuple[datasets.Dataset, SourceReport]:
-    """Turn one source into samples: columns input_ids, labels and tokens, and the report.
+    """Turn one source into samples: columns input_ids, labels, place and tokens, and the report.
 
     Raises:
         UserError: no rows, unreadable files, unknown columns, a template that cannot be masked
@@ -176,7 +189,7 @@ def samples_of(
         cut_tokens=int(numbers["cut_tokens"].sum()),
     )
     kept = samples if len(good) == len(samples) else samples.select(good)
-    return kept.select_columns(["input_ids", "labels", "tokens"]), report
+    return kept.select_columns(["input_ids", "labels", "place", "tokens"]), report
 
 
 def write_rows(source: Source, file: Path) -> datasets.Dataset:
@@ -229,11 +242,11 @@ def mapped(
 
 
 def packed(samples: datasets.Dataset, settings: Settings, workers: int, scratch: Path, label: str) -> datasets.Dataset:
-    """Pack the samples of one source into sequences: columns input_ids, labels and position_ids."""
+    """Pack the samples of one source into sequences: columns input_ids, labels, position_ids and place."""
     lengths = samples.with_format("numpy")["tokens"][:]
     sequences = best_fit(lengths, settings.sequence_tokens, settings.seed)
     members = datasets.Dataset.from_dict({"members": sequences})
-    tokens = samples.select_columns(["input_ids", "labels"]).with_format("numpy")
+    tokens = samples.select_columns(["input_ids", "labels", "place"]).with_format("numpy")
     return mapped(
         members,
         partial(fill, samples=tokens),

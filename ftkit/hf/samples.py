@@ -25,6 +25,7 @@ SAMPLE_COLUMNS = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         "labels": datasets.Sequence(datasets.Value("int32")),
+        "place": datasets.Value("string"),
         "tokens": datasets.Value("int32"),
         "trained_tokens": datasets.Value("int32"),
         "cut_tokens": datasets.Value("int32"),
@@ -67,10 +68,10 @@ class Tokenise:
             try:
                 if problem:
                     raise BadRowError(problem)
-                samples += self.samples(record)
+                samples += [{**made, "place": place} for made in self.samples(record)]
             except BadRowError as error:
                 empty = {"input_ids": [], "labels": [], "tokens": 0, "trained_tokens": 0, "cut_tokens": 0}
-                samples.append({**empty, "problem": f"{place}: {error}"})
+                samples.append({**empty, "place": place, "problem": f"{place}: {error}"})
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
         return {column: [sample[column] for sample in samples] for column in SAMPLE_COLUMNS}
@@ -137,7 +138,7 @@ class Tokenise:
 
 
 def sample(ids: list[int], labels: list[int], tokens: int, trained_tokens: int, cut_tokens: int) -> dict:
-    """Return the columns of one sample."""
+    """Return the columns of one sample, but its place."""
     return {
         "input_ids": ids,
         "labels": labels,

@@ -8,7 +8,7 @@ adapter is small and replicated: PEFT writes it as it always does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from ftkit.engine.checkpoint import export_tensors, rank_zero
+from ftkit.engine.buffers import persistent_buffers
+from ftkit.engine.durable import rank_zero
+from ftkit.engine.export import export_tensors
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
@@ -57,8 +59,10 @@ def save_model(
     model = units.model
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"{type(model).__name__} is no transformers model: use units.state_dict() and save it yourself")
-    names = _hub_names(units, model)
-    buffers = {hub: buffer.detach().cpu() for name, buffer in _persistent_buffers(model) for hub in names.get(name, ())}
+    own = [segment.name for flat in units.flats for segment in flat.layout.segments]
+    names = hub_names(model, own, units.aliases)
+    own_buffers = persistent_buffers(model)
+    buffers = {hub: buffer.detach().cpu() for name, buffer in own_buffers.items() for hub in names.get(name, ())}
     export_tensors(
         path,
         units,
@@ -108,7 +112,7 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
 
 def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
-    units.settle()
+    (optimizer or units).settle()
     units.transfer.settle()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]
@@ -120,25 +124,21 @@ def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) ->
             yield segment.name, full[segment.start : segment.stop].view(segment.shape)
 
 
-def _persistent_buffers(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    return [
-        (f"{name}.{key}" if name else key, buffer)
-        for name, module in model.named_modules()
-        for key, buffer in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
-    ]
-
-
-def _hub_names(units: Units, model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return the hub's names of each tensor on a line and of each persistent buffer: more than one for a weight that was
-    tied by hand, which transformers would not tie again when it loads.
+def hub_names(model: PreTrainedModel, own: Sequence[str], aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the hub's names of each tensor and of each persistent buffer: more than one for a weight that was tied by hand,
+    which transformers would not tie again when it loads.
 
     The mapping is asked of transformers itself: its reverse conversion runs on empty tensors, and what comes out under
     another name is the same object, unless it was cut or merged.
+
+    Args:
+        own: names of the tensors in the model. aliases: other names of some of them.
+
+    Raises:
+        UserError: if transformers would have to cut or merge tensors.
     """
-    own = [segment.name for flat in units.flats for segment in flat.layout.segments]
-    own += [name for name, _ in _persistent_buffers(model)]
-    by_hand = {alias: name for alias, name in units.aliases.items() if alias not in model.all_tied_weights_keys}
+    own = [*own, *persistent_buffers(model)]
+    by_hand = {alias: name for alias, name in aliases.items() if alias not in model.all_tied_weights_keys}
     by_hand = {a: n for a, n in by_hand.items() if n not in model.all_tied_weights_keys and not _shared_module(model, a, n)}
     own += list(by_hand)
     stand_ins = {name: torch.empty(0, device="meta") for name in own}

@@ -39,9 +39,14 @@ class EngineSettings:
         update: "now", in `step()`; "deferred", under the next forward; "auto": deferred where the state is elsewhere than
             where blocks are computed.
         accumulate_in: "step": micro-batches go through the model one after another; "unit": all of them through a block
-            before the next is gathered, with a Trainer that then gets the whole batch of a step; "auto": "step".
+            before the next is gathered, with a Trainer that then gets the whole batch of a step; "auto": "step", but under
+            `ftkit finetune` what the plan chooses.
         device_gib: memory granted on each rank's device, GiB; None: what is free at the start, less a reserve.
         host_gib: host memory granted to all ranks of a box, GiB; None: what is free. nvme_dir: folder of the NVMe tier.
+        nvme_gib: granted there to all ranks of a box, GiB; None: what is free.
+        state_host_gib: of each rank's state, where that lies on NVMe, what stays in host memory, GiB; None: all that is left
+            there if the plan chose NVMe, and nothing if the user did.
+        affinity: bind each rank of a box to cores of its own (see `ftkit.engine.affinity`).
     """
 
     stage: Literal["auto", 0, 1, 2, 3] = "auto"
@@ -60,6 +65,9 @@ class EngineSettings:
     device_gib: float | None = None
     host_gib: float | None = None
     nvme_dir: str | None = None
+    nvme_gib: float | None = None
+    state_host_gib: float | None = None
+    affinity: bool = True
 
     @classmethod
     def of(cls, value: EngineSettings | Mapping[str, Any] | str) -> EngineSettings:
@@ -93,6 +101,7 @@ class EngineSettings:
             "gradient_dtype": ("auto", "fp32", "compute"),
             "prefetch": (True, False),
             "debug": (True, False),
+            "affinity": (True, False),
             **dict.fromkeys(("parameters", "gradients", "state", "kept"), ("auto", *TIERS)),
             "update": ("auto", "now", "deferred"),
             "accumulate_in": ("auto", "step", "unit"),
@@ -102,10 +111,15 @@ class EngineSettings:
             if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
                 listed = ", ".join(map(str, values))
                 raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
-        for key in ("device_gib", "host_gib"):
+        for key in ("device_gib", "host_gib", "nvme_gib"):
             value = getattr(self, key)
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise UserError(f"ftkit settings: {key} is {value!r}, a positive number is needed")
+        share = self.state_host_gib
+        if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or share < 0):
+            raise UserError(f"ftkit settings: state_host_gib is {share!r}, a number is needed, 0 or more")
+        if share and self.state not in ("nvme", "auto"):
+            raise UserError(f"ftkit settings: state_host_gib is of a state on NVMe, and state is {self.state!r}")
         on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self, key) == "nvme"]
         if on_disk and self.nvme_dir is None:
             raise UserError(f"ftkit settings: {on_disk[0]} is 'nvme' and no folder is named: set nvme_dir")

@@ -24,6 +24,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.shard import Members, lines_of
 from ftkit.errors import UserError
 from ftkit.hf.settings import EngineSettings
+from ftkit.plan.box_memory import MACHINE, BoxMemory
 from ftkit.plan.choice import KINDS, Forced, Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape
@@ -41,7 +42,8 @@ SCORES = 3
 """Attention scores kept where attention is not fused: before and after dropout, and its mask."""
 
 CPU_SHARE = (8, 10)
-"""Part of the free RAM that ranks of a CPU run may use together, where no memory is granted by number."""
+"""Part of a machine's free RAM that ranks of a CPU run may use together, where no memory is granted by number. Of a
+cgroup, which nobody else draws on, they may use all that is free."""
 
 HOST_SHARE = (95, 100)
 """The same of a box with GPUs."""
@@ -107,8 +109,9 @@ def forced_of(settings: EngineSettings, micro_batch: int | None) -> Forced:
         **{key: None if value == "auto" else value for key, value in told.items()},
         deferred=None if settings.update == "auto" else settings.update == "deferred",
         micro_batch=micro_batch,
-        unit_accumulation=settings.accumulate_in == "unit",
+        unit_accumulation={"auto": None, "step": False, "unit": True}[settings.accumulate_in],
         gradient_dtype=settings.gradient_dtype,
+        state_host_bytes=None if settings.state_host_gib is None else int(settings.state_host_gib * GIB),
     )
 
 
@@ -121,15 +124,17 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
     Raises:
         UserError: if the NVMe folder is not there.
     """
-    own = psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
-    free = psutil.virtual_memory().available
+    own = ranks_per_box * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
     cpu = device.type == "cpu"
-    part, all_ = CPU_SHARE if cpu else HOST_SHARE
-    host, host_name = free * part // all_ + own * ranks_per_box, "what is free"
+    usable, source, free = _usable_host(CPU_SHARE if cpu else HOST_SHARE)
+    host, host_name = usable + own, f"what is free of {source}"
+    asked = {"memory.host_gib": settings.host_gib}
     if cpu and settings.device_gib:
-        host, host_name = int(settings.device_gib * GIB) * ranks_per_box, "memory.device_gib or memory.host_gib"
-    elif settings.host_gib:
-        host, host_name = int(settings.host_gib * GIB), "memory.host_gib"
+        asked["memory.device_gib"] = settings.device_gib * ranks_per_box
+    said = min(((int(gib * GIB), name) for name, gib in asked.items() if gib), default=None)
+    if said is not None:
+        most = free + own  # by number the user may have all that is there
+        host, host_name = said if said[0] <= most else (most, f"what is free of {source} ({said[1]} says more)")
     granted, device_name = None, "memory.device_gib"
     if not cpu and settings.device_gib:
         granted = int(settings.device_gib * GIB)
@@ -137,23 +142,54 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
         open_, total = torch.cuda.mem_get_info(device)
         part, all_ = DEVICE_SHARE
         granted, device_name = open_ - total * part // all_ + CONTEXT_BYTES, "what is free"
+    if settings.nvme_dir is not None and not os.path.isdir(settings.nvme_dir):
+        raise UserError(f"memory.nvme_dir: {settings.nvme_dir} is no folder; make it, or name another")
+    if settings.nvme_dir is not None and not os.access(settings.nvme_dir, os.W_OK | os.X_OK):
+        raise UserError(f"memory.nvme_dir: {settings.nvme_dir} cannot be written by this user; name another folder")
+    nvme = disk_free(settings.nvme_dir)
+    if nvme is not None and settings.nvme_gib is not None:
+        nvme = min(nvme, int(settings.nvme_gib * GIB))
     return Limits(
         granted,
         host,
-        disk_free(settings.nvme_dir),
+        nvme,
         ranks_per_box=ranks_per_box,
         cpu=cpu,
         names=(("device", device_name), ("host", host_name), ("nvme", "memory.nvme_dir")),
     )
 
 
+def _usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
+    """Return the bytes of host memory that may be planned with, which limit says so, and all that is free below it.
+
+    Args:
+        share: of what is free of the machine; of a cgroup, all.
+    """
+    readings = BoxMemory.find().read()
+    part, whole = share
+    if not readings:  # no Linux
+        available = psutil.virtual_memory().available
+        return available * part // whole, MACHINE, available
+    grants = {each.source: each.usable * part // whole if each.source == MACHINE else each.usable for each in readings}
+    tightest = min(readings, key=lambda each: grants[each.source])
+    return grants[tightest.source], tightest.source, min(each.usable for each in readings)
+
+
 def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
     """Return what every rank may use: the least of all boxes, the same on all ranks. A collective."""
     hosts = comm.all(socket.gethostname())
     own = limits_here(settings, comm.device, max(hosts.count(host) for host in hosts))
-    told = comm.all((own.device_bytes, own.host_bytes, own.nvme_bytes))
-    device, host, nvme = (None if None in column else min(column) for column in zip(*told))
-    return Limits(device, host, nvme, ranks_per_box=own.ranks_per_box, cpu=own.cpu, names=own.names)
+    told = comm.all(own)
+    device, host, nvme = (_least(told, tier) for tier in ("device", "host", "nvme"))
+    names = tuple((tier, least.name(tier)) for tier, least in (("device", device), ("host", host), ("nvme", nvme)))
+    bytes_ = (device.device_bytes, host.host_bytes, nvme.nvme_bytes)
+    return Limits(*bytes_, ranks_per_box=own.ranks_per_box, cpu=own.cpu, names=names)
+
+
+def _least(told: list[Limits], tier: str) -> Limits:
+    """Return the limits of the rank that has least of a tier; any, if none of them is limited there."""
+    sizes = [getattr(each, f"{tier}_bytes") for each in told]
+    return told[0] if None in sizes else told[sizes.index(min(sizes))]
 
 
 def disk_free(folder: str | None) -> int | None:

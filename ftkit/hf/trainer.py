@@ -5,17 +5,20 @@ so callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's
 override steps aside. What the engine does not support is refused when the Trainer is built, and a run whose engine is not
 in place when training begins stops there: there is no silent DDP.
 
-Two things differ from the stock Trainer on purpose. A model whose loss ignores `num_items_in_batch` (a BERT classifier)
-gets the gradient of one rank, where stock multiplies it by the number of ranks; and checkpoints are written under a
-temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder).
+Three things differ from the stock Trainer on purpose. A model whose loss ignores `num_items_in_batch` (a BERT classifier)
+gets the gradient of one rank, where stock multiplies it by the number of ranks; checkpoints are written under a
+temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder); and a run that is
+resumed from its last step ends there, where stock makes one step more.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,19 +33,26 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 
-from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, rank_zero, save_checkpoint, sync_folder, sync_tree
+from ftkit.engine.checkpoint import MANIFEST, Saving, checkpoint_bytes, load_checkpoint
+from ftkit.engine.durable import make_folder, rank_zero, sync_folder, sync_tree
 from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents, write_contents
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sharded_optimizer
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
 from ftkit.hf.loading import find_weights, load_adapter, load_weights
+from ftkit.hf.plain import check_state, load_scheduler
 from ftkit.hf.saving import save_config, save_model
 from ftkit.hf.settings import EngineSettings
 
+logger = logging.getLogger(__name__)
+
 ENGINE_FOLDER = "ftkit"
 """Folder inside a Trainer checkpoint that holds the engine's files."""
+UNFINISHED = ".writing"
+"""How the name of a checkpoint ends that is being written; it begins with a point."""
 
 
 class EngineCheck(TrainerCallback):
@@ -59,6 +69,14 @@ class EngineCheck(TrainerCallback):
                 "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
                 "accelerator. Call super() there, or set ftkit=None"
             )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give a checkpoint its name, if all ranks have written it by now."""
+        self.trainer.finish_save(wait=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the checkpoint that is being written."""
+        self.trainer.finish_save()
 
 
 class TrainerMixin:
@@ -171,6 +189,13 @@ class TrainerMixin:
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
         return {**inputs, **cast}
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch as the Trainer does, unless the run that is resumed was over: it would make one more step."""
+        if self.engine_is_on and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
         if self.engine_is_on:
@@ -273,45 +298,124 @@ class TrainerMixin:
     # --- saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint folder under a temporary name; rename it when every rank has written all of it."""
+        """Begin a checkpoint: small files now, weights and state while training goes on; `finish_save` gives it its name."""
         if not self.engine_is_on:
             return super()._save_checkpoint(model, trial)
+        self.finish_save()  # one at a time
         run_folder = Path(self._get_output_dir(trial=trial))
         name = f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        temporary, final = run_folder / f".{name}.writing", run_folder / name
+        temporary, final = run_folder / f".{name}{UNFINISHED}", run_folder / name
         comm = self.accelerator.sharded(self.model).comm
-        with rank_zero(comm) as first:
-            if first:
-                for leftover in run_folder.glob(f".{transformers.trainer.PREFIX_CHECKPOINT_DIR}-*.writing"):
-                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed while it wrote
-                temporary.mkdir(parents=True)
+        if comm.rank == 0:
+            remove_unfinished(run_folder)  # of a run that was killed while it wrote
+        if not self._has_room(run_folder):
+            return
         self._writing, self._checkpointing = temporary, not self.args.save_only_model
         self._push_later = False
+        problem = None
         try:
+            with rank_zero(comm) as first:
+                if first:
+                    make_folder(temporary)
             super()._save_checkpoint(model, trial)
+            best = self.state.best_model_checkpoint
+            if best is not None and Path(best).parent == temporary:
+                self.state.best_model_checkpoint = str(final)
+            if comm.rank == 0:
+                self.state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
+        except Exception as error:  # whatever kept it from being written: it costs a checkpoint, and not the run
+            problem = str(error) if isinstance(error, (OSError, UserError)) else f"{type(error).__name__}: {error}"
         finally:
             self._writing, self._checkpointing = None, False
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == temporary:
-            self.state.best_model_checkpoint = str(final)
-        comm.barrier()
-        with rank_zero(comm) as first:
-            if first:
-                self.state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
-                sync_tree(temporary / name)
-                if final.exists():  # the same step again, after a resume from before it
-                    shutil.rmtree(final)
-                (temporary / name).rename(final)
-                sync_folder(run_folder)
-                temporary.rmdir()
-                rotate_checkpoints(
-                    output_dir=str(run_folder),
-                    save_total_limit=self.args.save_total_limit,
-                    best_model_checkpoint=self.state.best_model_checkpoint,
-                    use_mtime=True,
-                )
+        self._unfinished = Unfinished(temporary / name, final, self.units.saving)
+        if told := [text for text in comm.all(problem) if text is not None]:
+            self._give_up(told[0])
+        elif self._push_later or self.units.saving is None:
+            self.finish_save()
+
+    def _has_room(self, run_folder: Path) -> bool:
+        """Return, alike on all ranks, whether the disk has room for a checkpoint; if not, say so."""
+        if self.args.save_only_model:
+            return True
+        needed = checkpoint_bytes(self.units, self.sharded_optimizer, frozen=not isinstance(self.model, PeftModel))
+        free = self.units.comm.same(shutil.disk_usage(existing(run_folder)).free)
+        if needed <= free:
+            return True
+        gib = 2**30
+        problem = f"{run_folder}: {needed / gib:.1f} GiB needed, {free / gib:.1f} free"
+        self._say_not_saved(self.state.global_step, problem)
+        return False
+
+    def _say_not_saved(self, step: int, problem: str) -> None:
+        self.save_problem = problem
+        if self.units.comm.rank == 0:
+            logger.error("no checkpoint at step %d: %s. Training goes on", step, problem)
+
+    _unfinished: Unfinished | None = None
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Give the checkpoint that is being written its name, once every rank has written all of it. A collective.
+
+        One that cannot be written (a full disk) leaves nothing behind, and training goes on; it is told, and
+        `save_problem` says why.
+
+        Args:
+            wait: for its end; else this returns at once where it is not reached.
+        """
+        unfinished = self._unfinished
+        if unfinished is None:
+            return
+        try:
+            if unfinished.saving is not None and wait:
+                unfinished.saving.wait()
+            elif unfinished.saving is not None and not unfinished.saving.poll():
+                return
+            self._publish(unfinished)
+        except UserError as error:
+            self._give_up(str(error))
+            return
+        self._unfinished = self.save_problem = None
+        if self.units.comm.rank == 0:
+            try:
+                self.retire_checkpoints(unfinished.final)
+            except OSError as error:
+                logger.warning("an older checkpoint could not be removed: %s", error)
         if self._push_later:
-            self._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(unfinished.final))
+
+    def _give_up(self, problem: str) -> None:
+        """Leave nothing of the checkpoint that was being written, and say so. A collective."""
+        unfinished, self._unfinished = self._unfinished, None
+        assert unfinished is not None
+        if self.units.saving is not None:
+            self.units.saving.give_up()
+        if self.units.comm.rank == 0:
+            shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
+        self._say_not_saved(int(unfinished.final.name.rpartition("-")[2]), problem)
+
+    save_problem: str | None = None
+    """Why the last checkpoint could not be written; None if it was."""
+
+    def _publish(self, unfinished: Unfinished) -> None:
+        temporary, final = unfinished.temporary, unfinished.final
+        with rank_zero(self.units.comm) as first:
+            if first:
+                write_contents(temporary, apart=(ENGINE_FOLDER,))
+                sync_tree(temporary)
+                if final.exists():  # the same step again, after a resume from before it
+                    set_aside(final)
+                temporary.rename(final)
+                sync_folder(final.parent)
+                remove_unfinished(final.parent)
+
+    def retire_checkpoints(self, newest: Path) -> None:
+        """Remove the checkpoints that are too many, as the Trainer does; called on rank 0 once `newest` is there."""
+        rotate_checkpoints(
+            output_dir=str(newest.parent),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
 
     _writing: Path | None = None
     _checkpointing = False
@@ -349,22 +453,35 @@ class TrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.engine_is_on:
             return super()._save_optimizer_and_scheduler(output_dir)
-        save_checkpoint(
-            Path(output_dir, ENGINE_FOLDER),
-            self.accelerator.sharded(self.model),
-            self.sharded_optimizer,
-            frozen=not isinstance(self.model, PeftModel),
-        )
+        frozen = not isinstance(self.model, PeftModel)
+        units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
+        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=self.noted, frozen=frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
 
     # --- loading
+
+    @property
+    def noted(self) -> dict[str, Any]:
+        """What a checkpoint notes of the run beside its state, for whoever continues it: anything JSON can hold."""
+        return {}
+
+    def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
+        """Take what the checkpoint that is continued has noted.
+
+        Args:
+            path: of the file that it stands in, for messages.
+
+        Raises:
+            UserError: if it is not what `noted` gives.
+        """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Leave a checkpoint of ours for later, when the model is sharded; load weights of others now."""
         if not self.engine_is_on:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         if Path(resume_from_checkpoint, ENGINE_FOLDER, MANIFEST).is_file():
+            check_folder(Path(resume_from_checkpoint))  # the engine's own files are compared as they are read
             return
         raise UserError(
             f"{resume_from_checkpoint}: no checkpoint of ftkit's engine ({ENGINE_FOLDER}/{MANIFEST} is missing). A stock "
@@ -378,15 +495,17 @@ class TrainerMixin:
             return
         folder = Path(checkpoint)
         frozen = not isinstance(self.model, PeftModel)
-        load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=frozen)
+        extra = load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=frozen)
+        self.take_noted(folder / ENGINE_FOLDER / MANIFEST, extra)
         scheduler = folder / transformers.trainer.SCHEDULER_NAME
         if not scheduler.is_file():
             raise UserError(f"{folder}: {scheduler.name} is missing; the learning rate could not go on where it was")
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        load_scheduler(scheduler, self.lr_scheduler)
 
     def _load_best_model(self) -> None:
         if not self.engine_is_on:
             return super()._load_best_model()
+        self.finish_save()
         folder = Path(self.state.best_model_checkpoint)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
@@ -395,6 +514,44 @@ class TrainerMixin:
             load_adapter(units, folder, optimizer)
         else:
             load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
+
+
+def check_folder(folder: Path) -> None:
+    """Compare a checkpoint's files with its list, the engine's apart, and look through those that resuming reads.
+
+    Raises:
+        BrokenCheckpoint: naming the first file that is missing, changed, not listed, or not what it should be.
+    """
+    listed = check_contents(folder)
+    for name in (f"{ENGINE_FOLDER}/{MANIFEST}", TRAINER_STATE_NAME):
+        if name not in listed:
+            raise BrokenCheckpoint(f"{folder / CONTENTS}: {name} is not listed")
+    check_state(folder)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written: its present and its final folder, and the engine's part of the work."""
+
+    temporary: Path
+    final: Path
+    saving: Saving | None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Take a checkpoint its name; what is left is removed as an unfinished one is."""
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-old{UNFINISHED}"))
+
+
+def remove_unfinished(run_folder: Path) -> None:
+    """Remove what bears no final name: checkpoints that were not finished, or that were set aside."""
+    for leftover in run_folder.glob(f".{transformers.trainer.PREFIX_CHECKPOINT_DIR}-*{UNFINISHED}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
 
 
 def narrowed(value: Any, dtype: torch.dtype) -> Any:

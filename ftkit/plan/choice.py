@@ -3,7 +3,8 @@
 Ways are tried in one order (`order`), cheapest first:
 
     1. everything on the device; then with something on the host; then with something on NVMe, where a folder was named
-    2. within that, by the sum of `COSTS`: what a way adds to a step, roughly, in percent of a step that computes only
+    2. within that, by the sum of `COSTS`: what a way adds to a micro-batch, roughly, in percent of one that computes only;
+       the state's costs come once a step, and so do all but the arithmetic's where micro-batches pass blocks together
 
 So blocks are recomputed before anything leaves the device, state leaves it before parameters do, and NVMe takes state
 first. The costs order ways; they promise no time. They are integers from published runs on V100 boxes (reference/
@@ -23,11 +24,10 @@ from itertools import product
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.plan.memory import ADAM_MOMENTS, GIB, MOMENTS, Memory, memory, own_master
+from ftkit.plan.memory import GIB, MOMENTS, Memory, memory
 from ftkit.plan.shape import TIERS, Line, Shape, Way
 
 COSTS = {
-    ("stage", "next"): 1,  # each further entry of STAGES
     ("activations", "recompute"): 33,
     ("kept", "host"): 10,
     ("state", "host"): 15,
@@ -38,13 +38,18 @@ COSTS = {
     ("parameters", "nvme"): 300,
     ("kept", "nvme"): 350,
     ("micro-batch", "halved"): 8,
+    ("stage", "next"): 1,  # each further entry of STAGES
+    ("accumulation", "unit"): 3,
 }
-"""What a choice adds to a step; see the top of this file. What is not listed adds nothing."""
+"""What a choice adds; see the top of this file. What is not listed adds nothing."""
 
 STAGES = ((2, "free"), (3, "hold"), (3, "free"))
 """(stage, weights), from fast to small: gathered once a step, once a micro-batch, twice a micro-batch."""
 
 KINDS = ("parameters", "gradients", "state", "kept")
+
+SPARE_SHARE = (9, 10)
+"""Of the host memory that is left, what a state on NVMe may have: the rest of the plan is an estimate."""
 
 LARGEST_SEARCHED = 1 << 14
 """Sequences: where the search for the largest micro-batch ends."""
@@ -88,6 +93,7 @@ class Forced:
     Args:
         micro_batch: sequences of a rank in one forward. unit_accumulation: micro-batches pass each block together.
         gradient_dtype: 'auto', 'fp32' or 'compute'. deferred: the update runs under the next forward.
+        state_host_bytes: of a rank's state on NVMe, what stays in host memory.
     """
 
     stage: int | None = None
@@ -99,8 +105,9 @@ class Forced:
     kept: str | None = None
     deferred: bool | None = None
     micro_batch: int | None = None
-    unit_accumulation: bool = False
+    unit_accumulation: bool | None = None
     gradient_dtype: str = "auto"
+    state_host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,21 +220,33 @@ def make_plan(
     passed: list[tuple[Way, tuple[Shortage, ...]]] = []
     for way in order(limits, forced, sequences, preferred):
         accumulation = sequences // (way.micro_batch * way.parts) or 1
-        settled = with_gradients(shape, forced, accumulation)
+        settled = with_gradients(shape, forced, sequences // way.micro_batch)
         taken = memory(settled, way, cpu=limits.cpu)
         short = shortages(taken, limits)
         if not short:
-            _check_disk(taken, limits)
             largest = _largest(settled, way, limits)
             why = tuple(_why(settled, way, limits, forced, passed, preferred))
+            way = _with_spare_host(way, settled, taken, limits, forced)
+            taken = memory(settled, way, cpu=limits.cpu)
+            _check_disk(taken, limits)
             return Plan(settled, way, taken, limits, why, largest, accumulation)
         passed.append((way, short))
     raise _refusal(shape, limits, forced, sequences, preferred, passed)
 
 
-def with_gradients(shape: Shape, forced: Forced, accumulation: int) -> Shape:
-    """Return the shape with the width of its gradient shards: fp32 where several micro-batches are summed in them."""
-    wide = forced.gradient_dtype == "fp32" or (forced.gradient_dtype == "auto" and accumulation > 1)
+def _with_spare_host(way: Way, shape: Shape, taken: Memory, limits: Limits, forced: Forced) -> Way:
+    """Return the way with as much of a state on NVMe in host memory as is left of that: it need not be moved."""
+    if way.state != "nvme" or limits.host_bytes is None or forced.state is not None or forced.state_host_bytes is not None:
+        return way
+    spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
+    part, whole = SPARE_SHARE
+    filled = replace(way, state_host_bytes=max(spare, 0) * part // whole)
+    return filled if not shortages(memory(shape, filled, cpu=limits.cpu), limits) else way
+
+
+def with_gradients(shape: Shape, forced: Forced, micro_batches: int) -> Shape:
+    """Return the shape with the width of its gradient shards: fp32 where several micro-batches of a step are summed."""
+    wide = forced.gradient_dtype == "fp32" or (forced.gradient_dtype == "auto" and micro_batches > 1)
     return replace(shape, gradient_itemsize=4 if wide else 0)
 
 
@@ -242,23 +261,26 @@ def order(limits: Limits, forced: Forced, sequences: int, preferred: int) -> Ite
     choices = {kind: [getattr(forced, kind)] if getattr(forced, kind) else tiers for kind in KINDS}
     stages = dict.fromkeys((s if forced.stage is None else forced.stage, forced.weights or w) for s, w in STAGES)
     activations = [forced.activations] if forced.activations else ["keep", "recompute"]
-    found: list[tuple[int, int, Way]] = []
+    found: list[tuple[int, float, Way]] = []
     problems = []
     for micro_batch in micro_batches(forced, sequences, preferred):
-        parts = sequences // micro_batch if forced.unit_accumulation else 1
-        for (stage, weights), graph, *places in product(stages, activations, *choices.values()):
+        together = max(sequences // micro_batch, 1)  # micro-batches of a step
+        divisions = {None: {1, together}, True: {together}, False: {1}}[forced.unit_accumulation]
+        for (stage, weights), graph, parts, *places in product(stages, activations, divisions, *choices.values()):
             placed = dict(zip(KINDS, places))
             elsewhere = placed["state"] == "nvme" or (placed["state"] == "host" and not limits.cpu)
             deferred = elsewhere if forced.deferred is None else forced.deferred
             way = Way(stage, graph, weights, **placed, deferred=deferred, parts=parts, micro_batch=micro_batch)
+            if way.state == "nvme":
+                way = replace(way, state_host_bytes=forced.state_host_bytes or 0)
             problem = way.problem(cpu=limits.cpu)
             idle = graph == "keep" and way.kept != "device" and forced.kept is None  # nothing is kept apart from graphs
             pointless = graph == "recompute" and weights == "hold" and forced.weights is None
             if problem is not None:
                 problems.append(problem)
             elif not idle and not pointless:
-                further = list(stages).index((stage, weights)) * COSTS["stage", "next"]
-                found.append((_depth(way), further + cost(way, preferred), way))
+                further = list(stages).index((stage, weights)) * COSTS["stage", "next"] / parts
+                found.append((_depth(way), further + cost(way, preferred, together), way))
     if not found:
         raise UserError(f"what was chosen contradicts itself: {problems[0]}. Change it, or set it to auto")
     yield from (way for _, _, way in sorted(found, key=lambda each: each[:2]))
@@ -271,10 +293,16 @@ def micro_batches(forced: Forced, sequences: int, preferred: int) -> list[int]:
     return [count for count in range(min(sequences, preferred), 0, -1) if sequences % count == 0]
 
 
-def cost(way: Way, preferred: int) -> int:
-    """Return the sum of `COSTS` of a way, its stage aside."""
+def cost(way: Way, preferred: int, micro_batches: int = 1) -> float:
+    """Return the sum of `COSTS` of a way, its stage aside, a micro-batch.
+
+    Args:
+        preferred: sequences of the largest micro-batch wanted. micro_batches: of a step.
+    """
+    times = {"state": micro_batches, "parameters": way.parts, "gradients": way.parts}
     chosen = {"activations": way.activations} | {kind: getattr(way, kind) for kind in KINDS}
-    total = sum(COSTS.get(choice, 0) for choice in chosen.items())
+    total = sum(COSTS.get((kind, choice), 0) / times.get(kind, 1) for kind, choice in chosen.items())
+    total += COSTS["accumulation", "unit"] if way.parts > 1 else 0
     return total + round(COSTS["micro-batch", "halved"] * math.log2(max(preferred / way.micro_batch, 1)))
 
 
@@ -308,9 +336,14 @@ def _largest(shape: Shape, way: Way, limits: Limits) -> int:
     low, high = way.micro_batch, LARGEST_SEARCHED
     while low < high:
         middle = (low + high + 1) // 2
-        fits = not shortages(memory(shape, replace(way, micro_batch=middle), cpu=limits.cpu), limits)
+        fits = not shortages(memory(shape, larger(way, middle), cpu=limits.cpu), limits)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
+
+
+def larger(way: Way, micro_batch: int) -> Way:
+    """Return the way with another micro-batch; where all of a step pass a block together, with as many less of them."""
+    return replace(way, micro_batch=micro_batch, parts=max(way.parts * way.micro_batch // micro_batch, 1))
 
 
 def _why(
@@ -351,7 +384,7 @@ def _better(way: Way, limits: Limits, forced: Forced, preferred: int) -> Iterato
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('kept', 'kept inputs')} on {up}", better
     if forced.micro_batch is None and way.micro_batch < preferred:
-        yield f"with {way.micro_batch * 2} sequences a micro-batch", replace(way, micro_batch=way.micro_batch * 2)
+        yield f"with {way.micro_batch * 2} sequences a micro-batch", larger(way, way.micro_batch * 2)
 
 
 def wear(shape: Shape, way: Way, accumulation: int, *, cpu: bool) -> dict[str, int]:
@@ -360,9 +393,8 @@ def wear(shape: Shape, way: Way, accumulation: int, *, cpu: bool) -> dict[str, i
     shards = {p: count * p.line.shard_numel(owners) for p, count in shape.counted if p.line.trained}
     written = {}
     if way.state == "nvme":  # fp32 weights that are their own master are counted as parameters
-        written["state"] = sum(
-            n * 4 * (ADAM_MOMENTS + (not own_master(p, way, world, cpu=cpu))) for p, n in shards.items()
-        )
+        items = memory(shape, way, cpu=cpu).purposes("nvme")
+        written["state"] = items.get("master", 0) + items.get("moments", 0)
     if way.gradients == "nvme":
         written["gradients"] = accumulation * sum(
             n * (shape.gradient_itemsize or p.line.itemsize) for p, n in shards.items() if not way.reduced_late(p, world)
@@ -389,7 +421,7 @@ def _refusal(
     """Return the error: the numbers of the way that comes nearest, and the cheapest changes after which one fits."""
     # what can leave the device has left it, or the numbers would be of the wrong tier
     way, short = min(passed, key=lambda each: (any(s.tier == "device" for s in each[1]), max(s.ratio for s in each[1])))
-    settled = with_gradients(shape, forced, sequences // (way.micro_batch * way.parts) or 1)
+    settled = with_gradients(shape, forced, sequences // way.micro_batch)
     taken = memory(settled, way, cpu=limits.cpu)
     lines = []
     for each in short:
@@ -417,7 +449,7 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
 
     def fits(shape: Shape, limits: Limits, forced: Forced, sequences: int = sequences) -> Way | None:
         for way in order(limits, forced, sequences, preferred):
-            settled = with_gradients(shape, forced, sequences // (way.micro_batch * way.parts) or 1)
+            settled = with_gradients(shape, forced, sequences // way.micro_batch)
             if not shortages(memory(settled, way, cpu=limits.cpu), limits):
                 return way
         return None
@@ -427,7 +459,7 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
         open_ = replace(limits, **{f"{tier}_bytes": 1 << 60})
         least = None
         for way in order(open_, forced, sequences, preferred):
-            settled = with_gradients(shape, forced, sequences // (way.micro_batch * way.parts) or 1)
+            settled = with_gradients(shape, forced, sequences // way.micro_batch)
             taken = memory(settled, way, cpu=limits.cpu)
             if not shortages(taken, open_):
                 needed = taken.peak(tier) * limits.ranks(tier)
@@ -443,7 +475,7 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
     if forced != free and (way := fits(shape, limits, free)) is not None:
         yield f"leave the choices of engine: to the plan ({way} fits)"
     if not limits.nvme_bytes and (size := needs("nvme", limits)):
-        yield f"set memory.nvme_dir to a folder with {_up(size)} GiB free on each box"
+        yield f"set memory.nvme_dir to a folder with {_up(size)} GiB free on each box (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and fits(shorter, limits, forced):
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"

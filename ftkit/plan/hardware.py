@@ -74,5 +74,5 @@ def box(name: str) -> Box:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"--hardware: no profile {name!r}{hint} Known: {', '.join(known)}")
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    raise UserError(f"--hardware: no profile {name!r}{hint}? Known: {', '.join(known)}")

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ftkit.plan.shape import Placed, Shape, Way
+from ftkit.plan.shape import Line, Placed, Shape, Way
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -40,7 +40,7 @@ READ_AHEAD_BUFFERS = 3  # transfer.READ_AHEAD + 1
 DRAIN_BUFFERS = 2  # drain.BUFFERS
 UPDATE_SLOTS = 6  # update.SLOTS
 CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
-DISK_PIECE_NUMEL = 1 << 20  # disk.PIECE_NUMEL
+DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 KEPT_STAGING = 4  # kept.STAGING
 KEPT_ROUND_BYTES = 16384  # kept._padded_bytes
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
@@ -157,15 +157,26 @@ def _weights(shape: Shape, way: Way) -> Iterator[Item]:
 def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     """Master weights and moments; and the exact values of weights that were not read from files."""
     owners = way.owners(shape.world_size)
+    sizes = {"master": 0, "moments": 0}
+    widest = 0
     for placed, count in shape.counted:
         if placed.line.trained:
             shard = count * placed.line.shard_numel(owners) * 4
-            if not own_master(placed, way, shape.world_size, cpu=cpu):
-                yield Item("master", way.state, shard, AFTER_LOAD)
-            yield Item("moments", way.state, ADAM_MOMENTS * shard, AFTER_LOAD)
+            apart = not own_master(placed, way, shape.world_size, cpu=cpu)
+            sizes["master"] += apart * shard
+            sizes["moments"] += ADAM_MOMENTS * shard
+            widest = max(widest, (ADAM_MOMENTS + apart) * shard // count)
             if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
                 tier = "device" if way.state == "device" else "host"
                 yield Item("initial values", tier, shard, ("load", "train") if way.state == "nvme" else ("load",))
+    # Of a state on two tiers, whole lines stay on the host: up to what was granted, and not less than that but for one line.
+    total = sum(sizes.values())
+    most = min(way.state_host_bytes, total)
+    for tier, part in (("host", most), (way.state, total - max(most - widest, 0))):
+        if part:
+            master = sizes["master"] * part // total
+            yield Item("master", tier, master, AFTER_LOAD)
+            yield Item("moments", tier, part - master, AFTER_LOAD)
     if shape.fresh:
         widest = max(placed.line.padded_numel(owners) for placed, _ in shape.counted)
         yield Item("workspace", "device", 4 * widest, ("load",))
@@ -199,9 +210,15 @@ def _slot_bytes(shape: Shape, way: Way, lines: Iterable, *, gradients: bool) -> 
             used = line.trained and not way.reduced_late(placed, shape.world_size)
         else:
             used = not way.resident(placed, shape.world_size)
-        size = line.padded_numel(way.owners(shape.world_size)) * line.itemsize
+        itemsize = slot_itemsize(shape, way, line) if gradients else line.itemsize
+        size = line.padded_numel(way.owners(shape.world_size)) * itemsize
         total += used * -(-size // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
     return total
+
+
+def slot_itemsize(shape: Shape, way: Way, line: Line) -> int:
+    """Return the bytes of an element of a gradient before its reduction, where `parts` micro-batches are summed."""
+    return (shape.gradient_itemsize or line.itemsize) if way.parts > 1 else line.itemsize
 
 
 def _staging(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
@@ -216,7 +233,7 @@ def _staging(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     trained = [placed for placed, _ in shape.counted if placed.line.trained]
     leaving = [p.line for p in trained if way.gradients != "device" and not way.reduced_late(p, world)]
     if leaving and (way.gradients == "nvme" or not cpu):
-        widest = max(line.shard_numel(owners) * line.itemsize for line in leaving)
+        widest = max(line.shard_numel(owners) * slot_itemsize(shape, way, line) for line in leaving)
         yield Item("staging", "host", DRAIN_BUFFERS * widest)
     yield Item("staging", "host", UPDATE_SLOTS * sum(update_widths(shape, way, cpu=cpu).values()), ("train", "save"))
 
@@ -305,7 +322,7 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
     if way.activations == "recompute":
         backward += graph
     trained = [p.line for p, _ in shape.counted if p.line.trained and not way.reduced_late(p, world)]
-    if way.gradients == "device" and trained:  # what a reduction adds to the sum of the micro-batches
+    if way.gradients == "device" and trained and way.parts == 1:  # what a reduction adds to the sum of the micro-batches
         backward += max(line.shard_numel(owners) * line.itemsize for line in trained)
     yield {"workspace": backward}
 
@@ -325,7 +342,10 @@ def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int]:
         if not way.resident(placed, shape.world_size):
             head = max(head, line.padded_numel(owners) * line.itemsize)
         if line.trained:
-            copy = 0 if way.reduced_late(placed, shape.world_size) else line.padded_numel(owners)
+            late = way.reduced_late(placed, shape.world_size)
+            copy = 0 if late else line.padded_numel(owners)
+            if not late and shape.gradient_itemsize not in (0, line.itemsize):  # reduced apart, then widened
+                copy += line.shard_numel(owners)
             gradient = max(gradient, (line.numel + copy) * line.itemsize)
     return head, gradient
 

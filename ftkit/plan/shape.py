@@ -124,6 +124,7 @@ class Way:
     Args:
         parameters, gradients, state, kept: tier of each kind.
         micro_batch: sequences of a rank in one forward. parts: micro-batches that pass each block together.
+        state_host_bytes: of a rank's state, where that lies on NVMe, what stays in host memory.
     """
 
     stage: int = 3
@@ -136,6 +137,7 @@ class Way:
     deferred: bool = False
     parts: int = 1
     micro_batch: int = 1
+    state_host_bytes: int = 0
 
     def problem(self, *, cpu: bool) -> str | None:
         """Say why the engine cannot do this; None if it can.
@@ -147,6 +149,8 @@ class Way:
             return f"parameters on the {self.parameters} tier need stage 3"
         if self.gradients != "device" and self.stage < 2:
             return f"gradients on the {self.gradients} tier need stage 2 or 3"
+        if self.activations == "keep" and self.kept != "device":
+            return f"kept inputs on the {self.kept} tier belong to recomputed blocks, and activations are kept"
         if not cpu and self.state == "device" and (self.parameters, self.gradients) != ("device", "device"):
             return "optimizer state on the device needs parameters and gradients there"
         return None
@@ -177,6 +181,10 @@ class Way:
             kinds = [kind for kind in ("parameters", "gradients", "state", "kept") if getattr(self, kind) == tier]
             if kinds:
                 yield f"{' and '.join(kinds).replace('kept', 'kept inputs')} on {tier}"
+        if self.state_host_bytes:
+            yield f"{self.state_host_bytes / 2**30:.1f} GiB of each rank's state on host all the same"
+        if self.parts > 1:
+            yield f"{self.parts} micro-batches through each block together"
         if self.deferred:
             yield "update under the next forward"
         yield f"{self.micro_batch} sequence{'s' * (self.micro_batch > 1)} a micro-batch"

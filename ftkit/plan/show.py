@@ -53,6 +53,9 @@ def _granted(plan: Plan, tier: str) -> str:
 
 def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield what was chosen and why, as (name, text)."""
+    for tier in plan.tiers:
+        if plan.limits.granted(tier) is not None:
+            yield "granted", f"{TITLES[tier].partition(',')[0]}: by {plan.limits.name(tier)}"
     yield "chosen", str(plan.way)
     for sentence in plan.why:
         yield "why", sentence

@@ -5,19 +5,28 @@ What a world wrote is read by another one; the trajectory after the reload is co
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.engine.checkpoint import MANIFEST, load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import MANIFEST, Saving, check_checkpoint, load_checkpoint, save_checkpoint
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.pieces import PieceWriter
+from ftkit.engine.seal import BrokenCheckpoint, read_sealed, write_sealed
+from ftkit.engine.tiers import Placement
+from ftkit.engine.update import Updater
 from ftkit.errors import UserError
 from tests.engine import families
 from tests.engine.trajectory import shard_model
@@ -171,19 +180,51 @@ def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -
     (without / MANIFEST).unlink()
     assert "no checkpoint of ftkit" in world1.run(load_and_tell, str(without))[0]
     later = spoiled("later")
-    manifest = json.loads((later / MANIFEST).read_text())
-    (later / MANIFEST).write_text(json.dumps({**manifest, "format": 99}))
+    manifest = read_sealed(later / MANIFEST)
+    write_sealed(later / MANIFEST, {**manifest, "format": 99})
     assert "format 99" in world1.run(load_and_tell, str(later))[0]
     garbled = spoiled("garbled")
     (garbled / MANIFEST).write_text("{")
-    assert "not readable" in world1.run(load_and_tell, str(garbled))[0]
+    assert "not a file that ftkit wrote" in world1.run(load_and_tell, str(garbled))[0]
     cut = spoiled("cut")
     victim = sorted(cut.glob("*.exp_avg.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-100])
-    assert "cut short" in world1.run(load_and_tell, str(cut))[0]
+    assert f"{victim}: {victim.stat().st_size} bytes, " in world1.run(load_and_tell, str(cut))[0]
     lacking = spoiled("lacking")
-    sorted(lacking.glob("*.exp_avg_sq.safetensors"))[0].unlink()
+    victim = sorted(lacking.glob("*.exp_avg_sq.safetensors"))[0]
+    victim.unlink()
+    assert f"{victim}: No such file" in world1.run(load_and_tell, str(lacking))[0]
+    del manifest["files"][victim.name]
+    write_sealed(lacking / MANIFEST, manifest)
     assert "has no exp_avg_sq of" in world1.run(load_and_tell, str(lacking))[0]
+
+
+def test_not_one_byte_can_change_unseen(world1: World, tmp_path: Path) -> None:
+    """Of each file: its first bytes, its last, and some in between, of header and data."""
+    folder = tmp_path / "good"
+    world1.run(write, str(folder), Policy(stage=3))
+    check_checkpoint(folder)
+    random = torch.Generator().manual_seed(0)
+    for path in sorted(folder.iterdir()):
+        good = path.read_bytes()
+        drawn = torch.randint(len(good), (12,), generator=random).tolist()
+        for at in {0, 1, 8, 20, min(4096, len(good) - 1), len(good) - 1, *drawn}:
+            bad = bytearray(good)
+            bad[at] ^= 1 << int(torch.randint(8, (1,), generator=random))
+            path.write_bytes(bad)
+            with pytest.raises(UserError, match=str(path)):
+                check_checkpoint(folder)
+        path.write_bytes(good)
+    assert "loaded" in world1.run(load_and_tell, str(folder))[0]
+    victim = sorted(folder.glob("*.exp_avg.safetensors"))[0]
+    bad = bytearray(victim.read_bytes())
+    bad[5000] ^= 1
+    victim.write_bytes(bad)
+    assert f"{victim}: bytes 4096 to {len(bad)} changed" in world1.run(load_and_tell, str(folder))[0]
+    for share in range(3):
+        check_checkpoint_tells = pytest.raises(BrokenCheckpoint) if share == 1 else nullcontext()
+        with check_checkpoint_tells:
+            check_checkpoint(folder, share, 3)
 
 
 def save_twice(folder: str) -> list[str]:
@@ -204,3 +245,133 @@ def test_every_rank_learns_that_a_save_failed(world2: World, tmp_path: Path) -> 
         assert len(errors) == 2
         assert "exists already" in errors[0]
     assert not list(tmp_path.glob("*.writing"))
+
+
+# --- while training goes on
+
+
+def write_meanwhile(folder: str, policy: Policy, slow: float) -> tuple[list[float], dict[str, Tensor], list[bool], float]:
+    """Train, save while training goes on, with a drive that is slow; return losses, weights, polls, and seconds waited."""
+    units, optimizer = make(policy)
+    train(units, optimizer, 0, STEPS_BEFORE)
+    with mock.patch.object(PieceWriter, "_transfer", staticmethod(slowly(slow))):
+        saving = Saving(folder, units, optimizer, extra={"cursor": 7})
+        polls, losses = [], []
+        for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+            losses += train(units, optimizer, step, 1)
+            if units.saving is not None:
+                polls.append(saving.poll())
+        if units.saving is not None:
+            saving.wait()
+    optimizer.settle()
+    return losses, units.state_dict(), polls, saving.blocked_seconds
+
+
+def slowly(seconds: float) -> Any:
+    """Return the transfer of a slow drive."""
+    move = PieceWriter._transfer
+
+    def transfer(handle: int, data: Any, at: int) -> None:
+        time.sleep(seconds)
+        move(handle, data, at)
+
+    return transfer
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.02])
+@pytest.mark.parametrize("name", ["zero3", "zero1-keep", "ddp", "deferred", "nvme"])
+def test_a_save_holds_one_moment_while_training_goes_on(world2: World, name: str, slow: float, tmp_path: Path) -> None:
+    """An update waits for its own line, and for no other; what is read back is the moment of the save, to the bit."""
+    nvme = Placement("nvme", "nvme", "nvme")
+    more = {"deferred": Policy(deferred_update=True), "nvme": Policy(placement=nvme, deferred_update=True)}
+    policy = (POLICIES | more)[name]
+    expected = world2.run(write, str(tmp_path / "at-once"), policy)[0]
+    losses, weights, polls, blocked = world2.run(write_meanwhile, str(tmp_path / "meanwhile"), policy, slow)[0]
+    assert losses == expected[0], "a save changes no trajectory"
+    assert all(torch.equal(weights[key], expected[1][key]) for key in weights)
+    assert polls[-1] or slow
+    if slow:
+        assert blocked > 0
+    for path in sorted((tmp_path / "at-once").iterdir()):
+        assert path.read_bytes() == (tmp_path / "meanwhile" / path.name).read_bytes(), path.name
+    assert world2.run(read, str(tmp_path / "meanwhile"), policy)[0][0] == losses
+
+
+def write_after_late_update(folder: str) -> bool:
+    """Save right after a step whose update is slow and deferred; return whether what is saved is of that step."""
+    policy = Policy(placement=Placement(state="nvme"), deferred_update=True)
+    units, optimizer = make(policy)
+    train(units, optimizer, 0, STEPS_BEFORE)
+    compute = Updater._compute
+
+    def late(*args: Any) -> None:
+        time.sleep(0.02)
+        compute(*args)
+
+    with mock.patch.object(Updater, "_compute", late):
+        train(units, optimizer, STEPS_BEFORE, 1)
+        Saving(folder, units, optimizer).wait()
+    optimizer.settle()
+    last = units.trainable[-1]
+    store = optimizer.lines[last.name].moments["exp_avg"]
+    kept = torch.cat([store.read(low, high).clone() for low, high in store.pieces()])[: last.own_numel]
+    load_checkpoint(folder, units, optimizer)
+    store = optimizer.lines[last.name].moments["exp_avg"]
+    return torch.equal(torch.cat([store.read(low, high).clone() for low, high in store.pieces()])[: last.own_numel], kept)
+
+
+def test_a_save_waits_for_the_update_before_it(world2: World, tmp_path: Path) -> None:
+    assert all(world2.run(write_after_late_update, str(tmp_path / "save")))
+
+
+def fail_meanwhile(folder: str, how: str) -> list[str]:
+    """Save while training goes on, on a drive that fails for rank 1; return the errors, of both kinds of end."""
+    units, optimizer = make(Policy(stage=3))
+    train(units, optimizer, 0, 1)
+
+    def full(handle: int, data: Any, at: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if how == "full" else ZeroDivisionError("a fault of ours")
+
+    told = []
+    for attempt in ("wait", "poll"):
+        with mock.patch.object(PieceWriter, "_transfer", staticmethod(full)) if units.comm.rank else nullcontext():
+            saving = Saving(f"{folder}-{attempt}", units, optimizer)
+            try:
+                if attempt == "wait":
+                    saving.wait()
+                for step in range(50):
+                    train(units, optimizer, step, 1)
+                    if saving.poll():
+                        break
+            except UserError as error:
+                told.append(str(error))
+    save_checkpoint(f"{folder}-after", units, optimizer)
+    return told
+
+
+@pytest.mark.parametrize(("how", "says"), [("full", "No space left on device"), ("fault", "ZeroDivisionError: a fault")])
+def test_a_save_that_fails_leaves_nothing_and_training_goes_on(world2: World, how: str, says: str, tmp_path: Path) -> None:
+    for told in world2.run(fail_meanwhile, str(tmp_path / "save"), how):
+        assert len(told) == 2
+        assert all(says in each and "could not be written" in each for each in told)
+    assert [path.name for path in tmp_path.iterdir()] == ["save-after"]
+    check_checkpoint(tmp_path / "save-after")
+
+
+def save_again(folder: str) -> str:
+    """Begin a save while another is on its way."""
+    units, optimizer = make(Policy(stage=3))
+    train(units, optimizer, 0, 1)
+    saving = Saving(f"{folder}-1", units, optimizer)
+    try:
+        Saving(f"{folder}-2", units, optimizer)
+        return "begun"
+    except UserError as error:
+        return str(error)
+    finally:
+        saving.wait()
+
+
+def test_one_save_at_a_time(world2: World, tmp_path: Path) -> None:
+    assert all("still being written" in told for told in world2.run(save_again, str(tmp_path / "save")))
+    check_checkpoint(tmp_path / "save-1")

@@ -200,12 +200,12 @@ def without_shared_memory(reason: str) -> str:
             return Communicator(CPU).transport
         finally:
             comm_module.os.posix_fallocate = original
-    original_machine = comm_module._machine
-    comm_module._machine = lambda: (str(torch.distributed.get_rank()), "")
+    original_machine = comm_module.machine
+    comm_module.machine = lambda: (str(torch.distributed.get_rank()), "")
     try:
         return Communicator(CPU).transport
     finally:
-        comm_module._machine = original_machine
+        comm_module.machine = original_machine
 
 
 @pytest.mark.parametrize("reason", ["full", "elsewhere"])

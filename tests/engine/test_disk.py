@@ -24,8 +24,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ftkit.engine import flatfile
 from ftkit.engine.arena import Arena
-from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, LOCK, MAGIC, PIECE_NUMEL, Disk, DiskError, FlatFile
+from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, LOCK, MAGIC, Disk
+from ftkit.engine.flatfile import PIECE_NUMEL, DiskError, FlatFile
 from ftkit.engine.storage import DATA_START
 
 CPU = torch.device("cpu")
@@ -541,9 +543,23 @@ def test_what_was_waited_for_is_told_once(tmp_path: Path, monkeypatch: pytest.Mo
     disk.close()
 
 
+def test_sums_that_come_with_a_write_are_what_is_compared(disk: Disk):
+    file = disk.file("a", 2 * PIECE_NUMEL + 4096, torch.float32)
+    values = torch.rand(file.numel)
+    right = [flatfile.sum_of(piece) for piece in values.split(PIECE_NUMEL)]
+    file.write(0, values, right).wait()
+    out = torch.empty_like(values)
+    file.read(0, out).wait()
+    assert torch.equal(out, values)
+    file.write(PIECE_NUMEL, values[PIECE_NUMEL : 2 * PIECE_NUMEL], [right[1] ^ 1]).wait()
+    file.read(0, out[:PIECE_NUMEL]).wait()
+    with pytest.raises(DiskError, match="changed since it was written"):
+        file.read(0, out).wait()
+
+
 def test_a_fault_of_the_program_is_no_word_to_the_user(disk: Disk, monkeypatch: pytest.MonkeyPatch):
     file, values = filled(disk)
-    monkeypatch.setattr(FlatFile, "_sum", lambda *_: 1 / 0)
+    monkeypatch.setattr(flatfile, "word_sum", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="a thread failed") as caught:
         file.write(0, values).wait()
     assert not isinstance(caught.value, DiskError)

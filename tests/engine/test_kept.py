@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.disk import Disk, FlatFile
+from ftkit.engine.disk import Disk
+from ftkit.engine.flatfile import FlatFile
 from ftkit.engine.kept import STAGING, Keeper
 from ftkit.engine.tiers import Placement, Tiers
 

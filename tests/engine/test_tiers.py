@@ -11,7 +11,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from ftkit.engine.tiers import Placement, Tiers
 from tests.engine.trajectory import Record, Row, differences, run_plain, run_sharded, same_on_all_ranks
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 
@@ -22,7 +24,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "world": (2, 1, 3),
     "parameters": TIERS,
     "gradients": TIERS,
-    "state": TIERS,
+    "state": (*TIERS, "both"),
     "kept": TIERS,
     "deferred": (False, True),
     "parts": (1, 2),
@@ -51,6 +53,15 @@ EVERYTHING = [  # at once: where faults of order show
     Row("llama", 2, groups=2, deferred=True, late=True, **dict.fromkeys(KINDS, "nvme")),  # slots keep what was in them
     Row("t5", 2, groups=2, debug=True, deferred=True, late=True, **dict.fromkeys(KINDS, "nvme")),
 ]
+
+
+def test_lines_of_a_state_on_nvme_stay_in_host_memory_while_they_fit():
+    cpu = torch.device("cpu")
+    both = Tiers(cpu, Placement(state="nvme"), object(), state_host_bytes=100)
+    assert both.state_tiers([40, 60, 1, 5]) == ["host", "host", "nvme", "nvme"]
+    assert both.state_tiers([40, 61, 5]) == ["host", "nvme", "host"], "one that comes later takes what is left"
+    assert Tiers(cpu, Placement(state="nvme"), object()).state_tiers([1]) == ["nvme"]
+    assert Tiers(cpu, Placement(state="host"), state_host_bytes=100).state_tiers([400]) == ["host"]
 
 
 @cache

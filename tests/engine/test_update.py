@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.engine import disk, tiers, update
+from ftkit.engine import flatfile, tiers, update
 from ftkit.engine.comm import Communicator
-from ftkit.engine.disk import Disk, FlatFile
-from ftkit.engine.flat import Policy
+from ftkit.engine.disk import Disk
+from ftkit.engine.flat import FlatParameter, Policy
+from ftkit.engine.flatfile import FlatFile
 from ftkit.engine.optimizer import ShardedAdamW
 from ftkit.engine.shard import Units, shard
 from ftkit.engine.tiers import Placement, Tiers
@@ -31,8 +32,8 @@ NVME = Placement("nvme", "nvme", "nvme")
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """Let a piece be 4096 elements in every file that knows its size."""
-    rooms = (disk, tiers, update)
-    before = disk.PIECE_NUMEL
+    rooms = (flatfile, tiers, update)
+    before = flatfile.PIECE_NUMEL
     for room in rooms:
         room.PIECE_NUMEL = PIECE
     try:
@@ -61,6 +62,15 @@ def made(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: bo
     return model, units, ShardedAdamW(units, None, lr=1e-2)
 
 
+def give(flat: FlatParameter, full: torch.Tensor) -> None:
+    """Let `full` (W*S,) be the gradient of a step, where the backward would have put it."""
+    flat.touched = [True]
+    if flat.deferred:
+        flat.full_grad, flat._has_gradient = full, True
+    else:
+        flat.contribute(full)
+
+
 def train(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: bool, steps: int = 4) -> torch.Tensor:
     """Return the weights after a few steps on given gradients."""
     _, units, optimizer = made(folder, placement, dtype, deferred=deferred)
@@ -68,11 +78,7 @@ def train(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: b
     for step in range(steps):
         full = torch.zeros(flat.layout.padded_numel, dtype=flat.dtype)
         full[:NUMEL] = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
-        flat.touched = [True]
-        if flat.deferred:
-            flat.full_grad, flat._has_gradient = full, True
-        else:
-            flat.contribute(full)
+        give(flat, full)
         optimizer.step()
         optimizer.zero_grad()
     (weights,) = units.state_dict().values()
@@ -105,6 +111,70 @@ def test_slots_are_not_reused_early(tmp_path, monkeypatch):
         assert torch.equal(train(tmp_path, NVME, torch.bfloat16, deferred=True), expected)
 
 
+class Pair(nn.Module):
+    """Two blocks, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def train_in_two_groups(folder, placement, state_host_bytes=0):
+    """Train the first block alone, then both; return the weights."""
+    comm, model = Communicator(torch.device("cpu")), Pair()
+    policy = Policy(placement=placement, deferred_update=placement.uses_disk)
+    tiers = Tiers.open(comm, placement, folder, 0, state_host_bytes=state_host_bytes)
+    units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, policy=policy, tiers=tiers)
+    optimizer = ShardedAdamW(units, [*model.first.parameters()], lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": [*model.second.parameters()], "lr": 2e-2})
+        model(torch.ones(3, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = units.state_dict()
+    if state_host_bytes:
+        assert [optimizer.lines[flat.name].master.tier for flat in units.trainable] == ["device", "device"]
+        assert [optimizer.lines[flat.name].moments["exp_avg"].tier for flat in units.trainable] == ["host", "nvme"]
+    tiers.close()
+    return weights
+
+
+def test_a_group_that_comes_later_finds_room_in_the_slots(tmp_path):
+    """The first steps need no staging for moments: those of the first block lie in host memory."""
+    expected = train_in_two_groups(tmp_path, Placement())
+    found = train_in_two_groups(tmp_path, Placement(state="nvme", gradients="nvme"), state_host_bytes=96 << 10)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_state_is_read_when_it_has_been_written(tmp_path, monkeypatch):
+    """Moments are written late: what a checkpoint reads right after a step must be of that step."""
+    seen = {}
+    move = FlatFile._transfer
+
+    def late(self, call, data, start, doing):
+        if doing == "writing" and "exp_avg" in self.path.name:
+            time.sleep(0.05)
+        return move(self, call, data, start, doing)
+
+    monkeypatch.setattr(FlatFile, "_transfer", late)
+    for name, placement in (("memory", Placement()), ("files", Placement(state="nvme"))):
+        _, units, optimizer = made(tmp_path, placement, torch.bfloat16, deferred=True)
+        (flat,) = units.flats
+        give(flat, torch.ones(flat.layout.padded_numel, dtype=flat.dtype))
+        optimizer.step()
+        optimizer.settle()
+        store = optimizer.lines[flat.name].moments["exp_avg"]
+        seen[name] = torch.cat([store.read(start, stop).clone() for start, stop in store.pieces()])
+        units.tiers.close()
+    assert torch.equal(seen["memory"], seen["files"])
+    assert seen["memory"][:NUMEL].min() > 0
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatch):
     with small_pieces():
@@ -113,11 +183,9 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
         optimizer.line(flat)
         moment = optimizer.lines[flat.name].moments["exp_avg"].file
         with open(moment.path, "r+b") as file:  # as a failing drive would
-            file.seek(disk.DATA_START + 5 * PIECE * 4)
+            file.seek(flatfile.DATA_START + 5 * PIECE * 4)
             file.write(b"\x01")
-        full = torch.ones(flat.layout.padded_numel, dtype=flat.dtype)
-        flat.touched = [True]
-        flat.full_grad, flat._has_gradient = full, True
+        give(flat, torch.ones(flat.layout.padded_numel, dtype=flat.dtype))
 
         def step_and_look() -> None:
             optimizer.step()

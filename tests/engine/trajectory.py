@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ftkit.engine import disk, drain, transfer, update
+from ftkit.engine import drain, flatfile, transfer, update
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
@@ -29,6 +29,8 @@ from ftkit.hf.blocks import batch_rows
 from tests.engine import families
 
 STEPS = 10
+BOTH_BYTES = 64 << 10
+"""Of a rank's state that stays in host memory where the state lies on both tiers: some lines of every family's, not all."""
 MAX_NORM = 1.0
 """Below the gradient norm of every family at every step, so that clipping always acts."""
 
@@ -50,7 +52,7 @@ class Row:
     optimizer: str = "adamw"
     parameters: Tier = "device"
     gradients: Tier = "device"
-    state: Tier = "device"
+    state: Literal[Tier, "both"] = "device"  # both: on NVMe, the first lines in host memory all the same
     kept: Tier = "device"
     deferred: bool = False
     parts: int = 1
@@ -79,7 +81,7 @@ class Row:
             activations=self.activations,
             weights=self.weights,
             prefetch=self.prefetch,
-            placement=Placement(self.parameters, self.gradients, self.state, self.kept),
+            placement=Placement(self.parameters, self.gradients, "nvme" if self.state == "both" else self.state, self.kept),
             deferred_update=self.deferred,
             parts=self.parts,
             debug=self.debug,
@@ -202,6 +204,10 @@ def _run_sharded(
     row: Row, model: nn.Module | None, loss_of: Loss, *, steps: int, early_zero_grad: bool, **settings: Any
 ) -> Record:
     model = model or families.build(row.family, **dict(row.changes))
+    if row.state == "both":
+        comm, folder = Communicator(torch.device("cpu")), tempfile.gettempdir()
+        settings["comm"] = comm
+        settings["tiers"] = Tiers.open(comm, row.policy.placement, folder, expected_bytes=0, state_host_bytes=BOTH_BYTES)
     units = shard_model(model, row.policy, **settings)
     assert units.comm.world_size == row.world
     optimizer = OURS[row.optimizer](units, groups_of(model, row))
@@ -228,6 +234,8 @@ def _run_sharded(
         record.losses.append(units.comm.sum(total).item())
         record.norms.append(norm)
     record.weights = units.state_dict()
+    if row.state == "both":
+        assert {store.tier for line in optimizer.lines.values() for store in line.moments.values()} == {"host", "nvme"}
     units.tiers.close()
     return record
 
@@ -235,7 +243,8 @@ def _run_sharded(
 @contextmanager
 def late_transfers() -> Iterator[None]:
     """Let everything that runs beside the computation come late: reads, writes, updates, sums of gradients."""
-    slow = [(disk.FlatFile, "_transfer"), (update.Updater, "_compute"), (drain.Drain, "_add"), (transfer.ReadAhead, "_read")]
+    slow: list[tuple[Any, str]] = [(flatfile.FlatFile, "_transfer"), (update.Updater, "_compute")]
+    slow += [(drain.Drain, "_add"), (transfer.ReadAhead, "_read")]
     before = [(owner, name, vars(owner)[name]) for owner, name in slow]
 
     def delayed(function: Any) -> Any:

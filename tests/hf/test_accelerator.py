@@ -8,10 +8,12 @@ one or three. The plain loop uses the public functions alone and is compared wit
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -172,6 +174,60 @@ def test_a_state_that_is_not_whole_is_refused(world2, tmp_path):
     world2.run(loop, "ours", {"stage": 3}, None, str(folder))
 
 
+class Number:
+    """Something whose state is a number."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("calls", range(12))
+def test_a_state_is_replaced_as_a_whole_or_not_at_all(calls, tmp_path):
+    """Killed at any rename of the second save: the first state is there or the second, never a part of each."""
+    accelerator, number = make("ours"), Number()
+    units = units_of(accelerator.prepare(runs.llama()))
+    accelerator.register_for_checkpointing(number)
+
+    def save(value: float) -> None:
+        units.flats[0].shard.fill_(value)
+        number.value = value
+        accelerator.save_state(str(tmp_path / "state"))
+
+    save(1.0)
+    left, rename = [calls], os.rename
+
+    def killed(*names: Any, **options: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        rename(*names, **options)
+
+    with mock.patch.object(os, "rename", killed):
+        try:
+            save(2.0)
+            over = True
+        except KeyboardInterrupt:
+            over = False
+    units.saving = None
+    accelerator.load_state(str(tmp_path / "state"))
+    found = float(next(iter(units.state_dict().values())).flatten()[0])
+    assert found == number.value
+    assert number.value == 2.0 if over else number.value in (1.0, 2.0)
+    save(3.0)
+    assert not [path.name for path in (tmp_path / "state").iterdir() if path.name.startswith(".")]
+    data = bytearray((tmp_path / "state" / "custom_0.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "state" / "custom_0.pt").write_bytes(data)
+    with pytest.raises(ftkit.UserError, match=r"custom_0\.pt: changed since it was written"):
+        accelerator.load_state(str(tmp_path / "state"))
+
+
 def several_states(folder: str) -> tuple[list[str], list[str], float]:
     """A case for a world: number the states, keep two, and go back to the last."""
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
@@ -225,7 +281,7 @@ def test_a_users_own_files_beside_a_state_stay(tmp_path):
     (tmp_path / "model_old").mkdir()
     for _ in range(2):
         accelerator.save_state(str(tmp_path))
-    state = ["accelerator.pt", "model_0", "random_0.pt"]
+    state = ["accelerator.pt", "contents.json", "model_0", "random_0.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*own, "model_old", *state])
     accelerator.load_state(str(tmp_path))
 
@@ -325,7 +381,7 @@ def test_what_is_not_supported_is_refused():
         accelerator.save_state()
     with refused(match="name the folder"):
         accelerator.load_state()
-    with refused(match=r"accelerator.pt: missing"):
+    with refused(match=r"nowhere: contents.json is missing; the state is not whole"):
         accelerator.load_state("nowhere")
     with refused(match="unknown key 'stag'"):
         make("ours", {"stag": 3})

@@ -484,7 +484,7 @@ def test_best_fit_keeps_every_sample_once_and_fills_well():
 def test_packed_sequences(ready, tokenizer_of):
     rows = [{"text": "the" + " cat" * count} for count in (1, 2, 3, 4)]
     prepared = ready(rows, tokenizer_of(), sequence_tokens=9, packing=True)
-    assert prepared.dataset.column_names == ["input_ids", "labels", "position_ids"]
+    assert prepared.dataset.column_names == ["input_ids", "labels", "position_ids", "place"]
     for sequence in prepared.dataset:
         starts = [at for at, position in enumerate(sequence["position_ids"]) if position == 0]
         assert [at for at, label in enumerate(sequence["labels"]) if label == -100] == starts
@@ -758,7 +758,8 @@ def test_many_rows_in_parallel_are_the_same_as_in_one_process(ready, write, toke
     settings = {"sequence_tokens": 32, "packing": True}
     one = ready(path, tokenizer_of(), workers=1, **settings).dataset[:]
     two = ready(path.rename(path.with_name("b.jsonl")), tokenizer_of(), workers=2, **settings).dataset[:]
-    assert one == two
+    assert [place.replace("b.jsonl", path.name) for place in two["place"]] == one["place"]
+    assert {**one, "place": None} == {**two, "place": None}
 
 
 def test_processes_that_start_at_once_prepare_once(write, tmp_path, tokenizer_of):
@@ -806,3 +807,11 @@ def test_records_that_are_not_rows():
     for record in ("", "null", '"text"', "{"):
         with pytest.raises(BadRowError):
             parse_record(record)
+
+
+def test_each_sample_knows_where_it_stands(ready, write, tokenizer_of):
+    path = write([{"prompt": f"the cat {number}", "completion": " sat"} for number in range(5)])
+    alone = ready(path, tokenizer_of(), sequence_tokens=32).dataset
+    assert alone["place"][:] == [f"{path}:{line}" for line in range(1, 6)]
+    packed = ready(path, tokenizer_of(), sequence_tokens=32, packing=True).dataset
+    assert sorted(place for joined in packed["place"][:] for place in joined.split(", ")) == alone["place"][:]

@@ -154,9 +154,58 @@ def test_nvme_is_used_when_the_host_is_too_small():
     plan = make_plan(MIDDLE, cpu(13, nvme_gib=100))
     assert plan.way.state == "nvme"
     assert plan.way.deferred
-    assert plan.needed_bytes("nvme") >= 8 * MIDDLE.numel
-    assert wear(plan.shape, plan.way, 1, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
     assert any("with state on device: host memory" in sentence for sentence in plan.why)
+    forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Forced(state="nvme"))
+    assert forced.way.state_host_bytes == 0, "the user said where all of it lies"
+    assert forced.needed_bytes("nvme") >= 8 * MIDDLE.numel
+    assert wear(forced.shape, forced.way, 1, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
+
+
+def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
+    limits = cpu(13, nvme_gib=100)
+    plan, all_there = make_plan(MIDDLE, limits), make_plan(MIDDLE, limits, Forced(state="nvme"))
+    spare = limits.host_bytes - all_there.needed_bytes("host")
+    part = spare // 2 * 9 // 10
+    assert plan.way.state_host_bytes == part > GIB // 2
+    assert plan.needed_bytes("host") == all_there.needed_bytes("host") + 2 * part < limits.host_bytes
+    widest = max(line.shard_numel(2) * 8 for line in (*MIDDLE.leaves, *MIDDLE.whole, *sum(MIDDLE.blocks, ())))
+    saved = all_there.needed_bytes("nvme") - plan.needed_bytes("nvme")
+    assert saved == 2 * (part - widest)
+    written = wear(plan.shape, plan.way, 1, cpu=True)["state"]
+    assert written == wear(all_there.shape, all_there.way, 1, cpu=True)["state"] - part + widest
+    assert "of each rank's state on host all the same" in str(plan.way)
+    said = make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=GIB)).way
+    assert (said.state, said.state_host_bytes) == ("nvme", GIB)
+
+
+@pytest.mark.parametrize("half_gib", range(12, 29))
+def test_a_16_bit_state_uses_what_is_left_of_the_host_too(half_gib):
+    narrow = llama(2048, 5632, 18, 32000, world=2, itemsize=2, sequence=256)
+    try:
+        plan = make_plan(narrow, cpu(half_gib / 2, nvme_gib=100))
+    except DoesNotFit:
+        return
+    if plan.way.state == "nvme":
+        spare = plan.limits.host_bytes - plan.needed_bytes("host")
+        assert 0 <= spare <= GIB // 2 or plan.needed_bytes("nvme") < GIB
+        assert plan.way.state_host_bytes > 0
+
+
+def test_the_order_of_tiers_does_not_depend_on_how_micro_batches_pass():
+    for sequences in (1, 8):
+        plan = make_plan(MIDDLE, cpu(18, nvme_gib=100), Forced(micro_batch=1), sequences=sequences)
+        assert (plan.way.state, plan.way.parameters, plan.way.gradients) == ("nvme", "device", "device")
+
+
+def test_micro_batches_pass_blocks_together_where_weights_come_from_afar():
+    limits = on("8xv100-16gb")
+    far = Forced(parameters="host", state="host", micro_batch=1)
+    plan = make_plan(LLAMA_13B, limits, far, sequences=4)
+    assert (plan.way.parts, plan.accumulation) == (4, 1)
+    assert "4 micro-batches through each block together" in str(plan.way)
+    assert make_plan(LLAMA_13B, limits, replace(far, unit_accumulation=False), sequences=4).way.parts == 1
+    near = make_plan(LLAMA_13B, limits, Forced(parameters="device", micro_batch=1), sequences=4)
+    assert (near.way.parts, near.accumulation) == (1, 4)
 
 
 def test_micro_batches_are_divisors_of_a_step():
@@ -177,12 +226,17 @@ def test_gradients_are_summed_in_fp32_where_several_are():
     assert make_plan(LLAMA_13B, limits, sequences=16, preferred=2).shape.gradient_itemsize == 4
     assert make_plan(LLAMA_13B, limits, sequences=1).shape.gradient_itemsize == 0
     whole = make_plan(LLAMA_13B, limits, Forced(unit_accumulation=True), sequences=2, preferred=1)
-    assert (whole.way.parts, whole.accumulation, whole.shape.gradient_itemsize) == (2, 1, 0)
+    assert (whole.way.parts, whole.accumulation, whole.shape.gradient_itemsize) == (2, 1, 4)
+    narrow = make_plan(LLAMA_13B, limits, Forced(gradient_dtype="compute"), sequences=16)
+    assert narrow.shape.gradient_itemsize == 0
 
 
 def test_what_contradicts_itself_is_refused():
     with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(stage=2, parameters="host", state="host"))
+    with pytest.raises(UserError, match="kept inputs on the host tier belong to recomputed blocks"):
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(activations="keep", kept="host"))
+    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(kept="host")).way.activations == "recompute"
     with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(gradients="host", state="device"))
 

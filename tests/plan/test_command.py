@@ -77,7 +77,11 @@ def test_nvme_takes_what_the_host_cannot(capsys, tmp_path):
     assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["way"]["state"] == "nvme"
-    assert plan["nvme_wear"]["state"] == pytest.approx(12 * PARAMETERS["llama2-13b"] / 8, rel=0.001)
+    whole = 12 * PARAMETERS["llama2-13b"] / 8
+    assert plan["way"]["state_host_bytes"] > 0, "what is left of the host keeps a part of the state"
+    assert whole - plan["way"]["state_host_bytes"] <= plan["nvme_wear"]["state"] < whole
+    assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments, "--set", "engine.state_host_gib=0") == 0
+    assert json.loads(capsys.readouterr().out)["nvme_wear"]["state"] == pytest.approx(whole, rel=0.001)
 
 
 def test_a_run_that_does_not_fit_is_not_started(capsys, tmp_path):
@@ -86,3 +90,19 @@ def test_a_run_that_does_not_fit_is_not_started(capsys, tmp_path):
     text = refusal(capsys, "finetune", RECIPES / "llama2-13b.yaml", *arguments)
     assert "does not fit: host memory" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_drive_of_another_box_is_planned_with_by_its_size(capsys):
+    arguments = ["--hardware", "8xv100-16gb", "--set", "memory={nvme_gib: 1500, host_gib: 100}", "--json"]
+    assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["way"]["state"] == "nvme"
+    assert plan["tiers"]["nvme"]["granted_bytes"] == 1500 * GIB
+    assert plan["tiers"]["nvme"]["granted_by"] == "memory.nvme_gib"
+
+
+def test_what_granted_each_tier_is_told(capsys):
+    assert leave("plan", RECIPES / "llama2-13b.yaml", "--hardware", "8xv100-16gb", "--set", "memory.host_gib=290") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "granted host: by memory.host_gib" in said
+    assert "granted device: by the profile 8xv100-16gb" in said

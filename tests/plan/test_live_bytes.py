@@ -10,7 +10,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from ftkit.engine import comm, disk, drain, kept, storage, transfer, update
+from ftkit.engine import comm, drain, flatfile, kept, storage, transfer, update
 from ftkit.engine.optimizer import ShardedAdamW
 from ftkit.hf.blocks import shard
 from ftkit.plan import memory as plan
@@ -26,7 +26,7 @@ def test_the_engines_sizes_are_the_plans():
     assert plan.DRAIN_BUFFERS == drain.BUFFERS
     assert plan.UPDATE_SLOTS == update.SLOTS
     assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
-    assert plan.DISK_PIECE_NUMEL == disk.PIECE_NUMEL
+    assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL
     assert plan.KEPT_STAGING == kept.STAGING
     assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
     assert plan.STAGE_BYTES == comm.STAGE_BYTES

@@ -23,6 +23,16 @@ MACHINE = "the machine"
 UNLIMITED = 1 << 62
 
 
+GUARDED_SHARE = 0.03
+GUARDED_LEAST_BYTES = 96 << 20
+"""Of a limit, and at least: with less left than this the guard saves and ends a run (`guard.SAVE`)."""
+
+
+def guarded_bytes(limit: int) -> int:
+    """Return the bytes of a limit that no run may count on."""
+    return max(round(GUARDED_SHARE * limit), GUARDED_LEAST_BYTES)
+
+
 @dataclass(frozen=True)
 class Reading:
     """One limit and what is used of it.
@@ -41,6 +51,11 @@ class Reading:
     def free(self) -> int:
         """Bytes left."""
         return max(0, self.limit - self.used)
+
+    @property
+    def usable(self) -> int:
+        """Bytes left above the mark at which the guard ends a run: what may be planned with."""
+        return max(0, self.free - guarded_bytes(self.limit))
 
     @property
     def share(self) -> float:

@@ -1,0 +1,68 @@
+"""The persistent buffers of a model, such as running means: whole on every rank, and one small file of a checkpoint.
+
+They change in a forward and not in an update, so a save takes a copy of them when it is asked for. Rank 0 writes its own.
+What it costs: a copy of them in host memory while a save is under way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine.pieces import PIECE_BYTES, Piece
+from ftkit.engine.seal import checksum
+from ftkit.engine.storage import TensorFile, create_file, data_start
+from ftkit.errors import UserError
+
+BUFFERS = "buffers"
+"""The kind, in the name of the file."""
+FILE = f"model.{BUFFERS}.safetensors"
+
+Places = dict[tuple[str, str], TensorFile]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a saved model holds, by name."""
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    }
+
+
+def write_buffers(folder: Path, buffers: dict[str, Tensor]) -> list[Piece]:
+    """Write buffers durably as a file of `folder`, and return the pieces of its data."""
+    path = folder / FILE
+    create_file(path, [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()])
+    with TensorFile(path, writable=True) as file:
+        for name, buffer in buffers.items():
+            file.write(name, 0, buffer.reshape(-1))
+        file.sync()
+    pieces, at = [], data_start(path)
+    with open(path, "rb") as data:
+        data.seek(at)
+        while block := data.read(PIECE_BYTES):
+            pieces.append(Piece(at, at + len(block), checksum(block)))
+            at += len(block)
+    return pieces
+
+
+def read_buffers(folder: Path, places: Places, model: nn.Module) -> None:
+    """Fill a model's persistent buffers with those of a checkpoint; what it lacks stays as it is.
+
+    Raises:
+        UserError: if one has another shape. BrokenCheckpoint: if a byte is not what was written.
+    """
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(model).items():
+            file = places.get((BUFFERS, name))
+            if file is None:
+                continue
+            if file.entries[name].shape != tuple(buffer.shape):
+                raise UserError(f"{file.path}: {name} has shape {file.entries[name].shape}, the model {tuple(buffer.shape)}")
+            values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            file.read(name, 0, values)
+            buffer.copy_(values.view(buffer.shape))

@@ -1,0 +1,54 @@
+"""Folders that outlive a power failure, and what rank 0 alone does for all.
+
+A rename is as durable as the folder that holds the name: whoever renames syncs the files first, then the folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ftkit.engine.comm import Communicator
+from ftkit.errors import UserError
+
+
+@contextmanager
+def rank_zero(comm: Communicator) -> Iterator[bool]:
+    """Run the body with True on rank 0 only; then let all ranks go on together, or fail together with its error."""
+    problem: Exception | None = None
+    try:
+        yield comm.rank == 0
+    except Exception as error:
+        problem = error
+    told = comm.same(None if problem is None else f"{type(problem).__name__}: {problem}")
+    if isinstance(problem, OSError):
+        raise UserError(str(problem)) from problem
+    if problem is not None:
+        raise problem
+    if told is not None:
+        raise UserError(told)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, their names durable; it must not be there."""
+    missing = [path for path in folder.parents if not path.exists()]
+    folder.mkdir(parents=True)
+    for path in (folder, *missing):
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file in `folder`, at any depth, and its name durable."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)  # files are synced by the same call

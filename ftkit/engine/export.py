@@ -1,0 +1,128 @@
+"""A Hugging Face folder's weight files, each rank writing its own ranges: no rank ever holds the model.
+
+Files are written under temporary names and get their own when all ranks have written all of them; the index comes last, and
+then what an earlier export left is removed, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.durable import rank_zero, sync_folder
+from ftkit.engine.flat import FlatParameter
+from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.shard import Units
+from ftkit.engine.storage import TensorFile, create_file
+from ftkit.engine.tiers import Store
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""The hub's names of weight files: those of an earlier export are replaced, and no others."""
+
+
+def export_tensors(
+    folder: Path,
+    units: Units,
+    optimizer: ShardedOptimizer | None,
+    *,
+    names_of: Callable[[str], Sequence[str]],
+    dtype_of: Callable[[str], torch.dtype],
+    buffers: Mapping[str, Tensor],
+    shard_bytes: int,
+) -> None:
+    """Write the weights as a Hugging Face folder's safetensors files, each rank its own ranges. A collective.
+
+    Args:
+        folder: exists.
+        names_of: hub names under which a tensor is written; none leaves it out.
+        dtype_of: dtype in which a tensor is written; fp32 masters are the source where there are any.
+        buffers: hub name to value, the same on all ranks.
+        shard_bytes: a file is closed when the next tensor would make it larger.
+
+    Cost: the bytes written; 8 MiB of memory a rank; no rank holds the model.
+    """
+    wanted = [
+        (hub, segment.shape, dtype_of(segment.name))
+        for flat in units.flats
+        for segment in flat.layout.segments
+        for hub in names_of(segment.name)
+    ] + [(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
+    files = cut(wanted, shard_bytes)
+    (optimizer or units).settle()
+    with rank_zero(units.comm) as first:
+        if first:
+            for stale in folder.glob("model*.writing"):
+                stale.unlink()
+            for file_name, tensors in files.items():
+                create_file(folder / f"{file_name}.writing", tensors)
+    home = {name: file for file, tensors in files.items() for name, _, _ in tensors}
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
+        for flat in units.flats:
+            source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
+            for name, start, values in owned_ranges(flat, source):
+                for hub in names_of(name):
+                    opened[home[hub]].write(hub, start, values)
+        if units.comm.rank == 0:
+            for name, value in buffers.items():
+                opened[home[name]].write(name, 0, value.reshape(-1))
+        for file in opened.values():
+            file.sync()
+    units.comm.barrier()
+    with rank_zero(units.comm) as first:
+        if first:
+            publish(folder, files, wanted)
+
+
+def publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:
+    """Give whole files their final names, in place of what was there; the index comes last, then the former files go."""
+    for name in files:
+        (folder / f"{name}.writing").replace(folder / name)
+    if len(files) > 1:
+        weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
+        total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    for path in folder.iterdir():
+        stale = (path.name == INDEX and len(files) == 1) or (WEIGHTS.fullmatch(path.name) and path.name not in files)
+        if stale:
+            path.unlink()
+    sync_folder(folder)
+
+
+def cut(
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype]], shard_bytes: int
+) -> dict[str, list[tuple[str, tuple[int, ...], torch.dtype]]]:
+    """Distribute tensors over files of at most `shard_bytes` (one tensor at least), under the hub's file names."""
+    parts: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = torch.Size(tensor[1]).numel() * tensor[2].itemsize
+        if parts[-1] and size + own > shard_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += own
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts)}
+
+
+def owned_ranges(flat: FlatParameter, store: Store) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (tensor name, first element in it, values) of what this rank should write of a line's `store` (S,)."""
+    base, stop = flat.layout.shard_range(flat.rank)
+    first, last = base, stop
+    if flat.owners < flat.comm.world_size:  # replicated: every rank has all, and writes its part
+        part = -(-stop // flat.comm.world_size)
+        first = min(part * flat.comm.rank, stop)
+        last = min(first + part, stop)
+    for span, values in flat.spans(store, first, last):
+        yield span.segment.name, span.start - span.segment.start, values

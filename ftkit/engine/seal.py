@@ -1,0 +1,169 @@
+"""Small JSON files that know their own checksum, and lists of the files that belong together.
+
+A sealed file begins with the checksum of all that follows, so that not one byte of it can change unseen:
+
+    {"checksum":"<16 hex digits>",<the rest of the object>
+
+The checksum is XXH3 of 64 bits (https://xxhash.com), which reads memory as fast as it comes. `CONTENTS` lists every other
+file of a folder with its size and checksum; it is written last, so that a folder without it is not whole.
+
+A checksum proves that nothing changed, not who wrote it: a stranger can seal what he likes. So no name in a list may lead
+out of its folder, nothing but a regular file is opened, and every value is looked at before it is used.
+
+It refuses, by name, what is missing, of another size, changed, or not listed where it should be. It knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ftkit.errors import UserError
+
+CONTENTS = "contents.json"
+LISTING = "manifest.json"
+"""The sealed list of a subfolder that has one of its own."""
+READ_BYTES = 8 << 20
+SEALED_LIMIT_BYTES = 256 << 20
+"""The pieces of 40 TB are listed in as much; a larger sealed file is refused unread."""
+NAME_LIMIT_BYTES = 1024
+_HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
+
+
+class BrokenCheckpoint(UserError):
+    """A checkpoint that is not what was written; the text names the file. An older one may be whole."""
+
+
+def checksum(data: Any) -> str:
+    """Return XXH3-64 of bytes, or anything with the buffer protocol, as 16 hex digits. Cost: one read of it."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with its checksum, durably."""
+    rest = json.dumps(content, separators=(",", ":")).encode()[1:]
+    with open(path, "wb") as file:
+        file.write(b'{"checksum":"' + checksum(rest).encode() + b'",' + rest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return what `write_sealed` wrote.
+
+    Raises:
+        BrokenCheckpoint: if the file is missing, changed, or was not written by it.
+    """
+    data = read_small(path, SEALED_LIMIT_BYTES)
+    head = _HEAD.match(data)
+    if head is None:
+        raise BrokenCheckpoint(f"{path}: not a file that ftkit wrote, or changed since")
+    rest = data[head.end() :]
+    if checksum(rest).encode() != head[1]:
+        raise BrokenCheckpoint(f"{path}: changed since it was written")
+    try:
+        content = json.loads(b"{" + rest)
+    except (ValueError, RecursionError) as error:  # sealed by somebody else
+        raise BrokenCheckpoint(f"{path}: not readable ({error})") from error
+    return dict(content)
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """Return the bytes of a file that a stranger may have put into its folder.
+
+    Raises:
+        BrokenCheckpoint: as `file_size`, and if it has more than `limit_bytes`.
+    """
+    found = file_size(path, path.parent)
+    if found > limit_bytes:
+        raise BrokenCheckpoint(f"{path}: {found} bytes, at most {limit_bytes} can be right")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path}: {error.strerror}") from error
+
+
+def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
+    """Write the list of a folder's files, durably, in place of a former one. Cost: one read of them.
+
+    Args:
+        apart: subfolders with a sealed list of their own, of which only that is listed here.
+    """
+    alone = set(apart)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CONTENTS):
+        name = path.relative_to(folder)
+        if name.parts[0] not in alone or name.name == LISTING:
+            files[str(name)] = [path.stat().st_size, file_checksum(path)]
+    write_sealed(folder / CONTENTS, {"files": files})
+
+
+def check_contents(folder: Path) -> list[str]:
+    """Compare a folder's files with its list, and return their names. Cost: one read of them.
+
+    Raises:
+        BrokenCheckpoint: naming the first file that is missing or changed, or the list if it is none.
+    """
+    listing = folder / CONTENTS
+    listed = read_sealed(listing).get("files")
+    if not isinstance(listed, dict) or not listed:
+        raise BrokenCheckpoint(f"{listing}: lists no files")
+    for name, entry in listed.items():
+        check_name(listing, name)
+        if not isinstance(entry, list) or [type(each) for each in entry] != [int, str]:
+            raise BrokenCheckpoint(f"{listing}: the entry of {name} is not valid")
+        path = folder / name
+        check_size(path, folder, entry[0])
+        if file_checksum(path) != entry[1]:
+            raise BrokenCheckpoint(f"{path}: changed since it was written")
+    return list(listed)
+
+
+def check_name(listing: Path, name: str) -> None:
+    """Raise BrokenCheckpoint unless a name in a list is that of a file in its folder or below: `a/b`, printable, no `..`."""
+    parts = name.split("/")
+    if not name.isprintable() or len(name.encode()) > NAME_LIMIT_BYTES or any(part in ("", ".", "..") for part in parts):
+        raise BrokenCheckpoint(f"{listing}: {name!r:.80} is no name of a file in its folder")
+
+
+def check_size(path: Path, folder: Path, size_bytes: int) -> None:
+    """Raise BrokenCheckpoint unless a file is there, within `folder`, and has this size."""
+    found = file_size(path, folder)
+    if found != size_bytes:
+        raise BrokenCheckpoint(f"{path}: {found} bytes, {size_bytes} were written")
+
+
+def file_size(path: Path, folder: Path) -> int:
+    """Return the bytes of a regular file within `folder`; nothing is opened.
+
+    Raises:
+        BrokenCheckpoint: if it is missing, a link that leads out of the folder, or no file (a pipe would never end).
+    """
+    try:
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise BrokenCheckpoint(f"{path}: a link that leads out of its folder")
+        found = path.stat()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise BrokenCheckpoint(f"{path}: is no file")
+    return found.st_size
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file. Cost: one read of it, 8 MiB at a time."""
+    found = xxhash.xxh3_64()
+    try:
+        with open(path, "rb") as file:
+            while data := file.read(READ_BYTES):
+                found.update(data)
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path}: {error.strerror}") from error
+    return found.hexdigest()

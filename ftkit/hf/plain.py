@@ -1,0 +1,161 @@
+"""The small files of a Trainer's checkpoint, read as what they should hold: numbers, text, and lists and tensors of them.
+
+A checksum proves that a file is what was sealed, not who sealed it. Files of torch.save are pickles: torch's restricted
+reader builds plain data, tensors and NumPy arrays of them and calls nothing else, and what it makes of a file is compared
+with what will use it before it is used: the Trainer's state with its fields, random states by giving them to generators of
+their own, a scheduler's state with that of the scheduler. `training_args.bin`, written for people, is never read.
+
+Refused by name: whatever is something else. What it costs: reading files of some KiB once more.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import struct
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
+
+from ftkit.engine.manifest import alike
+from ftkit.engine.seal import BrokenCheckpoint, file_size, read_small
+
+STATE_LIMIT_BYTES = 1 << 30
+"""The Trainer's state holds its log; a million lines are 200 MB."""
+RANDOM_WORDS = 624
+"""Of a Mersenne Twister's state; NumPy does not look whether the position lies among them."""
+UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, OSError, EOFError, MemoryError),
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+)
+"""What torch's reader raises on bytes that are none of its own, and generators on a state that is none of theirs."""
+
+Steps = Annotated[int, Field(ge=0, lt=2**53)]
+Every = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _State(BaseModel):
+    """What resuming reads of trainer_state.json; steps between logs, evaluations and saves may be shares of all steps."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    epoch: float | None = 0.0
+    global_step: Steps
+    max_steps: Steps = 0
+    logging_steps: Every = 1.0
+    eval_steps: Every = 1.0
+    save_steps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    train_batch_size: Annotated[int, Field(gt=0, lt=2**53)]
+    num_train_epochs: Steps = 0
+    num_input_tokens_seen: Steps = 0
+    total_flos: float = 0.0
+    log_history: list[dict[str, Any]] = []
+    best_metric: float | None = None
+    best_global_step: Steps | None = None
+    best_model_checkpoint: str | None = None
+    stateful_callbacks: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
+
+
+def check_state(folder: Path) -> None:
+    """Look through the small files that resuming reads: the Trainer's state, the scheduler's, all ranks' random numbers.
+
+    Raises:
+        BrokenCheckpoint: naming the first that is missing or holds something else.
+    """
+    read_trainer_state(folder / TRAINER_STATE_NAME)
+    if (folder / SCHEDULER_NAME).exists():
+        read_plain(folder / SCHEDULER_NAME)
+    for path in sorted(folder.glob("rng_state*.pth")):
+        check_random_state(path)
+
+
+def read_trainer_state(path: Path) -> TrainerState:
+    """Return the state of a Trainer.
+
+    Raises:
+        BrokenCheckpoint: if the file is missing or holds something else.
+    """
+    data = read_small(path, STATE_LIMIT_BYTES)
+    try:
+        _State.model_validate_json(data)
+        return TrainerState.load_from_json(str(path))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, found["loc"]))
+        raise BrokenCheckpoint(f"{path}: not a Trainer's state ({where}: {found['msg']})".replace("(: ", "(")) from error
+    except (ValueError, TypeError, RecursionError) as error:  # fields that this version of transformers does not know
+        raise BrokenCheckpoint(f"{path}: not a Trainer's state ({_first_line(error)})") from error
+
+
+def read_plain(path: Path) -> Any:
+    """Return what torch.save wrote: plain data, tensors, NumPy arrays.
+
+    Raises:
+        BrokenCheckpoint: if the file is missing, broken, or a pickle that wants to call anything.
+    """
+    file_size(path, path.parent)
+    try:
+        with safe_globals():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        called = forbidden(error)
+        what = f"a pickle that names {called}, which could run code; it was not run" if called else _first_line(error)
+        raise BrokenCheckpoint(f"{path}: not read: {what}") from error
+
+
+def forbidden(error: BaseException) -> str | None:
+    """Return the class or function for which torch refused to read a pickle, if that was its reason."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return found.group(1) if found else None
+
+
+def check_random_state(path: Path) -> None:
+    """Look through the random states of a rank, as the Trainer writes them.
+
+    Raises:
+        BrokenCheckpoint: if the file is missing or holds something else.
+    """
+    state = read_plain(path)
+    try:
+        random.Random().setstate(state["python"])
+        kind, words, position, has_gauss, cached = state["numpy"]
+        np.random.RandomState().set_state((kind, words, position, has_gauss, cached))
+        torch.Generator().set_state(state["cpu"])
+        fits = 0 <= position <= RANDOM_WORDS
+    except UNREADABLE as error:
+        raise BrokenCheckpoint(f"{path}: not the random states of a rank ({_first_line(error)})") from error
+    if not fits:
+        raise BrokenCheckpoint(f"{path}: not the random states of a rank (position {position})")
+
+
+def load_scheduler(path: Path, scheduler: Any) -> None:
+    """Give a scheduler the state that a file holds.
+
+    What the scheduler has itself must be alike. What it does not (another version's fields) may be there, unless it would
+    stand in a method's place.
+
+    Raises:
+        BrokenCheckpoint: if the file is missing or holds something else.
+    """
+    state, own = read_plain(path), scheduler.state_dict()
+    inner = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise BrokenCheckpoint(f"{path}: not the state of a scheduler")
+    odd = [key for key, value in state.items() if (not alike(value, own[key]) if key in own else hasattr(inner, key))]
+    if odd:
+        raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({odd[0]!r:.80})")
+    try:
+        scheduler.load_state_dict(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({error})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.200}"

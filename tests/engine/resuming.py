@@ -1,0 +1,191 @@
+"""One run that writes a checkpoint in its middle and goes on, and another, held in another way, that goes on from it.
+
+`write` and `read` are cases for a world of ranks. Both train a small Llama, or LoRA on it, on batches that depend on the
+step alone; the reader begins with other weights, and with state of its own if it was `used`. Each notes the losses and
+gradient norms after the save, and all that it holds at the end: masters, moments, frozen weights, whole. The learning rate
+is what it was, times a factor, at every step: a group that was not restored parts from the run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ftkit.engine.checkpoint import Saving, load_checkpoint, save_checkpoint
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.shard import Units
+from ftkit.engine.tiers import Placement, Tier
+from ftkit.hf.blocks import is_adapter
+from tests.engine import families
+from tests.engine.trajectory import MAX_NORM, shard_model, split
+
+BEFORE, AFTER = 2, 3
+"""Steps before the save and after it."""
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a run holds what it trains.
+
+    Args:
+        world: ranks. tier: of all that may leave the device at this stage. stage: of ZeRO. deferred: the update.
+        dtype: fp32, or bf16 with masters in fp32.
+    """
+
+    world: int = 1
+    tier: Tier = "device"
+    stage: int = 3
+    deferred: bool = False
+    dtype: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"W{self.world}-{self.tier}-stage{self.stage}-{self.dtype}{'-deferred' * self.deferred}"
+
+    @property
+    def policy(self) -> Policy:
+        """The engine's settings; freed buffers are poisoned."""
+        placement = Placement(
+            parameters=self.tier if self.stage == 3 else "device",
+            gradients=self.tier if self.stage >= 2 else "device",
+            state=self.tier,
+            kept=self.tier,
+        )
+        dtype = DTYPES[self.dtype]
+        return Policy(self.stage, compute_dtype=dtype, placement=placement, deferred_update=self.deferred, debug=True)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A run that writes: `kind` is full or lora; meanwhile: training goes on while it is written."""
+
+    side: Side
+    kind: str = "full"
+    meanwhile: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.side}{'-meanwhile' * self.meanwhile}"
+
+
+@dataclass
+class Log:
+    """What a run did after the save; `loaded` and `held`, by "tensor/kind", are of rank 0 only."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build(kind: str) -> nn.Module:
+    """Return the small Llama, or LoRA on it with second factors that are not zero, so that all of it has gradients."""
+    model = families.build("llama")
+    if kind == "full":
+        return model
+    torch.manual_seed(13)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+@contextmanager
+def engine(side: Side, model: nn.Module) -> Iterator[tuple[Units, ShardedAdamW]]:
+    """Shard a model over this world, with an optimizer of two groups."""
+    units = shard_model(model, side.policy, whole=is_adapter)
+    assert units.comm.world_size == side.world
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-3}]
+    try:
+        yield units, ShardedAdamW(units, groups, lr=1e-3, betas=(0.9, 0.95))
+    finally:
+        units.tiers.close()
+
+
+def train(units: Units, optimizer: ShardedAdamW, step: int, log: Log) -> None:
+    """Make one step."""
+    rows, comm = families.batch("llama", step), units.comm
+    loss = families.token_loss(units.model, split(rows, comm.world_size, comm.rank), families.label_tokens(rows))
+    optimizer.scale(loss * comm.world_size).backward()
+    log.norms.append(optimizer.clip_grad_norm_(MAX_NORM).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.8
+    log.losses.append(comm.sum(loss.detach().clone()).item())
+
+
+def held(units: Units, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+    """Return every tensor of every line by "name/kind", whole: masters and moments, of frozen lines the weights.
+
+    A collective. What the model would compute with is compared with the masters on the way.
+    """
+    optimizer.settle()
+    found: dict[str, Tensor] = {}
+    for flat in units.flats:
+        line = optimizer.line(flat) if flat.trainable else None
+        for kind, store in {"master": line.master, **line.moments}.items() if line else [("weights", flat.weights)]:
+            whole = flat.collect(store)
+            for segment in flat.layout.segments:
+                found[f"{segment.name}/{kind}"] = whole[segment.start : segment.stop].view(segment.shape).clone()
+    for name, tensor in units.full_tensors():
+        master = found.get(f"{name}/master", found.get(f"{name}/weights"))
+        assert torch.equal(tensor, master.to(tensor.dtype)), f"{name} is not what its master says"
+    return found if units.comm.rank == 0 else {}
+
+
+def write(writing: Writing, folder: str) -> Log:
+    """Train, save, and go on."""
+    log, earlier = Log(), Log()
+    with engine(writing.side, build(writing.kind)) as (units, optimizer):
+        for step in range(BEFORE):
+            train(units, optimizer, step, earlier)
+        save = Saving if writing.meanwhile else save_checkpoint
+        saving = save(folder, units, optimizer, extra={"cursor": BEFORE})
+        for step in range(BEFORE, BEFORE + AFTER):
+            train(units, optimizer, step, log)
+            if units.saving is not None:
+                saving.poll()
+        if units.saving is not None:
+            saving.wait()
+        log.held = held(units, optimizer)
+    return log
+
+
+def read(side: Side, kind: str, used: bool, frozen: bool, folder: str) -> Log:
+    """Begin with other weights, perhaps with a step of training, load, and go on."""
+    model, log = build(kind), Log()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad or frozen:
+                parameter.mul_(1.5)
+    with engine(side, model) as (units, optimizer):
+        if used:
+            train(units, optimizer, 90, Log())
+        assert load_checkpoint(folder, units, optimizer, frozen=frozen) == {"cursor": BEFORE}
+        log.loaded = held(units, optimizer)
+        for step in range(BEFORE, BEFORE + AFTER):
+            train(units, optimizer, step, log)
+        log.held = held(units, optimizer)
+    return log
+
+
+def on_disk(folder: str | Path) -> dict[str, Tensor]:
+    """Return what a checkpoint's files hold, by "tensor/kind" as `held` names it, read by safetensors itself."""
+    found: dict[str, Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        kind = path.name.rsplit(".", 2)[1]
+        found |= {f"{name}/{kind}": tensor for name, tensor in load_file(path).items()}
+    return found

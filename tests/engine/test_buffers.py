@@ -1,0 +1,81 @@
+"""Persistent buffers go with a checkpoint: a model with running means goes on as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine.buffers import FILE, persistent_buffers
+from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
+from ftkit.engine.comm import Communicator
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.seal import BrokenCheckpoint
+from ftkit.engine.shard import Units, shard
+from tests.worlds import World
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def made() -> tuple[Units, ShardedAdamW]:
+    model = Normed()
+    comm = Communicator(torch.device("cpu"))
+    policy = Policy(stage=3, activations="keep")
+    units = shard(model, [("first", model.first), ("last", model.last)], comm=comm, policy=policy)
+    return units, ShardedAdamW(units, None, lr=1e-2)
+
+
+def train(units: Units, optimizer: ShardedAdamW, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        loss = units.model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    units.model.eval()
+    losses.append(units.model(torch.ones(1, 8)).item())
+    units.model.train()
+    return losses
+
+
+def go_on(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Save in the middle and go on; do the same again with a fresh model that reads the save."""
+    units, optimizer = made()
+    train(units, optimizer, range(3))
+    save_checkpoint(folder, units, optimizer)
+    after = train(units, optimizer, range(3, 6))
+    units, optimizer = made()
+    load_checkpoint(folder, units, optimizer)
+    again = train(units, optimizer, range(3, 6))
+    return after, again, persistent_buffers(units.model)
+
+
+def test_running_means_go_on(world2: World, tmp_path: Path) -> None:
+    for after, again, buffers in world2.run(go_on, str(tmp_path / "save")):
+        assert again == after
+        assert sorted(buffers) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+        assert buffers["norm.num_batches_tracked"] == 6
+
+
+def test_a_changed_byte_of_them_is_refused(tmp_path: Path) -> None:
+    units, optimizer = made()
+    save_checkpoint(tmp_path / "save", units, optimizer)
+    data = bytearray((tmp_path / "save" / FILE).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "save" / FILE).write_bytes(data)
+    with pytest.raises(BrokenCheckpoint, match=FILE):
+        load_checkpoint(tmp_path / "save", units, optimizer)

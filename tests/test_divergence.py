@@ -1,0 +1,158 @@
+"""A loss gone wrong: found, named, counted, and what each policy leaves of it.
+
+A loss is spoiled at chosen steps. What skip and rollback must give is what a run gives to which the left-out samples were
+never dealt, loss by loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+
+from ftkit.divergence import LEAST, WINDOW, LossWindow
+from ftkit.divergence_watch import left_out_after
+from ftkit.errors import Diverged, refusal
+from ftkit.hf.trainer import TrainerMixin
+from ftkit.recipe import RecipeError, parse
+from ftkit.recipe_trainer import WholeSteps
+from tests.jobs import job, losses, recipe
+from tests.worlds import RankFailure
+
+CONSTANT = {"lr": 0.01, "schedule": "constant"}
+
+
+def spoiled_job(text, factors, settings=(), checkpoint=None, left_out=()):
+    """Be a rank whose loss is multiplied by `factors[step]`, or of a run to which some steps' samples were never dealt."""
+    compute, deal = TrainerMixin.compute_loss, WholeSteps.__iter__
+
+    def spoiled(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        found = compute(self, model, inputs, return_outputs, num_items_in_batch)
+        factor = factors.get(self.state.global_step + 1) if model.training else None
+        return found if factor is None else found * factor
+
+    def without(self):
+        size = self.step_sequences
+        return (sample for at, sample in enumerate(deal(self)) if at // size + 1 not in left_out)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(TrainerMixin, "compute_loss", spoiled))
+        if left_out:
+            stack.enter_context(mock.patch.object(WholeSteps, "__iter__", without))
+        return job(text, settings, checkpoint)
+
+
+def told(folder):
+    return [json.loads(line) for line in (folder / "divergences.jsonl").read_text().splitlines()]
+
+
+def text_of(home, out, policy, **sections):
+    (home / out).mkdir()
+    train = {"batch_tokens": 192, "max_steps": 8, "on_divergence": policy}
+    data = {"path": str(home / "rows.jsonl"), "sequence_tokens": 32, "cache_dir": str(home / "cache")}
+    return recipe(home, out, **{"train": train, "optimizer": CONSTANT, "eval": None, "data": data, **sections})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("policy", "spoiled", "left_out"),
+    [("skip", {6: math.nan}, {6}), ("rollback", {6: math.inf}, {5, 6}), ("rollback", {5: math.nan, 6: math.nan}, {5, 6})],
+)
+def test_what_is_left_out_was_never_there(policy, spoiled, left_out, ranks, home, worlds):
+    out = f"{policy}-{len(spoiled)}-{ranks}"
+    deferred = {"stage": 3, "update": "deferred"} if ranks == 2 else {"stage": 3}
+    text = text_of(home, out, policy, engine=deferred)
+    summary = worlds[ranks].run(spoiled_job, text, spoiled)[0]
+    (home / f"{out}-never").mkdir()
+    steps = 8 - len(left_out)
+    other = text.replace(f"/{out}", f"/{out}-never")
+    worlds[ranks].run(spoiled_job, other, {}, (f"train.max_steps={steps}",), None, left_out)
+    found = {line[0]: line[1] for line in losses(home / out)}
+    expected = [line[1] for line in losses(home / f"{out}-never")]
+    assert [found[step] for step in found if step not in left_out] == pytest.approx(expected, rel=1e-6)
+    assert len(found) == 8
+    events = [line for line in told(home / out) if "reason" in line]
+    assert {line["step"] for line in events} == set(spoiled)
+    assert summary["divergences"] == len(spoiled)
+    for line in events:
+        assert len(line["places"]) == 6
+        assert all(place.startswith(f"{home / 'rows.jsonl'}:") for place in line["places"])
+
+
+def test_a_checkpoint_that_leads_nowhere_is_passed_over(home, worlds):
+    """After step 8's checkpoint not one step is good: the way back leads past it."""
+    text = text_of(home, "past", "rollback", train={"batch_tokens": 192, "max_steps": 12, "on_divergence": "rollback"})
+    worlds[2].run(spoiled_job, text, {9: math.nan, 10: math.nan})
+    back = [(line["rolled_back_to"], line["left_out"]) for line in told(home / "past") if "left_out" in line]
+    assert back == [("checkpoint-8", [9, 9]), ("checkpoint-4", [5, 10])]
+    (home / "nowhere").mkdir()
+    text = text.replace("/past", "/nowhere")
+    with pytest.raises(RankFailure, match=r"step 2: the loss is nan(.|\n)*no checkpoint is left to go back to"):
+        worlds[2].run(spoiled_job, text, {2: math.nan})
+
+
+def test_the_run_ends_without_the_step(home, worlds):
+    text = text_of(home, "stop", "stop")
+    with pytest.raises(RankFailure, match=r"Diverged: step 6: the loss is nan(.|\n)*auto goes on from checkpoint-4"):
+        worlds[2].run(spoiled_job, text, {6: math.nan})
+    assert [path.name for path in (home / "stop").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert not (home / "stop" / "model").exists()
+    assert isinstance(refusal("text", Diverged.exit_code), Diverged)
+
+
+def test_without_a_policy_it_is_told_and_counted(home, worlds):
+    text = text_of(home, "continue", "continue")
+    summary = worlds[2].run(spoiled_job, text, {6: math.inf})[0]
+    lines = [json.loads(line) for line in (home / "continue" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[5]["loss"] is None, "it is not hidden behind the mean of the others"
+    assert [line["divergences"] for line in lines][4:6] == [0, 1]
+    assert summary["divergences"] >= 1
+    assert told(home / "continue")[0]["reason"] == "the loss is inf"
+
+
+def test_a_resumed_run_judges_as_the_first(home, worlds):
+    train = {"batch_tokens": 192, "max_steps": LEAST + 6, "on_divergence": "skip"}
+    text = text_of(home, "spike", "skip", train=train, output={"dir": str(home / "spike"), "save_every_steps": LEAST + 2})
+    at = LEAST + 4
+    worlds[2].run(spoiled_job, text, {at: 40.0})
+    first, before = told(home / "spike"), losses(home / "spike")
+    assert [(line["step"], line["action"]) for line in first] == [(at, "skip")]
+    assert "standard deviations above" in first[0]["reason"]
+    worlds[2].run(spoiled_job, text, {at: 40.0}, (), str(home / "spike" / f"checkpoint-{LEAST + 2}"))
+    assert told(home / "spike") == [*first, *first]
+    assert losses(home / "spike") == before
+
+
+def test_when_a_loss_is_a_spike():
+    random.seed(0)
+    window = LossWindow()
+    assert not any(window.judge(5 - step / 100 + random.gauss(0, 0.1), 1.0) for step in range(WINDOW * 2))
+    assert len(window.losses) == WINDOW
+    assert window.judge(math.nan, 1.0) == "the loss is nan"
+    assert "standard deviations" in window.judge(9.0, 1.0)
+    assert window.judge(3.0, math.nan) == "the gradient's norm is nan"
+    assert window.judge(3.0, math.inf, scaled=True) is None, "an overflow of fp16 is for the loss scale"
+    young = LossWindow([1.0] * (LEAST - 1))
+    assert young.judge(100.0, 1.0) is None
+    flat = LossWindow([1.0] * LEAST)
+    assert flat.judge(1.05, 1.0) is None, "hardly any deviation is no measure"
+    assert flat.judge(1.2, 1.0) is not None
+
+
+def test_what_an_earlier_process_left_out(tmp_path):
+    path = tmp_path / "divergences.jsonl"
+    assert left_out_after(path, 3) == set()
+    path.write_text('{"left_out": [5, 6]}\n{"left_out": [8, 9]}\n{"left_out": "no"}\n[]\n{"left_out": [1, ')
+    assert left_out_after(path, 4) == {5, 6, 8, 9}
+    assert left_out_after(path, 5) == {6, 8, 9}
+    assert left_out_after(path, 9) == set()
+
+
+def test_going_back_needs_checkpoints(home):
+    text = recipe(home, "none", train={"batch_tokens": 192, "on_divergence": "rollback"}, output={"dir": "x"})
+    with pytest.raises(RecipeError, match=r"set output\.save_every_steps"):
+        parse(text, "recipe.yaml")
