@@ -10,6 +10,7 @@ A tied weight is one flat parameter read from two modules; both uses add into on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,16 +119,24 @@ def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
 
 
 def receive(flat: FlatParameter) -> None:
-    """Collect gradients of a resident flat parameter outside blocks as autograd finishes them."""
+    """Collect gradients of a resident flat parameter outside blocks as autograd finishes them.
+
+    The hooks do not keep the line alive: autograd holds them where Python's collector does not look, so a line that they
+    held would never go, and its shards with it.
+    """
+    line = weakref.ref(flat)
 
     def receiver(index: int) -> Any:
         def take(parameter: Tensor) -> None:
+            own = line()
+            if own is None:  # its model is gone: this is a tensor like any other
+                return
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            if flat.deferred:
-                flat.accumulate(index, gradient)
+            if own.deferred:
+                own.accumulate(index, gradient)
             else:
-                contribute_tensor(flat, gradient)
+                contribute_tensor(own, gradient)
 
         return take
 

@@ -296,26 +296,35 @@ class Unit:
     # --- the gradients
 
     def _receiver(self, flat: FlatParameter, index: int) -> Callable[[Tensor], None]:
-        """Return the hook that moves one parameter's finished gradient onto the unit's line."""
-        segment = flat.layout.segments[index]
+        """Return the hook that moves one parameter's finished gradient onto the unit's line.
+
+        It does not keep unit and line alive: see `leaf.receive`.
+        """
+        own, line = weakref.ref(self), weakref.ref(flat)
 
         def receive(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            parameter.grad = None
-            assert gradient is not None
-            if flat.deferred:
-                flat.accumulate(index, gradient)
-            elif flat in self.receiving:
-                place = self.receiving[flat][segment.start : segment.stop]
-                if (flat.name, index) in self.written:  # by an earlier micro-batch in the same slot
-                    add_in_pieces(place, gradient.reshape(-1))
-                else:
-                    place.copy_(gradient.reshape(-1))
-                self.written.add((flat.name, index))
-            else:
-                raise RuntimeError(f"{segment.name} was used outside its block {self.name}, where it is not gathered")
+            unit, flat = own(), line()
+            if unit is not None and flat is not None:
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                unit._take(flat, index, gradient)
 
         return receive
+
+    def _take(self, flat: FlatParameter, index: int, gradient: Tensor) -> None:
+        """Put tensor `index`'s gradient where the line's gradient is being made."""
+        segment = flat.layout.segments[index]
+        if flat.deferred:
+            flat.accumulate(index, gradient)
+        elif flat in self.receiving:
+            place = self.receiving[flat][segment.start : segment.stop]
+            if (flat.name, index) in self.written:  # by an earlier micro-batch in the same slot
+                add_in_pieces(place, gradient.reshape(-1))
+            else:
+                place.copy_(gradient.reshape(-1))
+            self.written.add((flat.name, index))
+        else:
+            raise RuntimeError(f"{segment.name} was used outside its block {self.name}, where it is not gathered")
 
     @contextmanager
     def gradients(self) -> Iterator[None]:

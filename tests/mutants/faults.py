@@ -357,11 +357,22 @@ FAULTS = (
         "            self.drain.take(self, part, add=False)\n",
         _ON_DISK,
     ),
+    Fault(
+        "a model that is let go leaves its shards behind",
+        (
+            ("ftkit/engine/leaf.py", "own = line()", "own = flat"),
+            ("ftkit/engine/unit.py", "weakref.ref(self), weakref.ref(flat)", "lambda: self, lambda held=flat: held"),
+        ),
+        (
+            "tests/test_lifetime.py::test_a_model_that_is_let_go_takes_all_its_memory_along[llama-W2-stage3-recompute-free"
+            "-acc1-1groups-adamw-prefetch-clip]",
+        ),
+    ),
     _fault(
         "inside a block, the second micro-batch's gradient replaces the first's",
         "ftkit/engine/unit.py",
-        "                    add_in_pieces(place, gradient.reshape(-1))\n",
-        "                    place.copy_(gradient.reshape(-1))\n",
+        "                add_in_pieces(place, gradient.reshape(-1))\n",
+        "                place.copy_(gradient.reshape(-1))\n",
         _ON_HOST,
     ),
     _fault(
