@@ -27,8 +27,8 @@ from benchmarks.cap import memory_group, peak_bytes
 from benchmarks.disk import uncached
 from benchmarks.run import ROOT
 from benchmarks.shapes import llama
-from ftkit.engine.checkpoint import FORMAT, MANIFEST
-from ftkit.engine.pieces import Piece, PieceBuffer, PieceWriter
+from ftkit.engine.manifest import FORMAT, MANIFEST
+from ftkit.engine.pieces import Piece, PieceWriter, WriteBehind
 from ftkit.engine.seal import checksum, write_contents, write_sealed
 from ftkit.engine.storage import create_file, data_start
 
@@ -70,17 +70,19 @@ def lines_of(config: LlamaConfig) -> dict[str, Line]:
     return lines
 
 
-def write_line(path: Path, tensors: Line, buffer: PieceBuffer) -> list[Any]:
+def write_line(path: Path, tensors: Line, behind: WriteBehind) -> list[Any]:
     """Write one file of masters; return its entry in the manifest."""
     create_file(path, [(name, shape, torch.float32) for name, shape in tensors])
     start = data_start(path)
     with open(path, "rb") as file:
         header = Piece(0, start, checksum(file.read(start)))
-    writer = PieceWriter(path, start, buffer)
+    writer = PieceWriter(path, start, behind)
     for name, shape in tensors:
         for _, values in chunks(name, prod(shape)):
             writer.write(values)
-    return [path.stat().st_size, [list(piece) for piece in (header, *writer.close())]]
+    pieces = writer.close()
+    behind.settle()
+    return [path.stat().st_size, [list(piece) for piece in (header, *pieces)]]
 
 
 def write_checkpoint(folder: Path, size: str) -> int:
@@ -89,11 +91,11 @@ def write_checkpoint(folder: Path, size: str) -> int:
     lines = lines_of(config)
     engine = folder / "ftkit"
     engine.mkdir(parents=True)
-    buffer = PieceBuffer()
     files = {}
-    for line, tensors in lines.items():
-        path = engine / f"{line}.master.safetensors"
-        files[path.name] = write_line(path, tensors, buffer)
+    with WriteBehind() as behind:
+        for line, tensors in lines.items():
+            path = engine / f"{line}.master.safetensors"
+            files[path.name] = write_line(path, tensors, behind)
     names = [name for tensors in lines.values() for name, _ in tensors]
     manifest = {
         "format": FORMAT,

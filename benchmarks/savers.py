@@ -71,12 +71,12 @@ class Ftkit:
         self.optimizer.settle()
 
     def save(self, folder: Path) -> None:
-        from ftkit.engine.checkpoint import save_checkpoint
+        from ftkit.engine.saving import save_checkpoint
 
         save_checkpoint(folder / "ftkit", self.units, self.optimizer)
 
     def begin(self, folder: Path) -> Pending:
-        from ftkit.engine.checkpoint import Saving
+        from ftkit.engine.saving import Saving
 
         return Saving(folder / "ftkit", self.units, self.optimizer)
 

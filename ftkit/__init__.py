@@ -4,7 +4,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
+    from ftkit.engine.checkpoint import load_checkpoint
     from ftkit.engine.comm import Communicator
     from ftkit.engine.flat import Policy
     from ftkit.engine.optimizer import LossScale, ShardedAdamW, ShardedSGD
@@ -35,7 +35,7 @@ _HOMES = {
     "load_checkpoint": "ftkit.engine.checkpoint",
     "load_model": "ftkit.hf.loading",
     "load_weights": "ftkit.hf.loading",
-    "save_checkpoint": "ftkit.engine.checkpoint",
+    "save_checkpoint": "ftkit.engine.saving",
     "save_model": "ftkit.hf.saving",
     "shard": "ftkit.hf.blocks",
     "units_of": "ftkit.hf.blocks",

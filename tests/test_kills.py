@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftkit.engine import checkpoint
+from ftkit.engine import saving
 from ftkit.engine.comm import Communicator
 from ftkit.engine.pieces import PieceWriter
 from ftkit.engine.update import Updater
@@ -38,13 +38,13 @@ from tests.worlds import RankFailure
 
 IN_SAVES: dict[str, tuple[Any, str]] = {
     "a save begins": (trainer.TrainerMixin, "_save_checkpoint"),
-    "files are created": (checkpoint, "create_file"),
+    "files are created": (saving, "create_file"),
     "half of a piece": (PieceWriter, "_transfer"),
-    "a range is synced": (PieceWriter, "close"),
-    "the engine's folder is synced": (checkpoint, "sync_folder"),
-    "the manifest": (checkpoint, "write_sealed"),
+    "a range is synced": (PieceWriter, "_end"),
+    "the engine's folder is synced": (saving, "sync_folder"),
+    "the manifest": (saving, "write_sealed"),
     "random numbers": (trainer.Trainer, "_save_rng_state"),
-    "a save is looked after": (checkpoint.Saving, "poll"),
+    "a save is looked after": (saving.Saving, "poll"),
     "the contents": (trainer, "write_contents"),
     "the checkpoint is synced": (trainer, "sync_tree"),
     "its name is synced": (trainer, "sync_folder"),

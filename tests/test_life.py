@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from ftkit import cli, launch
-from ftkit.engine.checkpoint import save_checkpoint
 from ftkit.engine.flat import Policy
+from ftkit.engine.saving import save_checkpoint
 from ftkit.hf.shapes import disk_free
 from ftkit.planning import disk_room
 from ftkit.progress import EndOnRequest
@@ -145,7 +145,7 @@ def test_ranks_that_read_whole_pieces_do_not_go_on_without_the_one_that_does_not
 
 def fail_at_the_end(folder: str) -> str:
     units, optimizer = make(Policy(stage=3))
-    full = mock.patch("ftkit.engine.checkpoint.write_sealed", side_effect=OSError("No space left on device"))
+    full = mock.patch("ftkit.engine.saving.write_sealed", side_effect=OSError("No space left on device"))
     with full, pytest.raises(ValueError, match="could not be written") as told:
         save_checkpoint(folder, units, optimizer)
     save_checkpoint(folder, units, optimizer)

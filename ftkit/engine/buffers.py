@@ -6,6 +6,7 @@ What it costs: a copy of them in host memory while a save is under way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,9 +20,6 @@ from ftkit.errors import UserError
 BUFFERS = "buffers"
 """The kind, in the name of the file."""
 FILE = f"model.{BUFFERS}.safetensors"
-
-Places = dict[tuple[str, str], TensorFile]
-
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a saved model holds, by name."""
@@ -50,7 +48,7 @@ def write_buffers(folder: Path, buffers: dict[str, Tensor]) -> list[Piece]:
     return pieces
 
 
-def read_buffers(folder: Path, places: Places, model: nn.Module) -> None:
+def read_buffers(folder: Path, places: Mapping[tuple[str, str], TensorFile], model: nn.Module) -> None:
     """Fill a model's persistent buffers with those of a checkpoint; what it lacks stays as it is.
 
     Raises:

@@ -118,11 +118,5 @@ def cut(
 
 def owned_ranges(flat: FlatParameter, store: Store) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (tensor name, first element in it, values) of what this rank should write of a line's `store` (S,)."""
-    base, stop = flat.layout.shard_range(flat.rank)
-    first, last = base, stop
-    if flat.owners < flat.comm.world_size:  # replicated: every rank has all, and writes its part
-        part = -(-stop // flat.comm.world_size)
-        first = min(part * flat.comm.rank, stop)
-        last = min(first + part, stop)
-    for span, values in flat.spans(store, first, last):
+    for span, values in flat.spans(store, *flat.written_range()):
         yield span.segment.name, span.start - span.segment.start, values

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm import Communicator
-from ftkit.engine.layout import FlatLayout, Span
+from ftkit.engine.layout import SHARD_ALIGNMENT, FlatLayout, Span
 from ftkit.engine.tiers import MemoryStore, Placement, Store, Tiers
 
 
@@ -182,6 +182,14 @@ class FlatParameter:
         """Elements of this rank's part, without padding."""
         start, stop = self.layout.shard_range(self.rank)
         return stop - start
+
+    def written_range(self) -> tuple[int, int]:
+        """Return the elements [first, last) of the line that this rank writes to a file for all: of a whole copy, a part."""
+        first, last = self.layout.shard_range(self.rank)
+        if self.owners < self.comm.world_size:
+            part = -(-last // (self.comm.world_size * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+            first, last = min(part * self.comm.rank, last), min(part * (self.comm.rank + 1), last)
+        return first, last
 
     @property
     def shard(self) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
 from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, Disk
-from ftkit.engine.flatfile import PIECE_NUMEL, FlatFile
+from ftkit.engine.flatfile import PIECE_NUMEL, FlatFile, Request
 from ftkit.errors import UserError
 
 Tier = Literal["device", "host", "nvme"]
@@ -86,6 +86,9 @@ class Store(Protocol):
     def write(self, start: int, piece: Tensor) -> None:
         """Put a piece that `read` or `blank` returned, and that was changed, where it belongs."""
 
+    def send(self, start: int, piece: Tensor) -> Request | None:
+        """Start to `write`; return what to wait for, None where the piece is there."""
+
 
 class MemoryStore:
     """A shard in memory: on the device, or in an arena of the host."""
@@ -109,6 +112,9 @@ class MemoryStore:
 
     def write(self, start: int, piece: Tensor) -> None:
         """Do nothing: the piece is the shard."""
+
+    def send(self, start: int, piece: Tensor) -> None:
+        """Do nothing."""
 
 
 class FileStore:
@@ -138,7 +144,11 @@ class FileStore:
 
     def write(self, start: int, piece: Tensor) -> None:
         """Write the piece. Cost: waits for the disk."""
-        self.file.write(start, piece).wait()
+        self.send(start, piece).wait()
+
+    def send(self, start: int, piece: Tensor) -> Request:
+        """Start writing the piece, which must not change until that is done."""
+        return self.file.write(start, piece)
 
 
 def aligned_empty(numel: int, dtype: torch.dtype) -> Tensor:

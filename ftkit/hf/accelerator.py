@@ -24,10 +24,11 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.durable import rank_zero
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard, units_of

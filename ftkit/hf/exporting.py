@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.buffers import BUFFERS, persistent_buffers
-from ftkit.engine.checkpoint import Places, open_files
+from ftkit.engine.checked_file import Places, open_files
 from ftkit.engine.export import cut, publish
 from ftkit.engine.manifest import read_manifest
+from ftkit.engine.piece_reader import PieceBuffers
 from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents
 from ftkit.engine.storage import PIECE_BYTES, TensorFile, create_file
 from ftkit.errors import UserError
@@ -84,7 +85,7 @@ def export_checkpoint(
     if CONFIG not in listed:
         raise BrokenCheckpoint(f"{checkpoint / CONTENTS}: {CONFIG} is not listed")
     with ExitStack() as stack:
-        sources = _sources(open_files(checkpoint / ENGINE_FOLDER, manifest, stack))
+        sources = _sources(open_files(checkpoint / ENGINE_FOLDER, manifest, stack.enter_context(PieceBuffers()), stack))
         elements = sum(file.entries[name].numel for name, file in sources.items())
         model = _model(checkpoint, task, trust_remote_code, most_layers=len(sources), largest=max(elements, LARGEST))
         names = _names(model, sources, checkpoint)

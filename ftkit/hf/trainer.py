@@ -33,9 +33,11 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 
-from ftkit.engine.checkpoint import MANIFEST, Saving, checkpoint_bytes, load_checkpoint
+from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.durable import make_folder, rank_zero, sync_folder, sync_tree
+from ftkit.engine.manifest import MANIFEST
 from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.saving import Saving, checkpoint_bytes
 from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents, write_contents
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError

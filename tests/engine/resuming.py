@@ -19,9 +19,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint import Saving, load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.saving import Saving, save_checkpoint
 from ftkit.engine.shard import Units
 from ftkit.engine.tiers import Placement, Tier
 from ftkit.hf.blocks import is_adapter

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.buffers import FILE, persistent_buffers
-from ftkit.engine.checkpoint import load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.seal import BrokenCheckpoint
 from ftkit.engine.shard import Units, shard
 from tests.worlds import World

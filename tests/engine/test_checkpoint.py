@@ -20,10 +20,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.engine.checkpoint import MANIFEST, Saving, check_checkpoint, load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.flat import Policy
+from ftkit.engine.manifest import MANIFEST
 from ftkit.engine.optimizer import ShardedAdamW
 from ftkit.engine.pieces import PieceWriter
+from ftkit.engine.saving import Saving, save_checkpoint
 from ftkit.engine.seal import BrokenCheckpoint, read_sealed, write_sealed
 from ftkit.engine.tiers import Placement
 from ftkit.engine.update import Updater

@@ -19,13 +19,15 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.engine import checkpoint, clone, flatfile
-from ftkit.engine.checkpoint import Saving, check_checkpoint, load_checkpoint
+from ftkit.engine import clone, flatfile
+from ftkit.engine import saving as engine_saving
+from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.flatfile import PIECE_NUMEL
 from ftkit.engine.optimizer import ShardedAdamW
 from ftkit.engine.pieces import PieceWriter
+from ftkit.engine.saving import Saving
 from ftkit.engine.shard import shard
 from ftkit.engine.tiers import Placement, Tiers
 from ftkit.errors import UserError
@@ -99,8 +101,8 @@ def test_it_is_the_moment_of_the_save(place: Path) -> None:
     """A save that takes its time, with three steps meanwhile: no update waits for whole pieces, and none is seen."""
     model, units, optimizer = made(place)
     train(model, optimizer, 2)
-    move, read = PieceWriter._transfer, checkpoint.read_back
-    late = mock.patch.object(checkpoint, "read_back", lambda *args: (time.sleep(0.5), read(*args))[1])
+    move, read = PieceWriter._transfer, engine_saving.read_back
+    late = mock.patch.object(engine_saving, "read_back", lambda *args: (time.sleep(0.5), read(*args))[1])
     with late, mock.patch.object(PieceWriter, "_transfer", staticmethod(lambda *args: (os.sync(), move(*args)))):
         saving = Saving(place / "save", units, optimizer)
         after = train(model, optimizer, 3)

@@ -18,11 +18,12 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
+from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.flat import Policy
 from ftkit.engine.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
 from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
-from ftkit.engine.pieces import PieceBuffer, PieceReader
+from ftkit.engine.piece_reader import PieceBuffers, PieceReader
+from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents, checksum, read_sealed, write_contents, write_sealed
 from ftkit.engine.storage import DTYPES, TensorFile
 from ftkit.errors import UserError
@@ -245,12 +246,13 @@ def test_pieces_of_anything(count: int, tmp_path: Path) -> None:
 
     def check(drawn: tuple[Any, Any]) -> None:
         def read() -> None:
-            reader = PieceReader(path, *drawn, PieceBuffer())
-            try:
-                reader.check()
-                reader.read(0, memoryview(bytearray(10_000)))
-            finally:
-                reader.close()
+            with PieceBuffers() as buffers:
+                reader = PieceReader(path, *drawn, buffers)
+                buffers.expect((reader, number) for number in range(len(reader.pieces)))
+                try:
+                    reader.read(0, memoryview(bytearray(10_000)))
+                finally:
+                    reader.close()
 
         told(path, read)
 
