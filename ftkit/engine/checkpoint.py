@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ftkit.engine.buffers import persistent_buffers, read_buffers
 from ftkit.engine.checked_file import CheckedFile, Places, open_files
+from ftkit.engine.durable import all_ranks
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.flatfile import Request
 from ftkit.engine.layout import Span
@@ -69,17 +70,8 @@ def load_checkpoint(
         with suppress(UserError):  # told to whoever began it
             units.saving.wait()
     (optimizer or units).settle()
-    extra: dict[str, Any] = {}
-    problem: UserError | None = None
-    try:
+    with all_ranks(units.comm, BrokenCheckpoint):
         extra = _read(folder, units, optimizer, frozen=frozen)
-    except UserError as error:  # of this rank's share: the others must not go on alone
-        problem = error
-    told = units.comm.all(None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    if others := [text for text in told if text is not None]:
-        raise BrokenCheckpoint(others[0])
     units.rewritten()
     return extra
 

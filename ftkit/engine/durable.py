@@ -31,6 +31,28 @@ def rank_zero(comm: Communicator) -> Iterator[bool]:
         raise UserError(told)
 
 
+@contextmanager
+def all_ranks(comm: Communicator, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Run the body, which has no collectives, on every rank; then let all go on together, or fail together.
+
+    The others raise, as a `kind`, what the first that failed said: nobody waits for a rank that will not come.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    told = comm.all(None if problem is None else str(problem) or type(problem).__name__)
+    if isinstance(problem, OSError):
+        raise UserError(str(problem)) from problem
+    if problem is not None:
+        raise problem
+    failed = [(rank, text) for rank, text in enumerate(told) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise kind(f"rank {rank}: {text}")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it that are missing, their names durable; it must not be there."""
     missing = [path for path in folder.parents if not path.exists()]

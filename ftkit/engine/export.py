@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.engine.durable import rank_zero, sync_folder
+from ftkit.engine.durable import all_ranks, rank_zero, sync_folder
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
@@ -64,7 +64,7 @@ def export_tensors(
             for file_name, tensors in files.items():
                 create_file(folder / f"{file_name}.writing", tensors)
     home = {name: file for file, tensors in files.items() for name, _, _ in tensors}
-    with ExitStack() as stack:
+    with all_ranks(units.comm), ExitStack() as stack:
         opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
         for flat in units.flats:
             source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
@@ -76,7 +76,6 @@ def export_tensors(
                 opened[home[name]].write(name, 0, value.reshape(-1))
         for file in opened.values():
             file.sync()
-    units.comm.barrier()
     with rank_zero(units.comm) as first:
         if first:
             publish(folder, files, wanted)
@@ -91,6 +90,7 @@ def publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, 
         total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2))
+        sync_folder(folder / INDEX)
     for path in folder.iterdir():
         stale = (path.name == INDEX and len(files) == 1) or (WEIGHTS.fullmatch(path.name) and path.name not in files)
         if stale:

@@ -7,10 +7,13 @@ What a stranger's folder can hold is refused with a word for the user, before a 
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -292,6 +295,24 @@ def test_a_folder_may_be_written_over_itself(world2, tmp_path):
     assert_identical(expected(folder)[0], theirs)
     assert all((folder / name).exists() for name in own)
     assert not any((folder / name).exists() for name in stale)
+
+
+def saved_by_one(folder: str, target: str) -> str:
+    """A case for a world: write a folder on a drive that fails rank 1 alone; return what is told."""
+    units = ftkit.shard(ftkit.load_model(folder), {"stage": 3})
+    full = mock.patch.object(TensorFile, "write", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if units.comm.rank else nullcontext(), pytest.raises(ftkit.UserError) as caught:
+        ftkit.save_model(units, target)
+    return str(caught.value)
+
+
+def test_every_rank_learns_that_one_could_not_write(world2, tmp_path):
+    source = write(tmp_path / "source", runs.llama())
+    first, second = world2.run(saved_by_one, str(source), str(tmp_path / "target"))
+    assert "No space left" in second
+    assert first.startswith("rank 1: ")
+    assert "No space left" in first
+    assert not (tmp_path / "target" / "model.safetensors").exists()
 
 
 # --- every way in which it can be broken
