@@ -45,9 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=256, help="a sequence; one a rank")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument(
-        "--folder", default=None, help="for model, NVMe tier and output; default: temporary"
-    )
+    parser.add_argument("--folder", default=None, help="for model, NVMe tier and output; default: temporary")
     parser.add_argument("--set", action="append", default=[], help="further recipe settings, key.sub=value")
     parser.add_argument("--peers", action="store_true", help="also find the largest model of each peer under the cap")
     return parser.parse_args()

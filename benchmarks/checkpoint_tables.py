@@ -66,6 +66,17 @@ def verdict(engine: dict[str, Any], world: str) -> str:
     return "yes" if off <= SAME_LOSS else f"wrong by {off:.2g}"
 
 
+def of_raw(engine: dict[str, Any], what: str, seconds: float) -> float:
+    """Return the share of `seconds` that plain loops need for what a save or load has to move.
+
+    State on NVMe is read there and written to the checkpoint, or the other way; all else is only written, or only read.
+    """
+    needed = engine["bytes"] / engine["raw"]["write" if what == "save" else "read"]
+    if engine["engine"].endswith("nvme"):
+        needed += engine["bytes"] / engine["raw"]["read" if what == "save" else "write"]
+    return needed / seconds
+
+
 def peak(engine: dict[str, Any], rank: int, world: int, what: str) -> int:
     """Return a rank's resident peak in bytes while it did `what`; 0 if it did not."""
     own = engine["save"]["ranks"][rank]
@@ -88,8 +99,8 @@ def _speed(result: dict[str, Any], world: int, console: Console) -> None:
             continue
         save_s, load = saving_s(engine), engine["loads"][str(world)]
         load_s = None if "error" in load else load["ranks"][0]["load"]["seconds"]
-        cells = [f"{save_s:.2f}", f"{engine['bytes'] / save_s / result['raw']['write']:.0%}"]
-        cells += ["", ""] if load_s is None else [f"{load_s:.2f}", f"{engine['bytes'] / load_s / result['raw']['read']:.0%}"]
+        cells = [f"{save_s:.2f}", f"{of_raw(engine, 'save', save_s):.0%}"]
+        cells += ["", ""] if load_s is None else [f"{load_s:.2f}", f"{of_raw(engine, 'load', load_s):.0%}"]
         cells.append(f"{engine['bytes'] / 1e9:.2f}")
         told = under_way(engine)
         if told is None:
@@ -127,7 +138,7 @@ def _bounds(result: dict[str, Any], ours: list[dict[str, Any]], world: int) -> l
     raw = result["raw"]
     bounds = [_bound("checksums at >= 10 GB/s", f"{raw['checksum'] / 1e9:.1f} GB/s", raw["checksum"] >= CHECKSUM)]
     for engine in ours:
-        bounds += [*_speed_bounds(engine, raw, world), *_memory_bounds(engine, world)]
+        bounds += [*_speed_bounds(engine, world), *_memory_bounds(engine, world)]
         for number in engine["loads"]:
             said = verdict(engine, number)
             bounds.append(_bound(f"{engine['engine']}: {number} ranks go on where the run was", said, said == "yes"))
@@ -144,14 +155,14 @@ def _bounds(result: dict[str, Any], ours: list[dict[str, Any]], world: int) -> l
     return bounds
 
 
-def _speed_bounds(engine: dict[str, Any], raw: dict[str, Any], world: int) -> list[dict[str, Any]]:
+def _speed_bounds(engine: dict[str, Any], world: int) -> list[dict[str, Any]]:
     name, load = engine["engine"], engine["loads"][str(world)]
-    taken = {"save": (saving_s(engine), raw["write"])}
+    taken = {"save": saving_s(engine)}
     if "error" not in load:
-        taken["load"] = (load["ranks"][0]["load"]["seconds"], raw["read"])
+        taken["load"] = load["ranks"][0]["load"]["seconds"]
     bounds = []
-    for what, (seconds, rate) in taken.items():
-        share = engine["bytes"] / seconds / rate
+    for what, seconds in taken.items():
+        share = of_raw(engine, what, seconds)
         found = f"{seconds:.2f} s, {share:.0%}"
         if what == "load":
             found += f" ({load['ranks'][0]['again']['seconds']:.2f} s into memory that was used before)"

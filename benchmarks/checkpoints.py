@@ -2,9 +2,11 @@
 
 Two ranks train a few steps of a Llama, save it (at once, and while training goes on), and end. Fresh processes load it,
 two of them, then one, then three, and take the next two steps, whose losses must be those of the run that was not broken
-off. All files are synced on the save's time and dropped from the page cache before each load, alike for all. The marks are
-taken in the same run on the same folder: plain O_DIRECT loops (benchmarks/disk.py) and XXH3 over memory. Then `ftkit
-export` of a 3B model that is larger than the memory it gets (benchmarks/big_export.py).
+off. All files are synced on the save's time and dropped from the page cache before each load, alike for all; before each the
+machine is brought to rest (benchmarks/warm.py). The marks are taken in the same run on the same folder: plain O_DIRECT loops
+(benchmarks/disk.py), again before each engine because a drive's rate changes within minutes, and XXH3 over memory. "Of raw"
+is the time that those loops need for all that has to be moved, over the time taken: state on NVMe is read and written, by a
+save and by a load. Then `ftkit export` of a 3B model that is larger than the memory it gets (benchmarks/big_export.py).
 
 Goals (374M): a save and a load take at most 3 s, or reach 70 % of the plain loops' rate; checksums are made at 10 GB/s or
 more; a save under way holds training up for at most 10 % of its time; memory stays within training's peak and two units;
@@ -35,6 +37,7 @@ from benchmarks.disk import RAW, raw, reserved, turns, uncached
 from benchmarks.run import PEERS, ROOT, peers_python, run_ranks
 from benchmarks.savers import SAVERS
 from benchmarks.shapes import SHAPES
+from benchmarks.warm import Drive, warm_memory
 from ftkit.engine.arena import Arena
 from ftkit.engine.pieces import PIECE_BYTES
 from ftkit.engine.seal import checksum
@@ -54,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--export", default="3b", help="size of the model to export within 3 GiB; '' leaves it out")
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
     parser.add_argument("--warmup", type=int, default=2, help="steps before anything is measured")
-    parser.add_argument("--steps", type=int, default=4, help="steps that say what one takes without a save")
+    parser.add_argument("--steps", type=int, default=8, help="steps that say what one takes without a save")
     parser.add_argument("--world", type=int, default=2, help="ranks that save, and load first")
     parser.add_argument("--worlds", default="1,3", help="other numbers of ranks that load")
     parser.add_argument("--rows", type=int, default=6, help="sequences of all ranks; every number of ranks must divide it")
@@ -68,6 +71,19 @@ def raw_rates(folder: Path, console: Console) -> dict[str, Any]:
     """Return what the best plain O_DIRECT loop writes and reads, and XXH3 over memory, in bytes a second."""
     memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
     memory.view(torch.int64).random_()
+    found = drive_rates(folder, memory, console)
+    data = memory.view(torch.uint8).numpy()
+    rates = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for at in range(0, data.nbytes, PIECE_BYTES):
+            checksum(data[at : at + PIECE_BYTES])
+        rates.append(data.nbytes / (time.perf_counter() - began))
+    return {**found, "checksum": statistics.median(rates)}
+
+
+def drive_rates(folder: Path, memory: torch.Tensor, console: Console) -> dict[str, Any]:
+    """Return what the best plain O_DIRECT loop writes and reads of `memory`, in bytes a second, and which it was."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-raw-", dir=folder) as scratch:
         path = reserved(Path(scratch) / "file", DATA_START + RAW_BYTES)
@@ -78,14 +94,7 @@ def raw_rates(folder: Path, console: Console) -> dict[str, Any]:
         for what in ("write", "read"):
             best = max(rows, key=lambda row: row[what])
             found[what], found[f"{what}_by"] = best[what] * 1e9, best["name"]
-    data = memory.view(torch.uint8).numpy()
-    rates = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for at in range(0, data.nbytes, PIECE_BYTES):
-            checksum(data[at : at + PIECE_BYTES])
-        rates.append(data.nbytes / (time.perf_counter() - began))
-    return {**found, "checksum": statistics.median(rates)}
+    return found
 
 
 def ranks_do(name: str, what: str, world: int, folder: Path, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
@@ -118,11 +127,17 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def measure(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace, drive: Drive, console: Console) -> dict[str, Any]:
     """Let one engine save, then load with each number of ranks; return all its figures."""
+    drive.rest()
+    memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
+    memory.view(torch.int64).random_()
+    rates = drive_rates(options.folder, memory, console)
+    del memory
+    drive.rest()
     with tempfile.TemporaryDirectory(prefix=f"bench-{name}-", dir=options.folder) as folder_name:
         folder = Path(folder_name)
-        result: dict[str, Any] = {"engine": name, "title": SAVERS[name].title}
+        result: dict[str, Any] = {"engine": name, "title": SAVERS[name].title, "raw": rates}
         result["save"] = ranks_do(name, "save", options.world, folder, options)
         if "error" in result["save"]:
             console.print(f"{name}: does not save: {result['save']['error']}", highlight=False, markup=False)
@@ -132,11 +147,11 @@ def measure(name: str, options: argparse.Namespace, console: Console) -> dict[st
         result["loads"] = {}
         for world in (options.world, *map(int, filter(None, options.worlds.split(",")))):
             uncached(saved)
+            drive.rest()
             result["loads"][str(world)] = ranks_do(name, "load", world, folder, options, saved=str(saved))
         if SAVERS[name].ours:
             result["command_export"] = big_export.export(saved, folder / "exported")
     shutil.rmtree(folder, ignore_errors=True)
-    os.sync()  # what was removed is gone before the next begins
     console.print(f"{name}: {_said(result)}", highlight=False, markup=False)
     return result
 
@@ -200,13 +215,19 @@ def main() -> None:
     folder = ROOT / "runs" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"checkpoints-{now:%Y-%m-%d-%H%M%S}.json"
-    result["raw"] = raw_rates(options.folder, console)
-    result["engines"] = []
-    if options.export:
-        result["big_export"] = measure_export(options.export, options.folder, console)
-    for name in names:
-        result["engines"].append(measure(name, options, console))
-        path.write_text(json.dumps(result, indent=1))  # what was measured stays, whatever becomes of the next
+    console.print(f"{warm_memory():.0f} GB of memory touched once, so that the host has given it", highlight=False)
+    drive = Drive(options.folder)
+    try:
+        drive.rest()
+        result["raw"] = raw_rates(options.folder, console)
+        result["engines"] = []
+        if options.export:
+            result["big_export"] = measure_export(options.export, options.folder, console)
+        for name in names:
+            result["engines"].append(measure(name, options, drive, console))
+            path.write_text(json.dumps(result, indent=1))  # what was measured stays, whatever becomes of the next
+    finally:
+        drive.close()
     result["seconds"] = time.time() - began
     result["bounds"] = report(result, options.world, console)
     path.write_text(json.dumps(result, indent=1))
