@@ -66,14 +66,17 @@ def verdict(engine: dict[str, Any], world: str) -> str:
     return "yes" if off <= SAME_LOSS else f"wrong by {off:.2g}"
 
 
-def of_raw(engine: dict[str, Any], what: str, seconds: float) -> float:
+def of_raw(engine: dict[str, Any], what: str, seconds: float, world: str) -> float:
     """Return the share of `seconds` that plain loops need for what a save or load has to move.
 
     State on NVMe is read there and written to the checkpoint, or the other way; all else is only written, or only read.
     """
-    needed = engine["bytes"] / engine["raw"]["write" if what == "save" else "read"]
+    rates = dict(engine["raw"])
+    if what == "load":
+        rates["read"] = engine["loads"][world]["raw_read"][-1]
+    needed = engine["bytes"] / rates["write" if what == "save" else "read"]
     if engine["engine"].endswith("nvme"):
-        needed += engine["bytes"] / engine["raw"]["read" if what == "save" else "write"]
+        needed += engine["bytes"] / rates["read" if what == "save" else "write"]
     return needed / seconds
 
 
@@ -99,8 +102,8 @@ def _speed(result: dict[str, Any], world: int, console: Console) -> None:
             continue
         save_s, load = saving_s(engine), engine["loads"][str(world)]
         load_s = None if "error" in load else load["ranks"][0]["load"]["seconds"]
-        cells = [f"{save_s:.2f}", f"{of_raw(engine, 'save', save_s):.0%}"]
-        cells += ["", ""] if load_s is None else [f"{load_s:.2f}", f"{of_raw(engine, 'load', load_s):.0%}"]
+        cells = [f"{save_s:.2f}", f"{of_raw(engine, 'save', save_s, str(world)):.0%}"]
+        cells += ["", ""] if load_s is None else [f"{load_s:.2f}", f"{of_raw(engine, 'load', load_s, str(world)):.0%}"]
         cells.append(f"{engine['bytes'] / 1e9:.2f}")
         told = under_way(engine)
         if told is None:
@@ -162,7 +165,7 @@ def _speed_bounds(engine: dict[str, Any], world: int) -> list[dict[str, Any]]:
         taken["load"] = load["ranks"][0]["load"]["seconds"]
     bounds = []
     for what, seconds in taken.items():
-        share = of_raw(engine, what, seconds)
+        share = of_raw(engine, what, seconds, str(world))
         found = f"{seconds:.2f} s, {share:.0%}"
         if what == "load":
             found += f" ({load['ranks'][0]['again']['seconds']:.2f} s into memory that was used before)"

@@ -4,9 +4,10 @@ Two ranks train a few steps of a Llama, save it (at once, and while training goe
 two of them, then one, then three, and take the next two steps, whose losses must be those of the run that was not broken
 off. All files are synced on the save's time and dropped from the page cache before each load, alike for all; before each the
 machine is brought to rest (benchmarks/warm.py). The marks are taken in the same run on the same folder: plain O_DIRECT loops
-(benchmarks/disk.py), again before each engine because a drive's rate changes within minutes, and XXH3 over memory. "Of raw"
-is the time that those loops need for all that has to be moved, over the time taken: state on NVMe is read and written, by a
-save and by a load. Then `ftkit export` of a 3B model that is larger than the memory it gets (benchmarks/big_export.py).
+(benchmarks/disk.py), again before each engine, because a drive's rate changes within minutes; before each load over the very
+files that are loaded, twice, because some drives give what was just written slowly the first time; and XXH3 over memory.
+"Of raw" is the time that those loops need for all that has to be moved, over the time taken: state on NVMe is read and
+written, by a save and by a load. Then `ftkit export` of a 3B model that is larger than the memory it gets (big_export.py).
 
 Goals (374M): a save and a load take at most 3 s, or reach 70 % of the plain loops' rate; checksums are made at 10 GB/s or
 more; a save under way holds training up for at most 10 % of its time; memory stays within training's peak and two units;
@@ -37,7 +38,7 @@ from benchmarks.disk import RAW, raw, reserved, turns, uncached
 from benchmarks.run import PEERS, ROOT, peers_python, run_ranks
 from benchmarks.savers import SAVERS
 from benchmarks.shapes import SHAPES
-from benchmarks.warm import Drive, warm_memory
+from benchmarks.warm import read_rate, settle, warm_memory
 from ftkit.engine.arena import Arena
 from ftkit.engine.pieces import PIECE_BYTES
 from ftkit.engine.seal import checksum
@@ -71,7 +72,7 @@ def raw_rates(folder: Path, console: Console) -> dict[str, Any]:
     """Return what the best plain O_DIRECT loop writes and reads, and XXH3 over memory, in bytes a second."""
     memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
     memory.view(torch.int64).random_()
-    found = drive_rates(folder, memory, console)
+    found = drive_rates(folder, memory, RAW, 3, console)
     data = memory.view(torch.uint8).numpy()
     rates = []
     for _ in range(5):
@@ -82,13 +83,19 @@ def raw_rates(folder: Path, console: Console) -> dict[str, Any]:
     return {**found, "checksum": statistics.median(rates)}
 
 
-def drive_rates(folder: Path, memory: torch.Tensor, console: Console) -> dict[str, Any]:
-    """Return what the best plain O_DIRECT loop writes and reads of `memory`, in bytes a second, and which it was."""
+def drive_rates(
+    folder: Path, memory: torch.Tensor, cases: list[tuple[int, int]], rounds: int, console: Console
+) -> dict[str, Any]:
+    """Return what the best plain O_DIRECT loop writes and reads of `memory`, in bytes a second, and which it was.
+
+    Args:
+        cases: (threads, bytes of a block) of each loop.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench-raw-", dir=folder) as scratch:
         path = reserved(Path(scratch) / "file", DATA_START + RAW_BYTES)
         try:
-            rows = turns([raw(path, memory, *case) for case in RAW], RAW_BYTES, 3, console)
+            rows = turns([raw(path, memory, *case) for case in cases], RAW_BYTES, rounds, console)
         except OSError as error:
             sys.exit(f"{folder}: no O_DIRECT ({error.strerror}): nothing to compare with")
         for what in ("write", "read"):
@@ -127,14 +134,13 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def measure(name: str, options: argparse.Namespace, drive: Drive, console: Console) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Let one engine save, then load with each number of ranks; return all its figures."""
-    drive.rest()
     memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
     memory.view(torch.int64).random_()
-    rates = drive_rates(options.folder, memory, console)
+    rates = drive_rates(options.folder, memory, RAW[-2:], 2, console)
     del memory
-    drive.rest()
+    settle(options.folder, rates["write"])
     with tempfile.TemporaryDirectory(prefix=f"bench-{name}-", dir=options.folder) as folder_name:
         folder = Path(folder_name)
         result: dict[str, Any] = {"engine": name, "title": SAVERS[name].title, "raw": rates}
@@ -147,8 +153,9 @@ def measure(name: str, options: argparse.Namespace, drive: Drive, console: Conso
         result["loads"] = {}
         for world in (options.world, *map(int, filter(None, options.worlds.split(",")))):
             uncached(saved)
-            drive.rest()
+            marks = [read_rate(saved) for _ in range(2)]
             result["loads"][str(world)] = ranks_do(name, "load", world, folder, options, saved=str(saved))
+            result["loads"][str(world)]["raw_read"] = marks
         if SAVERS[name].ours:
             result["command_export"] = big_export.export(saved, folder / "exported")
     shutil.rmtree(folder, ignore_errors=True)
@@ -216,18 +223,13 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"checkpoints-{now:%Y-%m-%d-%H%M%S}.json"
     console.print(f"{warm_memory():.0f} GB of memory touched once, so that the host has given it", highlight=False)
-    drive = Drive(options.folder)
-    try:
-        drive.rest()
-        result["raw"] = raw_rates(options.folder, console)
-        result["engines"] = []
-        if options.export:
-            result["big_export"] = measure_export(options.export, options.folder, console)
-        for name in names:
-            result["engines"].append(measure(name, options, drive, console))
-            path.write_text(json.dumps(result, indent=1))  # what was measured stays, whatever becomes of the next
-    finally:
-        drive.close()
+    result["raw"] = raw_rates(options.folder, console)
+    result["engines"] = []
+    for name in names:
+        result["engines"].append(measure(name, options, console))
+        path.write_text(json.dumps(result, indent=1))  # what was measured stays, whatever becomes of the next
+    if options.export:
+        result["big_export"] = measure_export(options.export, options.folder, console)
     result["seconds"] = time.time() - began
     result["bounds"] = report(result, options.world, console)
     path.write_text(json.dumps(result, indent=1))

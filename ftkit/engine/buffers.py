@@ -48,7 +48,7 @@ def write_buffers(folder: Path, buffers: dict[str, Tensor]) -> list[Piece]:
     return pieces
 
 
-def read_buffers(folder: Path, places: Mapping[tuple[str, str], TensorFile], model: nn.Module) -> None:
+def read_buffers(places: Mapping[tuple[str, str], TensorFile], model: nn.Module) -> None:
     """Fill a model's persistent buffers with those of a checkpoint; what it lacks stays as it is.
 
     Raises:

@@ -35,22 +35,27 @@ def rank_zero(comm: Communicator) -> Iterator[bool]:
 def all_ranks(comm: Communicator, kind: type[UserError] = UserError) -> Iterator[None]:
     """Run the body, which has no collectives, on every rank; then let all go on together, or fail together.
 
-    The others raise, as a `kind`, what the first that failed said: nobody waits for a rank that will not come.
+    The first rank that failed raises its error (an OSError as a UserError), all others say it after it: as a `kind` if it is
+    one, else as a UserError. So nobody waits for a rank that will not come, and all may be caught alike.
     """
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    told = comm.all(None if problem is None else str(problem) or type(problem).__name__)
+    known = isinstance(problem, (OSError, UserError))
+    text = str(problem) if known else f"{type(problem).__name__}: {problem}"
+    told = comm.all(None if problem is None else (isinstance(problem, kind), text))
+    failed = [(rank, *each) for rank, each in enumerate(told) if each is not None]
+    if not failed:
+        return
+    rank, is_kind, text = failed[0]
+    if rank != comm.rank:
+        raise (kind if is_kind else UserError)(f"rank {rank}: {text}") from problem
     if isinstance(problem, OSError):
-        raise UserError(str(problem)) from problem
-    if problem is not None:
-        raise problem
-    failed = [(rank, text) for rank, text in enumerate(told) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        raise kind(f"rank {rank}: {text}")
+        raise UserError(text) from problem
+    assert problem is not None
+    raise problem
 
 
 def make_folder(folder: Path) -> None:

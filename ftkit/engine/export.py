@@ -56,7 +56,8 @@ def export_tensors(
         for hub in names_of(segment.name)
     ] + [(name, tuple(value.shape), value.dtype) for name, value in buffers.items()]
     files = cut(wanted, shard_bytes)
-    (optimizer or units).settle()
+    with all_ranks(units.comm):
+        (optimizer or units).settle()
     with rank_zero(units.comm) as first:
         if first:
             for stale in folder.glob("model*.writing"):
@@ -89,8 +90,10 @@ def publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, 
         weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
         total = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in wanted)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-        sync_folder(folder / INDEX)
+        written = folder / f"{INDEX}.writing"
+        written.write_text(json.dumps(index, indent=2))
+        sync_folder(written)  # a file is synced by the same call
+        written.replace(folder / INDEX)
     for path in folder.iterdir():
         stale = (path.name == INDEX and len(files) == 1) or (WEIGHTS.fullmatch(path.name) and path.name not in files)
         if stale:

@@ -73,21 +73,36 @@ class PieceBuffers:
                 return self._held[1][:size]
             self._free.append(self._held[1])
             self._held = None
-        if self._coming and self._coming[0][0] == key:
+        self._skip_to(key)
+        if self._coming:
             _, room, future = self._coming.popleft()
-        else:  # a header, or out of turn
-            room, future = self._free.pop(), None
+        else:
+            room = self._free.pop()
+            future = self._threads.submit(reader.load, number, room)
         try:
-            if future is not None:
-                future.result()
-            else:
-                reader.load(number, room)
+            future.result()
         except BaseException:
+            wait([future])  # or it would still write there
             self._free.append(room)
             raise
         self._held = key, room
         self._start()
         return room[:size]
+
+    def _skip_to(self, key: Key) -> None:
+        """Forget what was announced before `key` and not asked for; all that is coming, if `key` was never announced."""
+        announced = [each for each, _, _ in self._coming]
+        if key in announced:
+            while self._coming[0][0] != key:
+                _, room, future = self._coming.popleft()
+                wait([future])
+                self._free.append(room)
+        elif self._coming:
+            left = deque(self._expected)
+            while left and left[0] != key:
+                left.popleft()
+            self.expect(())
+            self._expected = deque(list(left)[1:]) if left else deque()
 
     def _start(self) -> None:
         """Read ahead: a third piece is the one that was handed out."""

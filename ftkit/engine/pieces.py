@@ -49,7 +49,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 class WriteBehind:
     """Room for two pieces, and a thread that does one thing after another: it writes one piece while the other is filled.
 
-    Shared by files that are written one after the other. What failed in the thread is raised by whoever asks it next.
+    Shared by files that are written one after the other. What failed in the thread is raised by `hand_over` or `settle`.
 
     Attributes:
         room: (PIECE_BYTES,) of uint8, on a page boundary: the piece to be filled now.
@@ -68,7 +68,11 @@ class WriteBehind:
         self._thread.shutdown()
 
     def hand_over(self, act: Callable[[], None]) -> None:
-        """Let the thread do `act`, which reads `room`; from now on that is the other one."""
+        """Let the thread do `act`, which reads `room`; from now on that is the other one.
+
+        Raises:
+            OSError: as `settle`; `act` is not done then.
+        """
         self.settle()
         self.ask(act)
         self.room, self._other = self._other, self.room
@@ -78,10 +82,10 @@ class WriteBehind:
         self._asked.append(self._thread.submit(act))
 
     def settle(self) -> None:
-        """Wait until all is done.
+        """Wait until all is done, or something failed.
 
         Raises:
-            OSError: of the drive, or whatever else failed first.
+            OSError: of the drive, or whatever else failed first; `give_up` waits for the rest.
         """
         while self._asked:
             self._asked.popleft().result()
@@ -122,7 +126,11 @@ class PieceWriter:
                 self._flush()
 
     def close(self) -> list[Piece]:
-        """Take in the last piece; the thread writes it, makes all durable and ends the file. Return `pieces`."""
+        """Take in the last piece; the thread writes it, makes all durable and ends the file. Return `pieces`.
+
+        Raises:
+            OSError: of what was written before; the file is open still, to be abandoned.
+        """
         self._flush()
         self.behind.ask(self._end)
         return self.pieces

@@ -67,7 +67,7 @@ class Units:
         self.outside: list[FlatParameter] = []  # resident lines that belong to no unit
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
-        self.saving: Any = None  # the checkpoint of it that is being written (checkpoint.Saving)
+        self.saving: Any = None  # the checkpoint of it that is being written (saving.Saving)
         self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.comm import Communicator
-from ftkit.engine.durable import rank_zero
+from ftkit.engine.durable import all_ranks, rank_zero
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units
@@ -283,13 +283,11 @@ class Accelerator(accelerate.Accelerator):
                 torch.save({"step": self.step}, place / STEP_FILE)
         for number, (units, optimizer) in enumerate(self._engines()):
             save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer)
-        problem = None
-        try:
-            torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
-        except (OSError, RuntimeError) as error:  # the latter is what torch's writer makes of a full disk
-            problem = str(error)
-        if told := [text for text in comm.all(problem) if text is not None]:
-            raise UserError(f"{folder}: the state could not be written: {told[0]}")
+        with all_ranks(comm):
+            try:
+                torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
+            except (OSError, RuntimeError) as error:  # the latter is what torch's writer makes of a full disk
+                raise UserError(f"{folder}: the state could not be written: {error}") from error
         with rank_zero(comm) as first:
             if first:
                 publish_state(folder)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, tensor by tensor: no model, no ranks, a few MiB of memory.
+"""From a checkpoint to a Hugging Face folder, tensor by tensor: no model, no ranks, some 40 MiB of memory.
 
 The masters (or fp32 weights) of the checkpoint are read piece by piece, each compared with its checksum, and written in
 the dtype that is asked for. What transformers calls each tensor is asked of a model without weights. Beside them goes what
