@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +20,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ftkit.engine import flatfile
 from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
+from ftkit.engine.flatfile import DiskError
 from ftkit.engine.manifest import MANIFEST
 from ftkit.engine.optimizer import ShardedAdamW
 from ftkit.engine.pieces import PieceWriter
 from ftkit.engine.saving import Saving, save_checkpoint
 from ftkit.engine.seal import BrokenCheckpoint, read_sealed, write_sealed
-from ftkit.engine.tiers import Placement
+from ftkit.engine.tiers import Placement, Tiers
 from ftkit.engine.update import Updater
 from ftkit.errors import UserError
 from tests.engine import families
@@ -326,6 +329,15 @@ def test_a_save_waits_for_the_update_before_it(world2: World, tmp_path: Path) ->
     assert all(world2.run(write_after_late_update, str(tmp_path / "save")))
 
 
+def open_files_in(folder: str) -> list[str]:
+    """Return what this process has open in a folder or what was removed from it."""
+    names = []
+    for handle in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            names.append(os.readlink(handle))
+    return [name for name in names if name.startswith(folder)]
+
+
 def fail_meanwhile(folder: str, how: str) -> list[str]:
     """Save while training goes on, on a drive that fails for rank 1; return the errors, of both kinds of end."""
     units, optimizer = make(Policy(stage=3))
@@ -347,6 +359,7 @@ def fail_meanwhile(folder: str, how: str) -> list[str]:
                         break
             except UserError as error:
                 told.append(str(error))
+    assert open_files_in(folder) == []
     save_checkpoint(f"{folder}-after", units, optimizer)
     return told
 
@@ -358,6 +371,46 @@ def test_a_save_that_fails_leaves_nothing_and_training_goes_on(world2: World, ho
         assert all(says in each and "could not be written" in each for each in told)
     assert [path.name for path in tmp_path.iterdir()] == ["save-after"]
     check_checkpoint(tmp_path / "save-after")
+
+
+def load_onto_failing_drive(folder: str, nvme: str) -> tuple[list[float], str]:
+    """Save, load onto a drive that fails many writes of rank 1, load again; return later losses and what was told."""
+    policy = Policy(stage=3, placement=Placement(parameters="nvme", gradients="nvme", state="nvme"))
+    comm = Communicator(torch.device("cpu"))
+    model = families.build("llama")
+    units = shard_model(model, policy, comm, tiers=Tiers.open(comm, policy.placement, nvme, expected_bytes=0))
+    optimizer = ShardedAdamW(units, model.parameters(), lr=1e-3)
+    train(units, optimizer, 0, 1)
+    save_checkpoint(folder, units, optimizer)
+    train(units, optimizer, 1, 1)
+    transfer = flatfile.FlatFile._transfer
+
+    def failing(file: Any, call: Any, *rest: Any) -> None:
+        if call is os.pwritev:
+            time.sleep(0.01)  # several are on their way when the first has failed
+            raise DiskError("NVMe tier: the drive is gone")
+        transfer(file, call, *rest)
+
+    with mock.patch.object(flatfile.FlatFile, "_transfer", failing) if comm.rank else nullcontext():
+        try:
+            load_checkpoint(folder, units, optimizer)
+            told = "nothing"
+        except BrokenCheckpoint:
+            told = "broken"
+        except UserError as error:
+            told = str(error)
+    load_checkpoint(folder, units, optimizer)
+    losses = train(units, optimizer, 1, 2)
+    units.tiers.close()
+    return losses, told
+
+
+def test_a_load_whose_writes_fail_is_told_once_and_alike_on_all_ranks(world2: World, tmp_path: Path) -> None:
+    (first, told), (second, own) = world2.run(load_onto_failing_drive, str(tmp_path / "save"), str(tmp_path))
+    assert own == "NVMe tier: the drive is gone"
+    assert told == f"rank 1: {own}", "the checkpoint is not what is broken"
+    assert first == second
+    assert all(loss > 0 for loss in first)
 
 
 def save_again(folder: str) -> str:
