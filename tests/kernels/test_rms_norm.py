@@ -1,0 +1,73 @@
+"""RMSNorm, interpreted, beside fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ftkit.kernels.launch import KernelError
+from ftkit.kernels.rms_norm import CASTINGS, rms_norm, rms_norm_reference
+from tests.kernels.proof import DRAWN, prove
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw x (..., N), a weight (N,) and a residual like x, of any dtypes and strides."""
+    columns = draw(st.integers(3, 70) | st.just(0))  # of fewer, backward is all cancellation: see below
+    shape = [*draw(st.lists(st.integers(0, 4), max_size=2)), columns]
+    dtype = draw(st.sampled_from(DTYPES))
+    chance = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x, residual = (torch.randn(shape, generator=chance) * draw(st.sampled_from([0.01, 1.0, 50.0])) for _ in range(2))
+    x, residual = x.to(dtype), residual.to(dtype)
+    if len(shape) > 1 and draw(st.booleans()):
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)  # as attention's outputs come
+    weight = (1 + torch.randn(shape[-1], generator=chance) / 5).to(draw(st.sampled_from([dtype, torch.float32])))
+    return x, weight, residual
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(drawn=rows(), casting=st.sampled_from(CASTINGS), offset=st.sampled_from([0.0, 1.0]), add=st.booleans())
+def test_as_exact_as_pytorch(drawn: tuple[Tensor, Tensor, Tensor], casting: str, offset: float, add: bool) -> None:
+    x, weight, residual = drawn
+    settings = {"eps": 1e-6, "casting": casting, "offset": offset}
+    leaves = {"x": x, "weight": weight} | ({"residual": residual} if add else {})
+    prove(partial(rms_norm, **settings), partial(rms_norm_reference, **settings), leaves, roundings=DRAWN)
+
+
+def test_rows_of_one_element() -> None:
+    """Their gradient is what remains of two equal numbers: as large as one rounding of them."""
+    x, weight = torch.tensor([[0.3], [-2.0], [0.0]], requires_grad=True), torch.tensor([1.5], requires_grad=True)
+    y, total = rms_norm(x, weight, 1e-5)
+    assert total is x
+    torch.testing.assert_close(y, 1.5 * x.detach() * torch.rsqrt(x.detach() ** 2 + 1e-5))
+    y.sum().backward()
+    exact = 1.5 * 1e-5 * torch.rsqrt(x.detach().double() ** 2 + 1e-5) ** 3
+    torch.testing.assert_close(x.grad.double(), exact, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [4096, 5120, 16384])
+def test_sizes_of_real_models(columns: int) -> None:
+    x, weight = torch.randn(3, columns), torch.randn(columns)
+    prove(partial(rms_norm, eps=1e-5), partial(rms_norm_reference, eps=1e-5), {"x": x.half(), "weight": weight.half()})
+
+
+def test_what_is_refused() -> None:
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    for told, call in {
+        "x is torch.int64": lambda: rms_norm(x.long(), weight, 1e-5),
+        r"weight has shape \(7,\); \(8,\) goes with": lambda: rms_norm(x, weight[:7], 1e-5),
+        r"residual has shape \(2, 7\)": lambda: rms_norm(x, weight, 1e-5, residual=x[:, :7]),
+        "residual is torch.float16, x is torch.float32": lambda: rms_norm(x, weight, 1e-5, residual=x.half()),
+        "casting is 'warm'": lambda: rms_norm(x, weight, 1e-5, casting="warm"),
+        "at most 16384": lambda: rms_norm(torch.ones(1, 16385), torch.ones(16385), 1e-5),
+        "a scalar": lambda: rms_norm(torch.tensor(1.0), weight, 1e-5),
+    }.items():
+        with pytest.raises(KernelError, match=told):
+            call()
