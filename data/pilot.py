@@ -13,9 +13,10 @@ import math
 from pathlib import Path
 
 import torch
-from ftkit.bundled.shuffle_answers import shuffle_answers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ftkit.bundled.shuffle_answers import shuffle_answers
 
 HERE = Path(__file__).parent
 IGNORED = -100

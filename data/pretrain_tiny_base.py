@@ -13,11 +13,12 @@ import shutil
 from pathlib import Path
 
 import torch
-from ftkit.bundled.make_python_docs import is_held_out, library_modules
 from safetensors.torch import load_file, save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ftkit.bundled.make_python_docs import is_held_out, library_modules
 
 VOCABULARY = 3072
 SEQUENCE_TOKENS = 256
