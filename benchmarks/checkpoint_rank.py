@@ -30,6 +30,7 @@ from benchmarks.disk import uncached
 from benchmarks.resident import Watch, status
 from benchmarks.savers import SAVERS
 from benchmarks.shapes import VOCABULARY, llama
+from benchmarks.warm import warm_memory
 
 SPEC = json.loads(os.environ["BENCH_SPEC"])
 FOLDER = Path(SPEC["folder"])
@@ -161,6 +162,7 @@ def finish(config: Any, engine: Any, saved: Path, record: dict[str, Any]) -> Non
 
 def load(engine: Any, folder: Path) -> dict[str, Any]:
     """Load; return seconds and peaks."""
+    warm_memory(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // dist.get_world_size())
     with Watch() as watch:
         dist.barrier()
         began = time.perf_counter()
