@@ -71,7 +71,9 @@ def finetune(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this box; default: one a GPU, or 1.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this box; default: the recipe's, else one a GPU, or 1.")
+    ] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Continue from a checkpoint.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove what an earlier run left in output.dir, and start anew.")
@@ -149,7 +151,9 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="A box; a wrong name lists them. Default: this one.")
     ] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on the box; default: one a GPU, or 1.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on the box; default: the recipe's, else one a GPU, or 1.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object, sizes in bytes.")] = False,
 ) -> None:
     """Say what a recipe takes on each tier, and whether it fits, before anything is started."""

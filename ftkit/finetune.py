@@ -104,6 +104,7 @@ def _run(
     checkpoint = first_whole(checkpoints, Communicator(arguments.device), lambda line: say.print(escape(line)))
     if checkpoint is not None:
         check_noted(checkpoint, recipe, rows.prepared.report.digest)
+        say.print(escape(f"resuming from {checkpoint}"))
     arguments.eval_on_start = rows.held_out is not None and checkpoint is None
     say.print(escape(str(rows.prepared.report)))
     batches = plan.accumulation * plan.way.parts
@@ -116,6 +117,8 @@ def _run(
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
     memory.attach(trainer)
     first = [shown] if asked and checkpoint is None else []
+    if checkpoint is not None:
+        trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
     watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
     end = add_callbacks(trainer, recipe, folder, lambda: stop.asked or memory.asked, say, first, watch)
 
@@ -133,7 +136,8 @@ def _run(
         if trainer.save_problem is not None:
             raise UserError(f"ended at step {end.ended_at_step}, without a checkpoint of it: {trainer.save_problem}")
         return {"stopped": f"ended at step {end.ended_at_step} with a checkpoint; --resume auto continues from it"}
-    done = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
+    made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
+    done = [path for path in made if path not in trainer.damaged]
     if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
         trainer.retire_checkpoints(done[-1])
     if rows.held_out is not None:

@@ -89,6 +89,7 @@ class RecipeTrainer(Trainer):
         self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example
         self.keep = keep
         self.evaluated: dict[int, float] = {}  # step to held-out loss, of this run and of what it continues
+        self.damaged: set[Path] = set()  # checkpoints that were passed over
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self.left_out: frozenset[int] = frozenset()
@@ -169,13 +170,18 @@ class RecipeTrainer(Trainer):
         self.evaluated = {int(step): loss for step, loss in evaluated.items()}
 
     def retire_checkpoints(self, newest: Path) -> None:
-        """Keep the last `keep` up to the newest, and the best; one of a later step is none of this run's yet."""
+        """Keep the last `keep` up to the newest, and the best; one of a later step is none of this run's yet.
+
+        One that was passed over as damaged counts for none, and goes with those of its age.
+        """
+        self.damaged.discard(newest)  # written again
         if self.keep is None:
             return
-        known = [path for path in RunFolder(newest.parent).checkpoints() if step_of(path) <= step_of(newest)]
+        there = [path for path in RunFolder(newest.parent).checkpoints() if step_of(path) <= step_of(newest)]
+        known = [path for path in there if path not in self.damaged]
         evaluated = [path for path in known if step_of(path) in self.evaluated]
         best = min(evaluated, key=lambda path: self.evaluated[step_of(path)], default=None)
-        for path in known[: -self.keep]:
+        for path in there[: there.index(known[-self.keep :][0])]:
             if path != best:
                 set_aside(path)
         remove_unfinished(newest.parent)

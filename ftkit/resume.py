@@ -43,7 +43,8 @@ def first_whole(checkpoints: Sequence[str], comm: Communicator, say: Callable[[s
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(
-            f"--resume: no checkpoint is whole:\n{listed}\nstart anew with --overwrite, or name another with --resume PATH"
+            f"--resume: of the checkpoints asked for none is whole:\n{listed}\nname another with --resume PATH, let "
+            "--resume auto find the newest that is, or start anew with --overwrite, which removes them all"
         )
     return None
 

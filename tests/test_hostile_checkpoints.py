@@ -68,7 +68,7 @@ def passed_over(newest, victim):
     assert path == str(older)
     assert len(said) == 1
     assert f"passed over: {victim}" in said[0]
-    with pytest.raises(UserError, match=rf"no checkpoint is whole:\s+{victim}"):
+    with pytest.raises(UserError, match=rf"none is whole:\s+{victim}"):
         chosen(newest)
 
 

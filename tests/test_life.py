@@ -111,9 +111,23 @@ def test_the_best_of_those_that_are_there_stays(tmp_path):
     """The best step of all, 5, was not saved; a checkpoint of a later step is no part of this run yet."""
     for step in (4, 8, 12, 16, 99):
         checkpoint(tmp_path, step)
-    trainer = SimpleNamespace(keep=1, evaluated={4: 3.0, 5: 1.0, 8: 2.0, 12: 4.0, 16: 5.0, 99: 0.5})
+    trainer = SimpleNamespace(keep=1, evaluated={4: 3.0, 5: 1.0, 8: 2.0, 12: 4.0, 16: 5.0, 99: 0.5}, damaged=set())
     RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-16")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-16", "checkpoint-99"}
+
+
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path):
+    for step in (2, 4, 6, 8):
+        checkpoint(tmp_path, step)
+    trainer = SimpleNamespace(keep=2, evaluated={}, damaged={tmp_path / "checkpoint-6"})
+    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-8")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
+    checkpoint(tmp_path, 10)
+    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-10"}
+    trainer = SimpleNamespace(keep=1, evaluated={}, damaged={tmp_path / "checkpoint-10"})
+    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10"}, "it was written again"
 
 
 def test_who_asked_to_end_does_not_wait_for_an_evaluation():

@@ -74,6 +74,7 @@ def export_checkpoint(
     Raises:
         UserError: if the checkpoint is not whole or cannot be exported, or `out` holds a model.
     """
+    check_is_checkpoint(checkpoint)
     listed = check_contents(checkpoint)
     manifest = read_manifest(checkpoint / ENGINE_FOLDER)
     if (checkpoint / "adapter_config.json").exists():
@@ -155,6 +156,15 @@ def pieces(file: TensorFile, name: str) -> Iterator[tuple[int, Tensor]]:
         piece = torch.empty(min(step, numel - start), dtype=dtype)
         file.read(name, start, piece)
         yield start, piece
+
+
+def check_is_checkpoint(folder: Path) -> None:
+    """Raise UserError unless a folder is there and not that of a whole run."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; a checkpoint-N of a run is needed")
+    inside = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+    if inside and not (folder / CONTENTS).exists():
+        raise UserError(f"{folder}: is the folder of a run; name one of its checkpoints: {', '.join(inside)}")
 
 
 def refuse_model(out: Path) -> None:

@@ -128,6 +128,8 @@ def _plain_files(folder: Path) -> list[str]:
 
 
 def _config(adapter: Path) -> PeftConfig:
+    if (adapter / CONTENTS).exists() and not (adapter / "adapter_config.json").exists():
+        raise UserError(f"{adapter}: is a checkpoint without an adapter: leave --merge-adapter off")
     try:
         return PeftConfig.from_pretrained(str(adapter))
     except (OSError, ValueError, TypeError, KeyError) as error:

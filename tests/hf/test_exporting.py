@@ -58,8 +58,10 @@ def test_what_cannot_be_exported_is_refused(checkpoint, tmp_path):
     export_checkpoint(checkpoint, tmp_path / "out")
     with pytest.raises(UserError, match="holds safetensors files already"):
         export_checkpoint(checkpoint, tmp_path / "out")
-    with pytest.raises(UserError, match=r"contents\.json: No such file"):
+    with pytest.raises(UserError, match="nowhere: no such folder"):
         export_checkpoint(tmp_path / "nowhere", tmp_path / "other")
+    with pytest.raises(UserError, match=f"the folder of a run; name one of its checkpoints: .*{checkpoint.name}"):
+        export_checkpoint(checkpoint.parent, tmp_path / "other")
 
     def spoiled(name):
         return shutil.copytree(checkpoint, tmp_path / name)
