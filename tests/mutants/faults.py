@@ -264,10 +264,17 @@ FAULTS = (
         "tests/engine/test_pieces.py::test_what_is_written_is_there_in_pieces",
     ),
     _fault(
+        "a damaged checkpoint is kept and a whole one removed",
+        "ftkit/recipe_trainer.py",
+        "known = [path for path in there if path not in self.damaged]",
+        "known = there",
+        "tests/test_life.py::test_a_damaged_checkpoint_is_none_of_those_that_are_kept",
+    ),
+    _fault(
         "a piece that was read ahead is handed out before it is there",
         "ftkit/engine/piece_reader.py",
-        "                future.result()\n",
-        "                pass\n",
+        "            future.result()\n",
+        "            pass\n",
         "tests/engine/test_pieces.py::test_a_changed_piece_is_found_ahead_and_told_when_it_is_wanted",
     ),
     _fault(
