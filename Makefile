@@ -17,7 +17,7 @@ setup: $(STAMP)  ## make .venv with the tested stack
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[kernels,test,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
 	touch $(STAMP)
 
 demo: setup  ## fine-tune the bundled model on two CPU ranks, and show what it learned
@@ -67,6 +67,9 @@ bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed ZeRO-3, their memory, export of 3B in 3 GiB (40 GB)
 	$(BIN)/python -m benchmarks.checkpoints
 
+kernels: setup  ## what each fused kernel becomes on four generations of GPUs: registers, shared memory, spills
+	$(BIN)/python -m benchmarks.kernel_table
+
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
@@ -74,4 +77,4 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 	$(BIN)/python -m benchmarks.plan_against_runs
 
 .PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	bench-plan
+	bench-plan kernels

@@ -56,7 +56,7 @@ def engine_settings(recipe: Recipe) -> dict[str, Any]:
         recipe: Its `engine`, `memory` and `train.dtype`.
     """
     engine, memory = recipe.engine, recipe.memory
-    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "affinity", "debug")
+    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "kernels", "affinity", "debug")
     choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in", "state_host_gib")
     return {
         **{key: getattr(engine, key) for key in choices},

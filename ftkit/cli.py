@@ -278,6 +278,26 @@ def verify(
 
 
 @app.command()
+def doctor(
+    nvme_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Measure the drive of this folder too (2 s).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print facts and findings as an object.")] = False,
+) -> None:
+    """Say what is in this box and whether this install can use it; ends with 1 where something fails."""
+    from ftkit.doctor import as_dict, judge, show  # here, see the top of this file
+    from ftkit.probe import probe
+
+    facts = probe(nvme_dir)
+    findings = judge(facts)
+    if as_json:
+        typer.echo(json.dumps(as_dict(facts, findings), indent=1))
+    else:
+        show(findings, Console(soft_wrap=True, highlight=False))
+    raise typer.Exit(int(any(each.verdict == "fail" for each in findings)))
+
+
+@app.command()
 def generate(
     folder: Annotated[str, typer.Argument(help="A model folder, an adapter folder, or a hub id.")],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Default: lines of stdin.")] = None,

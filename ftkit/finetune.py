@@ -30,6 +30,7 @@ from ftkit.divergence_watch import DivergenceWatch
 from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
 from ftkit.generate import answer
+from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
@@ -39,7 +40,7 @@ from ftkit.plan.choice import KINDS, Plan
 from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
 from ftkit.planning import build, disk_room, plan_model, plan_recipe, settings_of
-from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar
+from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
@@ -271,13 +272,14 @@ def make_trainer(
 ) -> Any:
     """Put the model, the rows and the recipe's wishes into a Trainer of some kind."""
     micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    boundaries = recipe.data.packing and use_packed_attention(model)
     trainer = kind(
         model=model,
         args=arguments,
         train_dataset=rows.train,
         eval_dataset=rows.held_out,
         processing_class=tokenizer,
-        data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model)),
+        data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model), boundaries=boundaries),
         order=rows.prepared.order(recipe.train.seed),
         step_sequences=micro_batch * accumulation * arguments.world_size,
         metrics=recipe.eval.metrics if recipe.eval else (),
@@ -305,7 +307,7 @@ def add_callbacks(
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
     log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
-    for callback in (*first, bar, log, end, watch):  # the last may take back that the others want to save
+    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that the others want to save
         trainer.add_callback(callback)
     return end
 

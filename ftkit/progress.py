@@ -1,9 +1,9 @@
 """What a run tells while it trains: metrics.jsonl, a progress bar, and whether the user asked it to end.
 
-All three are callbacks of the HF Trainer. `MetricsLog` writes one JSON object a logging step, the same keys in each, and
-one an evaluation, which has `eval_loss` in place of `loss`. `ProgressBar` shows the same numbers; on a terminal as a bar,
-otherwise as some twenty lines. `EndOnRequest` lets all ranks agree, once a step, to save and end: a rank that heard the
-signal later must not enter another step alone.
+`TellFused` says what runs as fused kernels. All are callbacks of the HF Trainer. `MetricsLog` writes one JSON object a
+logging step, the same keys in each, and one an evaluation, which has `eval_loss` in place of `loss`. `ProgressBar` shows the
+same numbers; on a terminal as a bar, otherwise as some twenty lines. `EndOnRequest` lets all ranks agree, once a step, to
+save and end: a rank that heard the signal later must not enter another step alone.
 
 It refuses nothing. What it costs: one all-reduce of a single number a step, and a file opened a logging step.
 """
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from ftkit.hf.blocks import units_of
 from ftkit.run_folder import RunFolder, append_line
 
 GIB = 1 << 30
@@ -142,6 +144,27 @@ class MetricsLog(TrainerCallback):
         )
         self._write(vars(metrics))
         self.show(metrics)
+
+
+class TellFused(TrainerCallback):
+    """Say once, when the model is in place, which of its parts run as fused kernels.
+
+    Args:
+        console: Where to.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.told = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Say it."""
+        units = units_of(model)
+        if units is None or units.fused is None or self.told:
+            return
+        self.told = True
+        where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
+        self.console.print(escape(f"fused{where}: {units.fused.told()}"))
 
 
 class ProgressBar(TrainerCallback):

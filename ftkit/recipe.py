@@ -280,6 +280,7 @@ class Engine(Section):
         None, description="of each rank's state on NVMe, what stays in host memory; default: what is left"
     )
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
+    kernels: Literal["auto", "off"] = Field("auto", description="fused kernels where they agree with the model's modules")
     affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 

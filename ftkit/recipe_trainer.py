@@ -23,6 +23,7 @@ import torch
 from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, row_statistics, write_rows
+from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.trainer import Trainer, remove_unfinished, set_aside
 from ftkit.run_folder import RunFolder, step_of
 from ftkit.words import counted
@@ -121,9 +122,24 @@ class RecipeTrainer(Trainer):
         """Do the Trainer's forward and backward, unless the step is one of `left_out`: then its loss is no number."""
         if self.state.global_step + 1 in self.left_out:
             return torch.full((), math.nan, device=self.args.device)
+        if not self._isolated:
+            self._check_first(inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = self._step_loss + loss
         return loss
+
+    _isolated = False  # whether the first batch was looked at
+
+    def _check_first(self, inputs: Any) -> None:
+        """Refuse packed samples that see each other, by the run's own first batch. A collective.
+
+        Raises:
+            UserError: naming the family and how much one sample moves the next.
+        """
+        self._isolated = True
+        if "position_ids" in inputs:
+            shares = self.all_ranks(leaks(self.model, self._prepare_inputs(inputs)))
+            refuse_leak(self.model, max((share for share in shares if share is not None), default=0.0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer does, and begin the next sum of losses at zero: the Trainer subtracts, which keeps a NaN."""

@@ -73,6 +73,7 @@ def summarise(
         "planned_per_rank": planned(plan),
         "cores_per_rank": cores,
         "nvme_per_rank": trainer.all_ranks(nvme_traffic(units.tiers.disk)),
+        "fused": units.fused.as_dict(),
         "plan": plan.as_dict(),
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

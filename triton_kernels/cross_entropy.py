@@ -5,7 +5,7 @@
     loss = n - (1 - smoothing) * z[label] - smoothing * mean(z) + z_weight * n^2
 
     dz_j = exp(z_j - n) * (1 + 2 * z_weight * n) - (1 - smoothing) * [j = label] - smoothing / V
-    dx_j = dz_j * (1 - (z_j / cap)^2)
+    dx_j = dz_j * (1 - (z_j / cap)^2) = dz_j * 4 * sigmoid(2 x_j / cap) * sigmoid(-2 x_j / cap), without the cancellation
 
 All in fp32. A row is walked in blocks: once for the maximum and the sum of exponentials together (Milakov and Gimelshein,
 arXiv:1805.02867), once more in backward, which writes where it reads. A row whose label is `ignore_index` has loss 0 and
@@ -15,6 +15,7 @@ five times that and holds 8V bytes more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +24,34 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import FLOATS, KernelError, use_triton
+from .launch import FLOATS, KernelError, options, use_triton
 
 BLOCK = 8192
 """Logits in registers at once: 16 of fp32 in each of 512 threads."""
 WARPS = 16
 
 
-def cross_entropy_reference(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
-    z_weight: float = 0.0,
-) -> Tensor:
+@dataclass(frozen=True)
+class LossTerms:
+    """What a loss is made of besides the labels.
+
+    Args:
+        ignore_index: label of rows that do not count. smoothing: share of the mass that all classes have alike.
+        cap: soft cap of the logits; 0 is none. z_weight: of the squared normaliser.
+    """
+
+    ignore_index: int = -100
+    smoothing: float = 0.0
+    cap: float = 0.0
+    z_weight: float = 0.0
+
+
+PLAIN = LossTerms()
+
+
+def cross_entropy_reference(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> Tensor:
     """Return the loss of each row in plain PyTorch; arguments as `cross_entropy`. Fp64 logits are computed in fp64."""
-    return _losses_reference(logits, labels, ignore_index, smoothing, cap, z_weight)[0]
+    return _losses_reference(logits, labels, terms)[0]
 
 
 def _capped_reference(logits: Tensor, cap: float) -> Tensor:
@@ -48,39 +59,35 @@ def _capped_reference(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(z / cap) if cap else z
 
 
-def _losses_reference(
-    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, cap: float, z_weight: float
-) -> tuple[Tensor, Tensor]:
+def _losses_reference(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Return the loss and log(sum(exp(z))) of each row."""
-    z = _capped_reference(logits, cap)
-    valid = labels != ignore_index
+    z = _capped_reference(logits, terms.cap)
+    valid = labels != terms.ignore_index
     total = torch.logsumexp(z, -1)
     own = z.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
-    loss = total - (1.0 - smoothing) * own + z_weight * total * total
-    if smoothing:
-        loss = loss - smoothing * z.mean(-1)
+    loss = total - (1.0 - terms.smoothing) * own + terms.z_weight * total * total
+    if terms.smoothing:
+        loss = loss - terms.smoothing * z.mean(-1)
     return loss.where(valid, 0.0), total
 
 
 def _gradients_reference(
-    logits: Tensor,
-    labels: Tensor,
-    total: Tensor,
-    dloss: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    cap: float,
-    z_weight: float,
+    logits: Tensor, labels: Tensor, total: Tensor, dloss: Tensor, terms: LossTerms, first: int, classes: int
 ) -> None:
     """Replace logits by the gradient, by the formula above."""
-    z = _capped_reference(logits, cap)
-    valid = labels != ignore_index
-    gradient = torch.exp(z - total.unsqueeze(-1)) * (1.0 + 2.0 * z_weight * total).unsqueeze(-1) - smoothing / z.shape[-1]
-    own = torch.full((z.shape[0], 1), smoothing - 1.0, dtype=gradient.dtype, device=z.device)
-    gradient.scatter_add_(-1, labels.where(valid, 0).unsqueeze(-1), own)
-    if cap:
-        gradient *= 1.0 - (z / cap) ** 2
-    logits.copy_((gradient * dloss.unsqueeze(-1)).where(valid.unsqueeze(-1), 0.0))
+    z = _capped_reference(logits, terms.cap)
+    gradient = torch.exp(z - total.unsqueeze(-1))
+    gradient *= (1.0 + 2.0 * terms.z_weight * total).unsqueeze(-1)
+    gradient -= terms.smoothing / classes
+    place = labels - first
+    present = (place >= 0) & (place < z.shape[-1])
+    own = torch.where(present, terms.smoothing - 1.0, 0.0).to(gradient.dtype).unsqueeze(-1)
+    gradient.scatter_add_(-1, place.where(present, 0).unsqueeze(-1), own)
+    if terms.cap:
+        y = 2.0 / terms.cap * (logits if logits.dtype == torch.float64 else logits.float())
+        gradient *= 4.0 * torch.sigmoid(y) * torch.sigmoid(-y)
+    gradient *= dloss.unsqueeze(-1)
+    logits.copy_(gradient.masked_fill_((labels == terms.ignore_index).unsqueeze(-1), 0.0))
 
 
 @triton.jit
@@ -115,7 +122,9 @@ def _forward(
         mass = mass * tl.exp(highest - now) + tl.sum(tl.exp(z - now), 0)
         highest = now
     normaliser = highest + tl.log(mass)
-    own = _capped(tl.load(logits + row * stride + tl.where(valid, label, 0)).to(tl.float32), cap, CAP)
+    known = (label >= 0) & (label < columns)
+    own = _capped(tl.load(logits + row * stride + tl.where(known, label, 0)).to(tl.float32), cap, CAP)
+    own = tl.where(known, own, float("nan"))  # a label that is no class is loud
     value = normaliser - (1.0 - smoothing) * own - smoothing * (plain / columns) + z_weight * normaliser * normaliser
     tl.store(loss + row, tl.where(valid, value, 0.0))
     tl.store(total + row, normaliser)
@@ -123,7 +132,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dloss, logits, labels, total, stride, columns, ignore_index, smoothing, cap, z_weight,
+    dloss, logits, labels, total, stride, columns, first, even, ignore_index, smoothing, cap, z_weight,
     CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -132,44 +141,43 @@ def _backward(
     label = tl.load(labels + row)
     normaliser = tl.load(total + row)
     scale = tl.where(label != ignore_index, tl.load(dloss + row).to(tl.float32), 0.0)
-    z = _capped(tl.load(logits + row * stride + at, inside, other=0.0).to(tl.float32), cap, CAP)
-    gradient = tl.exp(z - normaliser) * (1.0 + 2.0 * z_weight * normaliser) - smoothing / columns
-    gradient = tl.where(at == label, gradient - (1.0 - smoothing), gradient)
+    x = tl.load(logits + row * stride + at, inside, other=0.0).to(tl.float32)
+    z = _capped(x, cap, CAP)
+    gradient = tl.exp(z - normaliser) * (1.0 + 2.0 * z_weight * normaliser) - even
+    gradient = tl.where(at + first == label, gradient - (1.0 - smoothing), gradient)
     if CAP:
-        gradient *= 1.0 - (z / cap) * (z / cap)
+        y = 2.0 * x / cap
+        gradient *= 4.0 * tl.sigmoid(y) * tl.sigmoid(-y)
     tl.store(logits + row * stride + at, tl.where(scale == 0.0, 0.0, gradient * scale).to(logits.dtype.element_ty), inside)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, cap: float, z_weight: float
-    ) -> Tensor:
-        loss, total = losses_of(logits, labels, ignore_index, smoothing, cap, z_weight)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+        loss, total = losses_of(logits, labels, terms)
         ctx.save_for_backward(logits, labels, total)
-        ctx.how = ignore_index, smoothing, cap, z_weight
+        ctx.terms = terms
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         logits, labels, total = ctx.saved_tensors  # raises if somebody changed the logits meanwhile
-        gradients_into(logits, labels, total, dloss.contiguous(), *ctx.how)
-        return logits, None, None, None, None, None
+        gradients_into(logits, labels, total, dloss.contiguous(), ctx.terms)
+        return logits, None, None
 
 
-def losses_of(
-    logits: Tensor, labels: Tensor, ignore_index: int, smoothing: float, cap: float, z_weight: float
-) -> tuple[Tensor, Tensor]:
+def losses_of(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Return the loss and log(sum(exp(z))) of each row of logits (R, V), both fp32 (R,)."""
     if not use_triton(logits):
-        return _losses_reference(logits, labels, ignore_index, smoothing, cap, z_weight)
+        return _losses_reference(logits, labels, terms)
     rows, columns = logits.shape
     loss, total = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
         _forward[(rows,)](
-            logits, labels, loss, total, logits.stride(0), columns, ignore_index, smoothing, cap, z_weight,
-            CAP=cap != 0, BLOCK=min(BLOCK, triton.next_power_of_2(columns)), num_warps=WARPS,
+            logits, labels, loss, total, logits.stride(0), columns,
+            terms.ignore_index, terms.smoothing, terms.cap, terms.z_weight,
+            CAP=terms.cap != 0, BLOCK=min(BLOCK, triton.next_power_of_2(columns)), **options(WARPS),
         )  # fmt: skip
     return loss, total
 
@@ -179,42 +187,38 @@ def gradients_into(
     labels: Tensor,
     total: Tensor,
     dloss: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    cap: float,
-    z_weight: float,
+    terms: LossTerms,
+    *,
+    first: int = 0,
+    classes: int | None = None,
 ) -> None:
-    """Replace logits (R, V) by the gradient of the sum of dloss (R,) times the losses."""
-    if not use_triton(logits):
-        _gradients_reference(logits, labels, total, dloss, ignore_index, smoothing, cap, z_weight)
-        return
+    """Replace logits (R, v) by the gradient of the sum of dloss (R,) times the losses.
+
+    Args:
+        total: of `losses_of`, of all classes. first: class of the first column. classes: number of all; None: v.
+    """
     rows, columns = logits.shape
-    if rows:
+    classes = classes or columns
+    if not use_triton(logits):
+        _gradients_reference(logits, labels, total, dloss, terms, first, classes)
+    elif rows:
         block = min(BLOCK, triton.next_power_of_2(columns))
         _backward[(rows, triton.cdiv(columns, block))](
-            dloss, logits, labels, total, logits.stride(0), columns, ignore_index, smoothing, cap, z_weight,
-            CAP=cap != 0, BLOCK=block, num_warps=WARPS,
+            dloss, logits, labels, total, logits.stride(0), columns, first, terms.smoothing / classes,
+            terms.ignore_index, terms.smoothing, terms.cap, terms.z_weight,
+            CAP=terms.cap != 0, BLOCK=block, **options(WARPS),
         )  # fmt: skip
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
-    z_weight: float = 0.0,
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> Tensor:
     """Return the loss of each row, fp32 (R,). Backward overwrites the logits with their gradient: use them nowhere else.
 
     Args:
-        logits: (R, V), fp32, fp16 or bf16, each row side by side. labels: (R,) int64.
-        smoothing: share of the mass that all classes have alike. cap: 0 is none. z_weight: of the squared normaliser.
+        logits: (R, V), fp32, fp16 or bf16, each row side by side. labels: (R,) int64. terms: of the loss.
 
     Raises:
-        KernelError: if shapes, dtypes or devices do not fit together. Labels are not looked at on a GPU: one outside of
-            [0, V) that is not `ignore_index` reads what is not its own.
+        KernelError: if shapes, dtypes or devices do not fit together.
+        RuntimeError: for a label outside of [0, V) that is not `ignore_index`; on a GPU the row's loss is nan instead.
 
     Cost: on a GPU one launch each way and 8 bytes a row; elsewhere the same by PyTorch, with fp32 copies of the logits.
     """
@@ -228,4 +232,4 @@ def cross_entropy(
             f"{tuple(labels.shape)} of {labels.dtype} on {labels.device}"
         )
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    return _CrossEntropy.apply(rows, labels.contiguous(), ignore_index, smoothing, cap, z_weight)
+    return _CrossEntropy.apply(rows, labels.contiguous(), terms)

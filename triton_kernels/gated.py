@@ -2,9 +2,8 @@
 
     y = act(gate) * up
 
-    silu        act(g) = g * sigmoid(g)                                        (SwiGLU: Llama, Mistral, Qwen, Phi-3)
-    gelu        act(g) = g * (1 + erf(g / sqrt(2))) / 2                        (GeGLU)
-    gelu_tanh   act(g) = g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2 (GeGLU: Gemma, T5 v1.1)
+With the activations of activation.py: SwiGLU (Llama, Mistral, Qwen, Phi-3) has silu, GeGLU gelu or gelu_tanh (Gemma, T5
+v1.1).
 
     dgate = dy * up * act'(gate)        dup = dy * act(gate)
 
@@ -16,19 +15,16 @@ kept. Bytes moved, of elements of b bytes: forward 3b, backward 5b; PyTorch move
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from .launch import KernelError, as_rows, check_rows, use_triton
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+from .activation import ACTIVATIONS, Activation, act, act_reference
+from .launch import KernelError, as_rows, check_rows, options, use_triton
 
 BLOCK = 2048
 WARPS = 8
@@ -36,24 +32,7 @@ WARPS = 8
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return y in plain PyTorch; arguments as `gated`."""
-    if activation == "silu":
-        return functional.silu(gate) * up
-    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-
-
-@triton.jit
-def _act(g, KIND: tl.constexpr):
-    """Return act(g) and act'(g) in fp32."""
-    if KIND == 0:
-        s = tl.sigmoid(g)
-        return g * s, s * (1.0 + g * tl.sigmoid(-g))  # 1 - s, without the cancellation
-    if KIND == 1:
-        half = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        return g * half, half + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
-    inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-    half = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
-    slope = 2.0 * half * tl.sigmoid(-2.0 * inner)  # 2 half (1 - half)
-    return g * half, half + g * slope * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    return act_reference(gate, activation) * up
 
 
 @triton.jit
@@ -63,7 +42,7 @@ def _forward(gate, up, y, gate_stride, up_stride, columns, KIND: tl.constexpr, B
     inside = at < columns
     g = tl.load(gate + row * gate_stride + at, inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, inside, other=0.0).to(tl.float32)
-    value, _ = _act(g, KIND)
+    value, _ = act(g, KIND)
     tl.store(y + row * columns + at, (value * u).to(y.dtype.element_ty), inside)
 
 
@@ -75,7 +54,7 @@ def _backward(dy, gate, up, dgate, dup, gate_stride, up_stride, columns, KIND: t
     g = tl.load(gate + row * gate_stride + at, inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, inside, other=0.0).to(tl.float32)
     gradient = tl.load(dy + row * columns + at, inside, other=0.0).to(tl.float32)
-    value, slope = _act(g, KIND)
+    value, slope = act(g, KIND)
     tl.store(dgate + row * columns + at, (gradient * u * slope).to(dgate.dtype.element_ty), inside)
     tl.store(dup + row * columns + at, (gradient * value).to(dup.dtype.element_ty), inside)
 
@@ -89,7 +68,7 @@ class _Gated(torch.autograd.Function):
         if y.numel():
             grid = (rows, triton.cdiv(columns, BLOCK))
             strides = own_gate.stride(0), own_up.stride(0)
-            _forward[grid](own_gate, own_up, y, *strides, columns, KIND=kind, BLOCK=BLOCK, num_warps=WARPS)
+            _forward[grid](own_gate, own_up, y, *strides, columns, KIND=kind, BLOCK=BLOCK, **options(WARPS))
         ctx.save_for_backward(own_gate, own_up)
         ctx.kind, ctx.shape = kind, gate.shape
         return y
@@ -104,7 +83,7 @@ class _Gated(torch.autograd.Function):
             grid = (rows, triton.cdiv(columns, BLOCK))
             strides = gate.stride(0), up.stride(0)
             _backward[grid](
-                dy.contiguous(), gate, up, dgate, dup, *strides, columns, KIND=ctx.kind, BLOCK=BLOCK, num_warps=WARPS
+                dy.contiguous(), gate, up, dgate, dup, *strides, columns, KIND=ctx.kind, BLOCK=BLOCK, **options(WARPS)
             )
         return dgate, dup, None
 

@@ -7,6 +7,7 @@ by the kernels that can (losses), and refused by those that cannot.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,11 @@ class KernelError(ValueError):
 def use_triton(x: Tensor) -> bool:
     """Return whether kernels run where `x` lies: on a GPU, or interpreted. Elsewhere their PyTorch references do."""
     return x.is_cuda or INTERPRETED
+
+
+def options(warps: int) -> dict[str, Any]:
+    """Return what a launch says of its compilation: products are fused with sums, which Triton 3.10 does not by itself."""
+    return {"num_warps": warps, "enable_fp_fusion": True}
 
 
 def as_rows(x: Tensor) -> Tensor:

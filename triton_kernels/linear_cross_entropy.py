@@ -1,13 +1,15 @@
-"""The head and its loss together: cross-entropy of a linear layer's outputs, of which only a few rows exist at a time.
+"""The head and its loss together: cross-entropy of a linear layer's outputs, of which only a part exists at a time.
 
-    x = hidden @ weight.T + bias,    loss = sum over rows of cross_entropy(x)      (cross_entropy.py)
+    x = scale * (hidden @ weight.T + bias),    loss = sum over rows of cross_entropy(x)      (cross_entropy.py)
 
-Rows are taken in chunks. For each, the logits are made by a matrix product, become their gradient in place, and go at once
-into the gradients of hidden, weight and bias: forward and backward of the head are one walk, with three matrix products, as
-many as the plain path has. So the (R, V) logits never exist, only `CHUNK_BYTES` of them (Hsu et al., arXiv:2410.10989).
+Forward walks the rows: a chunk's logits are made by a matrix product, give their losses and normalisers, and are gone.
+Backward walks the vocabulary: a chunk of classes' logits are made again for all rows, become their gradient in place, and go
+at once where they belong: into those classes' rows of the weight's gradient, which are finished by it, and into the sum of
+the hidden states' gradients, which is fp32. So the (R, V) logits never exist, only `CHUNK_BYTES` of them, and neither does a
+second copy of the weight's gradient, which at large vocabularies is as large. The price is one matrix product: four instead
+of three. What comes for the loss (a loss scale) is applied before anything is rounded, as on the plain path.
 
-The gradients are those of the sum; backward multiplies them by what came for it, a single number. That of a 16-bit weight is
-the sum in fp32 of 16-bit matrix products.
+That a head's loss needs only a part of its logits at a time: Hsu et al., arXiv:2410.10989; Wijmans et al., arXiv:2411.09009.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
-from .cross_entropy import cross_entropy_reference, gradients_into, losses_of
+from .cross_entropy import PLAIN, LossTerms, cross_entropy_reference, gradients_into, losses_of
 from .launch import FLOATS, KernelError
 
 CHUNK_BYTES = 128 << 20
-"""Of logits that exist at once: enough rows for matrix products at full rate (1024 at a vocabulary of 64K in 16 bits)."""
+"""Of logits that exist at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
 
 
 def linear_cross_entropy_reference(
@@ -30,22 +33,32 @@ def linear_cross_entropy_reference(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
+    terms: LossTerms = PLAIN,
     *,
-    ignore_index: int = -100,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
-    z_weight: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
     """Return the sum of the losses in plain PyTorch, with all logits; arguments as `linear_cross_entropy`."""
-    logits = torch.nn.functional.linear(hidden, weight, bias) * scale
-    settings = {"ignore_index": ignore_index, "smoothing": smoothing, "cap": cap, "z_weight": z_weight}
-    return cross_entropy_reference(logits, labels, **settings).sum()  # type: ignore[arg-type]  # two kinds of numbers
+    return cross_entropy_reference(linear(hidden, weight, bias) * scale, labels, terms).sum()
 
 
-def rows_of(columns: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Return how many rows of so many logits exist at once."""
-    return max(1, chunk_bytes // (columns * dtype.itemsize))
+def part_of(length: int, other: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return how many of `length` rows (classes) exist at once, where each has `other` logits."""
+    return max(1, min(length, chunk_bytes // (max(other, 1) * dtype.itemsize)))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    logits = linear(hidden, weight, bias)
+    return logits.mul_(scale) if scale != 1.0 else logits
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to the fp32 matrix `total`, in place; the factors are fp32 or 16-bit."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -56,49 +69,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        rows: int,
         scale: float,
-        how: tuple[Any, ...],
+        terms: LossTerms,
+        chunk_bytes: int,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
+        rows, classes = hidden.shape[0], weight.shape[0]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        dhidden = torch.empty_like(hidden) if wanted[0] else None
-        dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
-        dbias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if wanted[2] else None
-        for start in range(0, hidden.shape[0], rows):
-            own, label = hidden[start : start + rows], labels[start : start + rows]
-            logits = torch.nn.functional.linear(own, weight, bias)
-            if scale != 1.0:
-                logits.mul_(scale)
-            loss, normalisers = losses_of(logits, label, *how)
+        normalisers = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        step = part_of(rows, classes, hidden.dtype, chunk_bytes)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            loss, normalisers[part] = losses_of(_logits(hidden[part], weight, bias, scale), labels[part], terms)
             total += loss.sum()
-            if not any(wanted):
-                continue
-            gradients_into(logits, label, normalisers, torch.full_like(loss, scale), *how)
-            if dhidden is not None:
-                torch.mm(logits, weight, out=dhidden[start : start + rows])
-            if dweight is not None:
-                dweight += logits.T @ own
-            if dbias is not None:
-                dbias += logits.sum(0, dtype=torch.float32)
-        ctx.save_for_backward(dhidden, dweight, dbias)
-        ctx.dtypes = weight.dtype, weight.dtype if bias is None else bias.dtype
+        ctx.save_for_backward(hidden, weight, bias, labels, normalisers)
+        ctx.how = scale, terms, chunk_bytes
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dbias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if dhidden is None else dhidden * dloss.to(dhidden.dtype),
-            None if dweight is None else (dweight * dloss).to(weight_dtype),
-            None if dbias is None else (dbias * dloss).to(bias_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, normalisers = ctx.saved_tensors
+        scale, terms, chunk_bytes = ctx.how
+        wanted = ctx.needs_input_grad
+        rows, classes = hidden.shape[0], weight.shape[0]
+        dloss = (dtotal * scale).to(torch.float32).expand(rows).contiguous()
+        dhidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wanted[0] else None
+        dweight = torch.empty_like(weight) if wanted[1] else None
+        dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
+        step = part_of(classes, rows, hidden.dtype, chunk_bytes)
+        for start in range(0, classes, step):
+            part = slice(start, start + step)
+            logits = _logits(hidden, weight[part], None if bias is None else bias[part], scale)
+            gradients_into(logits, labels, normalisers, dloss, terms, first=start, classes=classes)
+            if dhidden is not None:
+                _add_product(dhidden, logits, weight[part])
+            if dweight is not None:
+                torch.mm(logits.T, hidden, out=dweight[part])
+            if dbias is not None:
+                dbias[part] = logits.sum(0, dtype=torch.float32)
+            del logits
+        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -106,11 +116,8 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
+    terms: LossTerms = PLAIN,
     *,
-    ignore_index: int = -100,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
-    z_weight: float = 0.0,
     scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
@@ -118,14 +125,13 @@ def linear_cross_entropy(
 
     Args:
         hidden: (R, H). weight: (V, H). bias: (V,). All of one dtype: fp32, fp16 or bf16. labels: (R,) int64.
-        ignore_index, smoothing, cap, z_weight: as of `cross_entropy`. scale: of the logits, as some models have it.
-        chunk_bytes: of logits that exist at once.
+        terms: of the loss. scale: of the logits, as some models have it. chunk_bytes: of logits that exist at once.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together.
 
-    Cost: three matrix products, as without it; `chunk_bytes` (on a CPU four times that: its losses are made in fp32), and an
-    fp32 copy of the weight's gradient.
+    Cost: four matrix products instead of three; `chunk_bytes` of logits (on a CPU four times that: its losses are made in
+        fp32), and fp32 (R, H) in backward.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
@@ -136,6 +142,4 @@ def linear_cross_entropy(
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
         found = f"labels are {tuple(labels.shape)} of {labels.dtype}"
         raise KernelError(f"linear_cross_entropy: {found}; ({hidden.shape[0]},) of int64 is needed")
-    how = (ignore_index, smoothing, cap, z_weight)
-    rows = rows_of(weight.shape[0], hidden.dtype, chunk_bytes)
-    return _LinearCrossEntropy.apply(hidden.contiguous(), weight, bias, labels.contiguous(), rows, scale, how)
+    return _LinearCrossEntropy.apply(hidden.contiguous(), weight, bias, labels.contiguous(), scale, terms, chunk_bytes)

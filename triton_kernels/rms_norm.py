@@ -6,8 +6,9 @@
 
 What is rounded where differs between models, and with it the last bits (`casting`):
 
-    llama   n is rounded to the dtype of x, then multiplied by the weight in the wider dtype (Llama, Mistral, Qwen, T5)
+    llama   n is rounded to the dtype of x, then multiplied by the weight in the wider dtype (Llama, Mistral, Qwen)
     gemma   all in fp32, rounded once, at the end, to the dtype of x (Gemma with offset 1, OLMo-2 with offset 0)
+    t5      n is rounded to the dtype of the weight, and so is y (T5, whose sums of residuals may be fp32)
 
 Backward, with g = dy * (offset + weight):
 
@@ -28,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import KernelError, as_rows, check_rows, programs_of, row_block, use_triton
+from .launch import KernelError, as_rows, check_rows, options, programs_of, row_block, use_triton
 
-Casting = Literal["llama", "gemma"]
-CASTINGS: tuple[Casting, ...] = ("llama", "gemma")
+Casting = Literal["llama", "gemma", "t5"]
+CASTINGS: tuple[Casting, ...] = ("llama", "gemma", "t5")
+LLAMA, T5 = (tl.constexpr(CASTINGS.index(name)) for name in ("llama", "t5"))
 
 
 def rms_norm_reference(
@@ -44,13 +46,13 @@ def rms_norm_reference(
     if casting == "gemma":
         return (normal * (weight.to(normal.dtype) + offset)).to(x.dtype), total
     factor = weight + offset if offset else weight
-    return factor * normal.to(x.dtype), total
+    return factor * normal.to(weight.dtype if casting == "t5" else x.dtype), total
 
 
 @triton.jit
 def _forward(
     x, residual, weight, y, total, scale, columns, eps, offset,
-    ADD: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, CASTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -64,8 +66,10 @@ def _forward(
     r = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
     tl.store(scale + row, r)
     normal = wide * r
-    if not GEMMA:
+    if CASTING == LLAMA:
         normal = normal.to(x.dtype.element_ty).to(tl.float32)
+    if CASTING == T5:
+        normal = normal.to(y.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + at, inside, other=0.0).to(tl.float32) + offset
     tl.store(y + row * columns + at, (normal * factor).to(y.dtype.element_ty), inside)
 
@@ -73,7 +77,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy, dtotal, total, weight, scale, dx, dweight, rows, columns, offset,
-    ADD: tl.constexpr, GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, CASTING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -84,10 +88,12 @@ def _backward(
         r = tl.load(scale + row)
         normal = tl.load(total + row * columns + at, inside, other=0.0).to(tl.float32) * r
         gradient = tl.load(dy + row * columns + at, inside, other=0.0).to(tl.float32)
-        if GEMMA:
-            own += gradient * normal
-        else:
-            own += gradient * normal.to(total.dtype.element_ty).to(tl.float32)
+        rounded = normal
+        if CASTING == LLAMA:
+            rounded = normal.to(total.dtype.element_ty).to(tl.float32)
+        if CASTING == T5:
+            rounded = normal.to(dy.dtype.element_ty).to(tl.float32)
+        own += gradient * rounded
         g = gradient * factor
         out = (g - normal * (tl.sum(g * normal, 0) / columns)) * r
         if ADD:
@@ -102,12 +108,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, gemma: bool
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, offset: float, casting: Casting
     ) -> Tensor | tuple[Tensor, Tensor]:
         columns = x.shape[-1]
         flat = as_rows(x.contiguous())
         rows = flat.shape[0]
-        dtype = x.dtype if gemma else torch.promote_types(x.dtype, weight.dtype)
+        dtype = {"gemma": x.dtype, "t5": weight.dtype, "llama": torch.promote_types(x.dtype, weight.dtype)}[casting]
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         total = flat if residual is None else torch.empty_like(flat)
         scale = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -115,10 +121,10 @@ class _RmsNorm(torch.autograd.Function):
         if flat.numel():
             _forward[(rows,)](
                 flat, residual if residual is None else residual.contiguous(), weight.contiguous(), y, total, scale, columns,
-                eps, offset, ADD=residual is not None, GEMMA=gemma, BLOCK=block, num_warps=warps,
+                eps, offset, ADD=residual is not None, CASTING=CASTINGS.index(casting), BLOCK=block, **options(warps),
             )  # fmt: skip
         ctx.save_for_backward(total, weight, scale)
-        ctx.offset, ctx.gemma, ctx.shape = offset, gemma, x.shape
+        ctx.offset, ctx.casting, ctx.shape = offset, CASTINGS.index(casting), x.shape
         return y if residual is None else (y, total.view(x.shape))
 
     @staticmethod
@@ -133,7 +139,8 @@ class _RmsNorm(torch.autograd.Function):
         if total.numel():
             _backward[(programs,)](
                 dy.contiguous(), dtotal if dtotal is None else dtotal.contiguous(), total, weight.contiguous(), scale, dx,
-                partial, rows, columns, ctx.offset, ADD=dtotal is not None, GEMMA=ctx.gemma, BLOCK=block, num_warps=warps,
+                partial, rows, columns, ctx.offset,
+                ADD=dtotal is not None, CASTING=ctx.casting, BLOCK=block, **options(warps),
             )  # fmt: skip
         dx = dx.view(ctx.shape)
         return dx, partial.sum(0).to(weight.dtype), dx if ctx.needs_input_grad[2] else None, None, None, None
@@ -158,5 +165,5 @@ def rms_norm(
         raise KernelError(f"rms_norm: casting is {casting!r}, one of {', '.join(CASTINGS)} is needed")
     if not use_triton(x):
         return rms_norm_reference(x, weight, eps, offset=offset, casting=casting, residual=residual)
-    found = _RmsNorm.apply(x, weight, residual, eps, offset, casting == "gemma")
+    found = _RmsNorm.apply(x, weight, residual, eps, offset, casting)
     return (found, x) if residual is None else found

@@ -1,7 +1,7 @@
 """Parameters outside blocks: embeddings and heads, gathered when they are read.
 
-A leaf module gathers once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`), so the
-name is a property: while the model runs it is the gathered tensor, an autograd function of the shard, whose backward
+A leaf module gathers at most once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`),
+so the name is a property: while the model runs it is the gathered tensor, an autograd function of the shard, whose backward
 reduce-scatters; at other times it is the absent parameter, with its true shape and dtype. The gathered tensor lives as long
 as autograd wants it: an embedding's is gone after its lookup, a head's stays until its backward, which comes at once.
 
@@ -53,11 +53,14 @@ class Leaf:
         self.attribute = attribute
         self.running = running
         self.gathered: Tensor | None = None
+        self.sharing = False
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
     def read(self) -> Tensor:
         """Return the parameter's value where it has one to give: gathered while the model runs, else absent."""
-        if self.gathered is not None:
+        if self.sharing:
+            if self.gathered is None:
+                self.gathered = self._gather()
             return self.gathered
         return self._gather() if self.running.depth else self.parameter
 
@@ -70,12 +73,12 @@ class Leaf:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Let all reads in the body share one gather."""
-        self.gathered = self._gather()
+        """Let all reads in the body share one gather, at the first of them."""
+        self.sharing = True
         try:
             yield
         finally:
-            self.gathered = None
+            self.sharing, self.gathered = False, None
 
     def _gather(self) -> Tensor:
         """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter."""

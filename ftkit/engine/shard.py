@@ -29,6 +29,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.drain import Drain
 from ftkit.engine.flat import FlatParameter, Policy, absent
 from ftkit.engine.leaf import Leaf, Running, receive
+from ftkit.engine.seam import specialise
 from ftkit.engine.tiers import Tiers
 from ftkit.engine.transfer import Transfer
 from ftkit.engine.unit import Split, Unit
@@ -68,6 +69,7 @@ class Units:
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
         self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
         self.saving: Any = None  # the checkpoint of it that is being written (saving.Saving)
+        self.fused: Any = None  # what was exchanged in the model before, by whoever did
         self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
@@ -460,18 +462,16 @@ def _make_units(
 
 
 def _specialise(module: nn.Module, owner: object, **methods: Any) -> None:
-    """Give `module` a subclass of its class with `methods`, under the same name: registries and configs go by name."""
-    original = type(module)
+    """Give `module` methods that know `owner`, and refuse copies."""
+    name = type(module).__name__
 
     def refuse(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded {original.__name__} cannot be copied or pickled: its weights lie on several ranks. Copy before "
-            "sharding, or save it with trainer.save_model() / ftkit.save_model() and load the folder"
+            f"a sharded {name} cannot be copied or pickled: its weights lie on several ranks. Copy before sharding, or save "
+            "it with trainer.save_model() / ftkit.save_model() and load the folder"
         )
 
-    names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
-    make: Any = type(original)
-    module.__class__ = make(original.__name__, (original,), {**names, "_ftkit": owner, "__reduce_ex__": refuse, **methods})
+    specialise(module, _ftkit=owner, __reduce_ex__=refuse, **methods)
 
 
 def _specialise_block(unit: Unit) -> None:

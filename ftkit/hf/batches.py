@@ -5,8 +5,8 @@ on another number of ranks sees the same data. Accelerate deals consecutive batc
 step are the same whatever the number of ranks, as long as the global batch is. The order is drawn with numpy's frozen
 `RandomState` stream: it stays the same across versions of numpy and torch.
 
-`Collator` pads to the longest of the batch, on the right. For packed sequences it sends no attention mask (the
-restarted positions are the mask, see `ftkit.hf.packing`) and padding is one more sample, with no labels. Labels of an
+`Collator` pads to the longest of the batch, on the right. For packed sequences the restarted positions are the
+mask (see `ftkit.hf.packing`), or boundaries, and padding is one more sample, with no labels. Labels of an
 encoder-decoder batch have a length of their own; the model makes `decoder_input_ids` from them, or the collator does
 where the model will not see the labels (label smoothing).
 
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ftkit.errors import UserError
+from ftkit.hf.packing import boundaries_of
 from ftkit.hf.samples import IGNORED_LABEL
 
 
@@ -113,11 +114,13 @@ class Collator:
         pad_token_id: what input_ids are padded with
         multiple_tokens: lengths are rounded up to a multiple of this (8 suits tensor cores)
         decoder_inputs: makes decoder_input_ids from (B, T) labels; None leaves that to the model
+        boundaries: packed batches get an attention_mask of boundaries, for a model with ftkit's attention
     """
 
     pad_token_id: int
     multiple_tokens: int = 1
     decoder_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    boundaries: bool = False
 
     @classmethod
     def of(
@@ -125,6 +128,8 @@ class Collator:
         tokenizer: Any,
         multiple_tokens: int = 1,
         decoder_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        boundaries: bool = False,
     ) -> Collator:
         """Take the padding token of a tokenizer, or its end-of-sequence token where it has none.
 
@@ -134,7 +139,7 @@ class Collator:
         token = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if token is None:
             raise UserError("the tokenizer has neither a padding nor an end-of-sequence token; set tokenizer.pad_token")
-        return cls(token, multiple_tokens, decoder_inputs)
+        return cls(token, multiple_tokens, decoder_inputs, boundaries)
 
     def __call__(self, samples: Sequence[dict]) -> dict[str, Any]:
         """Return the batch of B samples.
@@ -145,7 +150,8 @@ class Collator:
         Returns:
             input_ids (B, T) int64, labels (B, T) int64 with -100 where padded (encoder-decoder: of their own length),
             decoder_input_ids like them where they are made here,
-            and either attention_mask (B, T) int64, or, if packed, position_ids (B, T) int64 and use_cache=False.
+            and either attention_mask (B, T) int64, or, if packed, position_ids (B, T) int64, use_cache=False and perhaps
+            attention_mask (B, 1, 1, S + 1) int32 (see `ftkit.hf.packing.boundaries_of`).
         """
         ids = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
         labels = [torch.as_tensor(sample["labels"], dtype=torch.int64) for sample in samples]
@@ -160,7 +166,8 @@ class Collator:
                 positions[row, len(own) :] -= len(own)
                 positions[row, : len(own)] = own
             # A cache, even an empty one, makes transformers overlook that the sequences are packed.
-            return {**batch, "position_ids": positions, "use_cache": False}
+            packed = {"attention_mask": boundaries_of(positions)} if self.boundaries else {}
+            return {**batch, "position_ids": positions, "use_cache": False, **packed}
         batch["attention_mask"] = self.padded([torch.ones_like(row) for row in ids], 0)
         return batch
 

@@ -31,6 +31,8 @@ from ftkit.engine.shard import shard as shard_blocks
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
+from ftkit.hf.fusing import Fused, fuse
+from ftkit.hf.head import attach_head_loss
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.shapes import common_limits, forced_of, shape_of
@@ -247,6 +249,7 @@ def shard(
     dtype = DTYPES.get(settings.dtype)
     check_dtype(dtype or next(model.parameters()).dtype, device)
     _refuse(model, comm.world_size)
+    fused = _fuse(model, dtype or next(model.parameters()).dtype, device) if settings.kernels == "auto" else Fused()
     affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
     policy, plan = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -273,7 +276,7 @@ def shard(
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
-    units.plan, units.affinity = plan, affinity
+    units.plan, units.affinity, units.fused = plan, affinity, fused
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
@@ -282,6 +285,17 @@ def shard(
     if source is not None:
         load_weights(units)
     return units
+
+
+def _fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
+    """Let `model` compute by fused kernels what it can, its loss too."""
+    fused = fuse(model, dtype, device)
+    reason = attach_head_loss(model, dtype, device)
+    if reason is None:
+        fused.note("chunked loss", "head")
+    else:
+        fused.left["the loss"] = reason
+    return fused
 
 
 def _tell(tiers: Tiers, comm: Communicator) -> None:

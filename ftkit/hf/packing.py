@@ -14,12 +14,13 @@ full for ordinary data and costs O(n log n). It puts samples of different length
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 from ftkit.errors import UserError
 from ftkit.hf.samples import IGNORED_LABEL
@@ -29,6 +30,12 @@ PACKED_COLUMNS = datasets.Features(
     | {"place": datasets.Value("string")}
 )
 PROBE_TOKENS = 8
+LEAK_SHARE = 0.05
+"""Of what samples do to each other in one sequence: more is no rounding."""
+PART_TOKENS = 128
+"""Whose logits are in fp32 at once."""
+ATTENTION = "ftkit"
+"""The name of the attention that takes boundaries (`ftkit.hf.attention`)."""
 
 
 def best_fit(lengths_tokens: Sequence[int], sequence_tokens: int, seed: int) -> list[list[int]]:
@@ -90,6 +97,22 @@ def fill(batch: dict[str, list], samples: datasets.Dataset) -> dict[str, list]:
     return filled
 
 
+def boundaries_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return where the samples of packed rows end, as ftkit's attention takes it.
+
+    Args:
+        position_ids: (B, T) integers, 0 where a sample begins; what pads a row is one more.
+
+    Returns:
+        (B, 1, 1, S + 1) int32: for each row the first tokens of its samples, 0 first, then T until the row is full.
+    """
+    rows, tokens = position_ids.shape
+    starts = [sorted({0, *row.eq(0).nonzero()[:, 0].tolist()}) for row in position_ids]
+    most = max(map(len, starts)) + 1
+    ends = [row + [tokens] * (most - len(row)) for row in starts]
+    return torch.tensor(ends, dtype=torch.int32).view(rows, 1, 1, most)
+
+
 def check_isolation(model: Any) -> None:
     """Refuse a model in which packed samples see each other, by asking it.
 
@@ -120,7 +143,7 @@ def check_isolation(model: Any) -> None:
         raise refused(model, f"its forward does not take position_ids ({error})") from error
     finally:
         model.train(was_training)
-    if leak > 0.05 * unpacked:
+    if leak > LEAK_SHARE * unpacked:
         raise refused(
             model, f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})"
         )
@@ -128,9 +151,84 @@ def check_isolation(model: Any) -> None:
 
 def second_sample_difference(model: Any, ids: torch.Tensor, position_ids: torch.Tensor) -> float:
     """Return the largest difference of the two rows' logits in their second half; ids and positions are (2, 2P)."""
-    logits = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits.float()
-    rows = logits[:, PROBE_TOKENS:]
-    return (rows[0] - rows[1]).abs().max().item()
+    rows = [_logits(model, ids[row : row + 1], position_ids[row : row + 1], PROBE_TOKENS) for row in range(2)]
+    return (rows[0] - rows[1]).float().abs().max().item()
+
+
+def leaks(model: Any, batch: Mapping[str, torch.Tensor]) -> float | None:
+    """Return what a sample of this batch does to the next one in its row, as a share of what it would do unpacked.
+
+    The first sample of a row is changed; the losses of the others must stay. In one unbroken sample they would move,
+    which is the measure: 0 is no leak, 1 is no isolation at all.
+
+    Args:
+        model: a causal language model of transformers, on its device, sharded or not; its mode is restored
+        batch: a packed batch as it is trained on, with input_ids, labels and position_ids, (B, T) each
+
+    Returns:
+        The share; None if no row has two samples with label tokens, or a change has no effect at all.
+
+    Cost: four forward passes of one row; with a sharded model a collective, so that all ranks must call it.
+    """
+    row, first = _two_samples(batch)
+    ids, positions = (batch[name][row : row + 1] for name in ("input_ids", "position_ids"))
+    labels = batch["labels"][row, first + 1 :]
+    changed = ids.clone()
+    changed[:, :first] = (changed[:, :first] + 1) % model.config.get_text_config().vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            packed, unbroken = (
+                _moved(model, ids, changed, places, labels, first)
+                for places in (positions, torch.arange(ids.shape[1], device=ids.device)[None])
+            )
+    finally:
+        model.train(was_training)
+    return packed / unbroken if first and unbroken > 0 else None
+
+
+def _moved(
+    model: Any, ids: torch.Tensor, changed: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, first: int
+) -> float:
+    """Return how far the losses of `labels`, those from token `first` + 1 on, differ between two rows."""
+    losses = []
+    for each in (ids, changed):
+        logits = _logits(model, each, places, first)[:-1]
+        parts = zip(logits.split(PART_TOKENS), labels.split(PART_TOKENS))
+        losses.append([cross_entropy(part.float(), own, reduction="none") for part, own in parts])
+    return max(((one - other).abs().max().item() for one, other in zip(*losses)), default=0.0)
+
+
+def _two_samples(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Return a row with two samples, the second with labels, and where that begins; (0, 0) if there is none."""
+    for row, (positions, labels) in enumerate(zip(batch["position_ids"], batch["labels"])):
+        for start in positions.eq(0).nonzero()[:, 0].tolist():
+            if start and (labels[start + 1 :] != IGNORED_LABEL).any():
+                return row, start
+    return 0, 0
+
+
+def _logits(model: Any, ids: torch.Tensor, position_ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the logits of a row from token `first` on; ids and positions are (1, T)."""
+    boundaries = {}
+    if getattr(model.config, "_attn_implementation", None) == ATTENTION:
+        boundaries["attention_mask"] = boundaries_of(position_ids.cpu()).to(ids.device)
+    found = model(input_ids=ids, position_ids=position_ids, use_cache=False, **boundaries).logits
+    return found[0, first:]
+
+
+def refuse_leak(model: Any, share: float) -> None:
+    """Refuse a first batch in which samples see each other.
+
+    Args:
+        share: of `leaks`.
+
+    Raises:
+        UserError: if it is more than rounding.
+    """
+    if share > LEAK_SHARE:
+        raise refused(model, f"in the first batch a changed sample moves the losses of the next ({share:.0%} of unpacked)")
 
 
 def refused(model: Any, reason: str) -> UserError:

@@ -46,6 +46,8 @@ class EngineSettings:
         nvme_gib: granted there to all ranks of a box, GiB; None: what is free.
         state_host_gib: of each rank's state, where that lies on NVMe, what stays in host memory, GiB; None: all that is left
             there if the plan chose NVMe, and nothing if the user did.
+        kernels: "auto": submodules that fused kernels can compute get them, each proved first, and the Trainer's loss is
+            made by chunks of the head; "off": the model is left as it is.
         affinity: bind each rank of a box to cores of its own (see `ftkit.engine.affinity`).
     """
 
@@ -67,6 +69,7 @@ class EngineSettings:
     nvme_dir: str | None = None
     nvme_gib: float | None = None
     state_host_gib: float | None = None
+    kernels: Literal["auto", "off"] = "auto"
     affinity: bool = True
 
     @classmethod
@@ -101,6 +104,7 @@ class EngineSettings:
             "gradient_dtype": ("auto", "fp32", "compute"),
             "prefetch": (True, False),
             "debug": (True, False),
+            "kernels": ("auto", "off"),
             "affinity": (True, False),
             **dict.fromkeys(("parameters", "gradients", "state", "kept"), ("auto", *TIERS)),
             "update": ("auto", "now", "deferred"),

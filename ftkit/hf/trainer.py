@@ -44,6 +44,7 @@ from ftkit.errors import UserError
 from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sharded_optimizer
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
+from ftkit.hf.head import only_loss
 from ftkit.hf.loading import find_weights, load_adapter, load_weights
 from ftkit.hf.plain import check_state, load_scheduler
 from ftkit.hf.saving import save_config, save_model
@@ -135,6 +136,7 @@ class TrainerMixin:
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _hides_count = False  # whether the Trainer's own loss is asked for without it
     _asked = False
+    _outputs_unread = False  # whether nobody looks at the outputs that are asked for with a loss
     _was_counted = False  # whether the last loss was asked for with the count of the global batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,9 +233,16 @@ class TrainerMixin:
 
         A loss that does not is a mean over one rank's micro-batch. The Trainer would multiply it by the ranks, and not
         divide it by the micro-batches of a step; without the count it does neither wrong. (A subclass's own loss is its own
-        affair.)
+        affair.) Where the loss is all that is wanted, the model may make it without its logits.
         """
-        compute: Any = super().compute_loss
+        stock: Any = super().compute_loss
+        plain = stock.__func__ is transformers.Trainer.compute_loss
+
+        def compute(*args: Any) -> Any:
+            nothing_else = plain and self.engine_is_on and not (self.label_smoother or self.compute_loss_func)
+            with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
+                return stock(*args)
+
         self._was_counted = torch.is_tensor(num_items_in_batch)
         if not self.engine_is_on or not self._was_counted:
             return compute(model, inputs, return_outputs, num_items_in_batch)
@@ -242,7 +251,7 @@ class TrainerMixin:
             random = random_state(self.accelerator.device)
             answer = compute(model, copy(inputs), return_outputs, watched(num_items_in_batch, uses))
             self._counts_items = len(uses) > 0
-            self._hides_count = not uses and compute.__func__ is transformers.Trainer.compute_loss
+            self._hides_count = not uses and plain
             if not self._hides_count:
                 loss, *outputs = answer if return_outputs else (answer,)
                 return (loss.as_subclass(Tensor), *outputs) if return_outputs else loss.as_subclass(Tensor)
@@ -258,8 +267,11 @@ class TrainerMixin:
         """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
         if self._masks_repeated(inputs):
             inputs = self._without_repeated(inputs)
-        self._was_counted = False
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._was_counted, self._outputs_unread = False, prediction_loss_only
+        try:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._outputs_unread = False
         if loss is not None and self._was_counted and self._counts_global_batch:
             loss = self.accelerator.reduce(loss, "mean")  # of ranks' parts of the sum, times the ranks, over the count
         return loss, logits, labels

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftkit.kernels.gated import ACTIVATIONS, gated, gated_reference
+from ftkit.kernels.activation import ACTIVATIONS
+from ftkit.kernels.gated import gated, gated_reference
 from ftkit.kernels.launch import KernelError
 from tests.kernels.proof import DRAWN, prove
 
@@ -69,7 +70,7 @@ def test_what_is_refused() -> None:
     for told, call in {
         r"up has shape \(2, 7\)": lambda: gated(x, x[:, :7]),
         "up is torch.float16, gate is torch.float32": lambda: gated(x, x.half()),
-        "activation is 'relu'": lambda: gated(x, x, "relu"),
+        "activation is 'mish'": lambda: gated(x, x, "mish"),
     }.items():
         with pytest.raises(KernelError, match=told):
             call()

@@ -30,14 +30,16 @@ COPIED = ("ftkit", "recipes", "data", "triton_kernels", "tests", "docs", "pyproj
 MAPPED = {"recipes": "recipes", "bundled": "data", "kernels": "triton_kernels"}
 WORKERS = 2
 FAULT_SECONDS = 180
+KERNELS = "tests/kernels/"
+"""Tests in Triton's interpreter, which a process has from its beginning: they run apart from the others."""
 RED, GREEN = 1, 0
 """What pytest returns when a test failed, and when none did; anything else means that it could not tell."""
 
 LAUNCH = """
 import pathlib, sys
-import ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled
+import ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels
 here = pathlib.Path.cwd()
-for module in (ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled):
+for module in (ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels):
     assert here in pathlib.Path(module.__file__).parents, f"{module.__name__} comes from {module.__file__}, not the copy"
 import pytest
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *sys.argv[1:]]))
@@ -74,6 +76,8 @@ def run_tests(folder: Path, tests: tuple[str, ...], seconds: float = FAULT_SECON
         subprocess.TimeoutExpired: if they take longer; they are ended.
     """
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    if all(test.startswith(KERNELS) for test in tests):
+        environ["TRITON_INTERPRET"] = "1"
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, *tests],
         cwd=folder,
@@ -135,11 +139,13 @@ def main(words: list[str]) -> int:
 
         named = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
         folder = copies.get()
-        code, printed = run_tests(folder, named, seconds=600)
+        for interpreted in (True, False):
+            tests = tuple(test for test in named if test.startswith(KERNELS) is interpreted)
+            code, printed = run_tests(folder, tests, seconds=600) if tests else (GREEN, "")
+            if code != GREEN:
+                print(f"without a fault the tests are not green, a red one would prove nothing (pytest: {code})\n{printed}")
+                return 1
         copies.put(folder)
-        if code != GREEN:
-            print(f"without a fault the tests are not green, a red one would prove nothing (pytest: {code})\n{printed}")
-            return 1
         print(f"{len(named)} tests are green without a fault ({time.monotonic() - start:.0f} s)\n", flush=True)
         width = max(len(fault.name) for fault in faults)
         outcomes = []

@@ -22,6 +22,7 @@ _REFUSALS = "tests/engine/test_refusals.py::"
 _EVERYWHERE = "tests/engine/test_resume_everywhere.py::test_every_pair_of_settings_goes_on"
 _BLOCKS = "tests/hf/test_blocks.py::"
 _TRAINER = "tests/hf/test_trainer.py::"
+_KERNELS = "tests/kernels/"
 
 _TIERS = "tests/engine/test_tiers.py::test_every_pair_of_places_trains_as_plain_pytorch"
 _ON_DISK = _TIERS + (
@@ -627,5 +628,132 @@ FAULTS = (
         "    if rows and digest and rows != digest:\n",
         "    if False:\n",
         "tests/test_hostile_checkpoints.py::test_other_rows_under_the_same_name_are_refused",
+    ),
+    _fault(
+        "rms_norm's mean counts the places beyond the row",
+        "triton_kernels/rms_norm.py",
+        "r = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)",
+        "r = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / BLOCK + eps)",
+        _KERNELS + "test_rms_norm.py::test_sizes_of_real_models[5120]",
+    ),
+    _fault(
+        "rms_norm's backward forgets what came for the sum",
+        "triton_kernels/rms_norm.py",
+        "            out += tl.load(dtotal + row * columns + at, inside, other=0.0).to(tl.float32)\n",
+        "            out += 0.0\n",
+        _KERNELS + "test_rms_norm.py::test_as_exact_as_pytorch",
+    ),
+    _fault(
+        "layer_norm's variance is taken before the mean is away",
+        "triton_kernels/layer_norm.py",
+        "    apart = tl.where(inside, wide - middle, 0.0)\n    r = 1.0 / tl.sqrt(tl.sum(apart * apart, 0) / columns + eps)",
+        "    apart = tl.where(inside, wide - middle, 0.0)\n"
+        "    r = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns - middle * middle + eps)",
+        _KERNELS + "test_layer_norm.py::test_a_mean_far_from_zero_does_not_cancel",
+    ),
+    _fault(
+        "layer_norm's gradient keeps its mean",
+        "triton_kernels/layer_norm.py",
+        "out = (g - tl.sum(g, 0) / columns - normal",
+        "out = (g - normal",
+        _KERNELS + "test_layer_norm.py::test_sizes_of_real_models",
+    ),
+    _fault(
+        "rotary turns back the same way",
+        "triton_kernels/rotary.py",
+        "    if BACK:\n        y1 = x1 * c1 + x2 * s2\n        y2 = x2 * c2 - x1 * s1\n",
+        "    if BACK:\n        y1 = x1 * c1 - x2 * s1\n        y2 = x2 * c2 + x1 * s2\n",
+        _KERNELS + "test_rotary.py::test_sizes_of_real_models",
+    ),
+    _fault(
+        "rotary reads every sample's angles from the first",
+        "triton_kernels/rotary.py",
+        "cos.stride(0) if len(cos) > 1 else 0",
+        "0",
+        _KERNELS + "test_rotary.py::test_sizes_of_real_models",
+    ),
+    _fault(
+        "an activation's slope is that without the bias",
+        "triton_kernels/activation.py",
+        "        if BIAS:\n            z += own\n",
+        "",
+        _KERNELS + "test_activation.py::test_sizes_that_average_chance_out",
+    ),
+    _fault(
+        "a gated backward mixes up its two gradients",
+        "triton_kernels/gated.py",
+        "(gradient * u * slope).to(dgate",
+        "(gradient * value).to(dgate",
+        _KERNELS + "test_gated.py::test_sizes_that_average_chance_out",
+    ),
+    _fault(
+        "a loss loses what it summed when a larger logit comes",
+        "triton_kernels/cross_entropy.py",
+        "mass = mass * tl.exp(highest - now) + ",
+        "mass = mass + ",
+        _KERNELS + "test_cross_entropy.py::test_rows_of_many_blocks[8193]",
+    ),
+    _fault(
+        "a chunk of classes finds the labels of the first",
+        "triton_kernels/cross_entropy.py",
+        "tl.where(at + first == label,",
+        "tl.where(at == label,",
+        _KERNELS + "test_cross_entropy.py::test_a_heads_chunks_make_the_loss_and_gradients_of_the_whole",
+    ),
+    _fault(
+        "the last row of a chunk is left out of the loss",
+        "triton_kernels/linear_cross_entropy.py",
+        "            total += loss.sum()\n",
+        "            total += loss[: max(1, step - 1)].sum()\n",
+        _KERNELS + "test_cross_entropy.py::test_a_heads_chunks_make_the_loss_and_gradients_of_the_whole",
+    ),
+    _fault(
+        "adamw corrects the second moment as the first",
+        "triton_kernels/adamw.py",
+        "(1.0 - how.beta2**how.step) ** -0.5, WEIGHT",
+        "(1.0 - how.beta1**how.step) ** -0.5, WEIGHT",
+        _KERNELS + "test_flat.py::test_adamw_as_torch_does_it",
+    ),
+    _fault(
+        "the finite check lets nan pass",
+        "triton_kernels/squared_norm.py",
+        "bad |= (tl.abs(value) <= 3.4028234663852886e38).to(tl.int32) ^ 1",
+        "bad |= (tl.abs(value) > 3.4028234663852886e38).to(tl.int32)",
+        _KERNELS + "test_flat.py::test_squared_norm",
+    ),
+    _fault(
+        "an exchange is proved by its values alone",
+        "ftkit/hf/twins.py",
+        "    for name, truth in exact.items():\n        own, other",
+        "    for name, truth in [*exact.items()][:1]:\n        own, other",
+        "tests/hf/test_fusing.py::test_what_does_not_agree_is_left_alone_and_told",
+    ),
+    _fault(
+        "what does not agree is exchanged all the same",
+        "ftkit/hf/twins.py",
+        "        if not off <= 2 * allowed",
+        "        if False and not off <= 2 * allowed",
+        "tests/hf/test_fusing.py::test_what_does_not_agree_is_left_alone_and_told",
+    ),
+    _fault(
+        "a chunked loss forgets to shift the labels",
+        "ftkit/hf/head.py",
+        "pad(labels, (0, 1), value=ignore_index)[..., 1:]",
+        "pad(labels, (0, 1), value=ignore_index)[..., :-1]",
+        "tests/hf/test_fusing.py::test_logits_are_there_unless_only_the_loss_is_wanted",
+    ),
+    _fault(
+        "a head goes on making logits of no classes",
+        "ftkit/hf/head.py",
+        "            self.wanted, self.kept = False, None\n",
+        "            self.kept = None\n",
+        "tests/hf/test_fusing.py::test_logits_are_there_unless_only_the_loss_is_wanted",
+    ),
+    _fault(
+        "doctor takes any wheel for one with kernels for the card",
+        "ftkit/doctor.py",
+        "        if number <= capability and",
+        "        if",
+        "tests/test_doctor.py::test_a_v100_box_with_the_default_wheel",
     ),
 )

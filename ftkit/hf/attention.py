@@ -1,0 +1,98 @@
+"""ftkit's attention, registered with transformers under the name "ftkit": packed samples without a quadratic mask.
+
+A packed batch says (`ftkit.hf.packing.boundaries_of`) where its samples end: `attention_mask` is then (B, 1, 1, S + 1)
+int32, for each row the boundaries of its samples, 0 first, filled up with T. transformers hands a mask of four dimensions to
+every layer as it is, and the batch is its first dimension, so the engine may divide it. Any other mask means what it always
+means, and is left to transformers' own sdpa: evaluation, generation and padded batches go on as before.
+
+Packed positions without boundaries are no leak either: transformers then builds its quadratic mask, as for sdpa.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ftkit.hf.packing import ATTENTION
+from ftkit.hf.varlen import attend
+
+
+def is_packed(attention_mask: Any) -> bool:
+    """Return whether what stands for a mask are boundaries."""
+    return torch.is_tensor(attention_mask) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention's result (B, T, H, D), and no weights; arguments as transformers gives them.
+
+    Args:
+        query: (B, H, T, D). key, value: (B, G, T, D). attention_mask: boundaries, or whatever sdpa takes.
+
+    Raises:
+        ValueError: for packed samples with what has no packed form: a bias of positions, attention that is not causal.
+    """
+    if is_packed(attention_mask):
+        assert attention_mask is not None
+        if kwargs.get("position_bias") is not None or not getattr(module, "is_causal", True):
+            raise ValueError(f"{type(module).__name__}: packed samples need causal attention without a bias of positions")
+        batch, heads, tokens, width = query.shape
+        rows = torch.arange(batch, device=query.device, dtype=torch.int32)[:, None] * tokens
+        ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
+        flat = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], width) for each in (query, key, value))
+        found = attend(*flat, ends, tokens, scale=scaling, dropout=dropout, window=sliding_window, softcap=softcap)
+        return found.view(batch, tokens, heads, width), None
+    if softcap is not None:
+        return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
+    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return found, None
+
+
+def _capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Return attention with soft-capped scores, which no kernel has, (B, T, H, D)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5) / softcap)
+    length, present = query.shape[2], key.shape[2]
+    if mask is None and length > 1:  # sdpa's masks are left out where attention is plainly causal
+        mask = torch.ones(length, present, dtype=torch.bool, device=query.device).tril(present - length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (nn.functional.dropout(weights, dropout, module.training) @ value).transpose(1, 2)
+
+
+def use_packed_attention(model: nn.Module) -> bool:
+    """Let a model of transformers use ftkit's attention; return whether its family lets anybody choose one."""
+    if not hasattr(model, "set_attn_implementation"):
+        return False
+    model.set_attn_implementation(ATTENTION)
+    return bool(model.config._attn_implementation == ATTENTION)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,193 @@
+"""The head and the loss of a causal language model together, so that its logits never exist as a whole.
+
+A model computes `logits = self.lm_head(hidden)` and hands them to `self.loss_function`, which anybody may set. While the
+Trainer wants a loss and nothing else, the head keeps what it is given and returns logits of no classes, which pass through
+whatever the model does to logits; the loss function then makes the loss of what the head kept, by
+`ftkit.kernels.linear_cross_entropy`, with the soft cap or scale that the configuration names. At all other times both do
+what they always did.
+
+Whether a model is one that can be treated so is not looked up: the exchange is proved on a twin whose body gives random
+hidden states, against the same twin's own loss and gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from ftkit.engine.seam import specialise
+from ftkit.hf.twins import Chance, difference, linear, results
+from ftkit.kernels.cross_entropy import LossTerms
+from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
+
+HIDDEN = 8
+"""Width of a twin's hidden states."""
+
+
+class HeadLoss:
+    """A model's loss function, and what its head keeps for it.
+
+    Args:
+        head: the linear layer. cap, scale: of its outputs.
+    """
+
+    def __init__(self, head: nn.Linear, cap: float, scale: float) -> None:
+        self.head = head
+        self.cap = cap
+        self.scale = scale
+        self.wanted = False
+        self.kept: Tensor | None = None
+
+    @contextmanager
+    def only(self) -> Iterator[None]:
+        """Let calls of the model in the body make a loss, and logits of no classes."""
+        self.wanted = True
+        try:
+            yield
+        finally:
+            self.wanted, self.kept = False, None
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Give the head its forward and the model its loss function."""
+        plain, own = type(self.head).forward, self
+
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            if not own.wanted or torch.is_autocast_enabled(input.device.type):
+                return plain(self, input)
+            own.kept = input
+            return input.new_empty(*input.shape[:-1], 0)
+
+        specialise(self.head, forward=forward, _loss=self)
+        model.loss_function = self
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the loss, as `transformers.loss.loss_utils.ForCausalLMLoss` does; arguments as there."""
+        hidden, self.kept = self.kept, None
+        if hidden is None:
+            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if shift_labels is None:
+            shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        flat = shift_labels.reshape(-1).to(hidden.device)
+        terms = LossTerms(ignore_index=ignore_index, cap=self.cap)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        total = linear_cross_entropy(rows, self.head.weight, flat, self.head.bias, terms, scale=self.scale)
+        if num_items_in_batch is None:
+            return total / (flat != ignore_index).sum()
+        return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
+
+
+def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Let `model` make its loss by chunks of its head, where that agrees with its own; return why not, else None.
+
+    Args:
+        model: a causal language model, or a PEFT model of one, anywhere. dtype, device: of compute.
+
+    Cost: a proof, with a few rows of logits.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(base, PreTrainedModel):
+        return "no model of transformers"
+    if getattr(base, "loss_type", None) not in ("ForCausalLM", None) or base.loss_function is not ForCausalLMLoss:
+        return "its loss is not that of a causal language model"
+    head = base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return "its head is no linear layer" if head is not None else "it has no head"
+    config = base.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None) or 0.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
+    if not _agrees(base, head, cap, scale, dtype, device):
+        return "its loss is more than a head's"
+    HeadLoss(head, cap, scale).attach(base)
+    return None
+
+
+def head_loss(model: nn.Module) -> HeadLoss | None:
+    """Return the chunked loss of a model that has one."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    found = getattr(base, "_loss_function", None)
+    return found if isinstance(found, HeadLoss) else None
+
+
+def only_loss(model: nn.Module, *, wanted: bool) -> Any:
+    """Return a context in which calls of the model need no logits, where `wanted` and the model can do so."""
+    found = head_loss(model) if wanted else None
+    return nullcontext() if found is None else found.only()
+
+
+class _Body(nn.Module):
+    """In a twin's place of everything below the head: returns given hidden states."""
+
+    hidden: Tensor
+
+    def __init__(self, original: nn.Module, depth: int = 2) -> None:
+        super().__init__()
+        if depth:  # some models call a part of their body
+            self._modules.update({name: _Body(child, depth - 1) for name, child in original.named_children()})
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+
+
+def _agrees(
+    base: PreTrainedModel, head: nn.Linear, cap: float, scale: float, dtype: torch.dtype, device: torch.device
+) -> bool:
+    chance = Chance().manual_seed(0)
+    classes = head.weight.shape[0]
+    own_head = linear(classes, HIDDEN, chance, bias=head.bias is not None)
+    hidden = 3 * torch.randn(2, 5, HIDDEN, generator=chance)
+    labels = torch.randint(0, classes, (2, 5), generator=chance)
+    labels[0, :2] = -100
+    here, exactly = (device, dtype), (torch.device("cpu"), torch.float64)
+    try:
+        found = []
+        for chunked, (where, of) in ((True, here), (False, here), (False, exactly)):
+            twin_head = copy.deepcopy(own_head).to(where, of)
+            twin = _twin(base, head, twin_head)
+            if chunked:
+                HeadLoss(twin_head, cap, scale).attach(twin)
+            leaves = {"hidden": hidden.to(dtype).to(where, of)}
+            made = results(_loss_of(twin, labels.to(where)), leaves, dict(twin_head.named_parameters()))
+            found.append({name: value.cpu() for name, value in made.items()})
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
+        return False
+    return difference(*found) is not None
+
+
+def _twin(base: PreTrainedModel, head: nn.Linear, own_head: nn.Linear) -> Any:
+    """Return a copy of the model whose body is `_Body` and whose head is `own_head`."""
+    twin = copy.copy(base)
+    twin.__dict__.update({key: type(value)() for key, value in vars(base).items() if key.endswith("_hooks")})
+    twin.__dict__["_modules"] = {name: own_head if child is head else _Body(child) for name, child in base.named_children()}
+    return twin.eval()
+
+
+def _loss_of(twin: Any, labels: Tensor) -> Any:
+    def loss(hidden: Tensor) -> Tensor:
+        for module in twin.modules():
+            if isinstance(module, _Body):
+                module.hidden = hidden
+        with only_loss(twin, wanted=True):
+            found: Tensor = twin(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=torch.tensor(7)).loss
+        return found
+
+    return loss

@@ -1,0 +1,222 @@
+"""What is in a box, as its own tools say it: the facts that `ftkit doctor` judges.
+
+Every fact is asked once, nothing is judged here, and a tool that is missing or fails is a fact too. A probe is plain data:
+`ftkit doctor --json` writes it beside its findings, so that somebody else's box can be judged, and tests keep a few.
+
+It refuses nothing. What it costs: some seconds for importing torch and asking nvidia-smi; with a folder to measure, two more
+and 256 MiB written there.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
+CPU_FLAGS = ("avx2", "f16c", "avx512f")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as the driver sees it: compute capability 70 is 7.0."""
+
+    name: str
+    memory_mib: int
+    capability: int
+    pci: str = ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The facts of a box.
+
+    Args:
+        gpus: that the driver sees. driver: its version. driver_error: why it could not be asked.
+        topology: the table of `nvidia-smi topo -m`.
+        torch_cuda: CUDA version that torch was built with; None: a CPU build. arch_list: what it has kernels for.
+        torch_gpus: that torch can open. torch_error: why it sees none. nccl: its version.
+        triton_runs: whether Triton and its ptxas are there.
+        memory_bytes: of the machine. cgroup: the tightest limit below that, as (folder, bytes). shm_bytes: of /dev/shm.
+        memlock_bytes: that a process may lock; None: any. huge_pages: what the kernel says of transparent ones.
+        cpu: its name. cpu_flags: those of `CPU_FLAGS` that it has. cores: physical ones that this process may use.
+        numa_nodes: that they lie on. versions: of packages; None: not installed.
+        nvme: of the folder that was asked for: path, filesystem, direct, free_bytes, write and read bytes_per_s, or error.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    driver_error: str | None = None
+    topology: str | None = None
+    torch_cuda: str | None = None
+    arch_list: tuple[str, ...] = ()
+    torch_gpus: int = 0
+    torch_error: str | None = None
+    nccl: str | None = None
+    triton_runs: bool = False
+    system: str = "Linux"
+    python: str = ""
+    memory_bytes: int = 0
+    cgroup: tuple[str, int] | None = None
+    shm_bytes: int | None = None
+    memlock_bytes: int | None = None
+    huge_pages: str | None = None
+    cpu: str = ""
+    cpu_flags: tuple[str, ...] = ()
+    cores: int = 0
+    numa_nodes: int = 0
+    versions: dict[str, str | None] = field(default_factory=dict)
+    nvme: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Probe:
+        """Return a probe that was written as JSON.
+
+        Raises:
+            TypeError: for facts that are none of a probe's.
+        """
+        cgroup = facts.get("cgroup")
+        lists = {name: tuple(facts.get(name, ())) for name in ("arch_list", "cpu_flags")}
+        gpus = tuple(Gpu(**each) for each in facts.get("gpus", ()))
+        return cls(**{**facts, **lists, "gpus": gpus, "cgroup": None if cgroup is None else (cgroup[0], cgroup[1])})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        return asdict(self)
+
+
+def probe(nvme_dir: Path | None = None) -> Probe:
+    """Ask this box.
+
+    Args:
+        nvme_dir: folder whose drive is measured; None: none is.
+    """
+    gpus, driver, driver_error = _gpus()
+    return Probe(
+        gpus=gpus,
+        driver=driver,
+        driver_error=driver_error,
+        topology=_output("nvidia-smi", "topo", "-m")[0] if len(gpus) > 1 else None,
+        system=platform.system(),
+        python=platform.python_version(),
+        versions={name: _version(name) for name in PACKAGES},
+        nvme=None if nvme_dir is None else _nvme(nvme_dir),
+        **_torch(),
+        **_host(),
+    )
+
+
+def _output(*command: str) -> tuple[str | None, str | None]:
+    """Return what a command printed, or why it did not."""
+    if shutil.which(command[0]) is None:
+        return None, f"{command[0]} is not installed"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    said = done.stdout.strip() or done.stderr.strip()
+    if done.returncode:
+        return None, said.splitlines()[0] if said else f"exit {done.returncode}"
+    return done.stdout, None
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
+    """Return GPUs, driver version, and why they could not be asked for."""
+    fields = "name,memory.total,compute_cap,pci.bus_id,driver_version"
+    text, error = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if text is None:
+        return (), None, error
+    rows = [[each.strip() for each in line.split(",")] for line in text.splitlines() if line.count(",") == 4]
+    gpus = [Gpu(name, int(memory), round(10 * float(capability)), pci) for name, memory, capability, pci, _ in rows]
+    return tuple(gpus), rows[0][4] if rows else None, None
+
+
+def _torch() -> dict[str, Any]:
+    """Return what torch says of its build and its GPUs."""
+    import torch  # here: the facts above are worth having where it cannot be imported
+
+    found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "arch_list": tuple(torch.cuda.get_arch_list())}
+    try:
+        found["torch_gpus"] = torch.cuda.device_count()
+        if found["torch_gpus"]:
+            torch.cuda.init()
+    except RuntimeError as error:
+        found["torch_error"] = str(error).splitlines()[0]
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    try:
+        from triton.backends import nvidia
+
+        found["triton_runs"] = Path(nvidia.__path__[0], "bin", "ptxas").is_file()
+    except ImportError:
+        found["triton_runs"] = False
+    return found
+
+
+def _host() -> dict[str, Any]:
+    """Return what the system says of memory, processors and limits."""
+    from ftkit.engine.cores import find_cores
+    from ftkit.plan.box_memory import MACHINE, BoxMemory
+
+    readings = BoxMemory.find().read()
+    machine = next((each.limit for each in readings if each.source == MACHINE), 0)
+    limits = sorted((each.limit, each.source) for each in readings if each.source != MACHINE and each.limit < machine)
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    information = _text(Path("/proc/cpuinfo"))
+    name = re.search(r"^model name\s*:\s*(.+)$", information, re.MULTILINE)
+    flags = set(next(iter(re.findall(r"^flags\s*:\s*(.+)$", information, re.MULTILINE)), "").split())
+    pages = re.search(r"\[(\w+)\]", _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")))
+    cores = find_cores()
+    return {
+        "memory_bytes": machine,
+        "cgroup": (limits[0][1], limits[0][0]) if limits else None,
+        "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "huge_pages": pages[1] if pages else None,
+        "cpu": name[1].strip() if name else platform.processor(),
+        "cpu_flags": tuple(flag for flag in CPU_FLAGS if flag in flags),
+        "cores": len(cores),
+        "numa_nodes": len({core.node for core in cores}),
+    }
+
+
+def _nvme(folder: Path) -> dict[str, Any]:
+    """Return what a folder's drive gives."""
+    from ftkit.engine.disk import Disk, DiskError
+
+    try:
+        disk = Disk(folder, "doctor")
+    except (DiskError, OSError) as error:
+        return {"path": str(folder), "error": str(error)}
+    rates = disk.rates
+    assert rates is not None
+    found = {
+        "path": str(folder),
+        "filesystem": disk.filesystem,
+        "direct": disk.direct,
+        "free_bytes": shutil.disk_usage(folder).free,
+        "write_bytes_per_s": rates.write_bytes_per_s,
+        "read_bytes_per_s": rates.read_bytes_per_s,
+    }
+    disk.close()
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

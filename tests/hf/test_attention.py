@@ -1,0 +1,159 @@
+"""Packed attention: the same as samples alone, for what models ask of it; and the test that finds a leak."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftkit.errors import UserError
+from ftkit.hf import attention as module
+from ftkit.hf import varlen
+from ftkit.hf.attention import use_packed_attention
+from ftkit.hf.batches import Collator
+from ftkit.hf.packing import boundaries_of, leaks, refuse_leak
+from ftkit.hf.varlen import attend
+from tests import fusible
+
+PACKS = sorted(set(fusible.FAMILIES) - {"falcon3", "gpt2", "opt", "t5", "t5-gated"})
+LENGTHS = [[3, 6, 2], [9], [1, 1, 7]]
+
+
+def samples(lengths: list[int], seed: int) -> list[dict[str, list[int]]]:
+    chance = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(3, fusible.VOCABULARY, (length,), generator=chance).tolist() for length in lengths]
+    return [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in drawn]
+
+
+def packed(parts: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    joined = {key: [value for part in parts for value in part[key]] for key in ("input_ids", "labels")}
+    return {**joined, "position_ids": [place for part in parts for place in range(len(part["input_ids"]))]}
+
+
+def token_losses(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the losses of all label tokens, in order."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none")
+
+
+def with_attention(name: str) -> torch.nn.Module:
+    model = fusible.build(name)
+    assert use_packed_attention(model)
+    return model
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_packed_samples_have_the_losses_and_gradients_they_have_alone(name: str) -> None:
+    ours, plain = with_attention(name), fusible.build(name)
+    parts = [samples(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    batch = Collator(0, boundaries=True)([packed(each) for each in parts])
+    assert batch["attention_mask"].dtype == torch.int32
+    together = token_losses(ours, batch)
+    alone = torch.cat([token_losses(plain, Collator(0)([part])) for each in parts for part in each])
+    torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-5)
+    together.sum().backward()
+    alone.sum().backward()
+    theirs = dict(plain.named_parameters())
+    for key, parameter in ours.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, theirs[key].grad, atol=2e-4, rtol=1e-3, msg=f"{key}: {{}}".format)
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_what_is_not_packed_goes_on_as_before(name: str) -> None:
+    ours, plain = with_attention(name).eval(), fusible.build(name).eval()
+    batch = Collator(0)([samples([length], length)[0] for length in (9, 4, 6)])
+    torch.testing.assert_close(token_losses(ours, batch), token_losses(plain, batch), atol=2e-5, rtol=1e-5)
+    ids = batch["input_ids"][:1]
+    made = [model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=True) for model in (ours, plain)]
+    assert torch.equal(*made)
+    positions = Collator(0)([packed(samples([4, 5], 0))])  # without boundaries transformers' own mask keeps them apart
+    torch.testing.assert_close(token_losses(ours, positions), token_losses(plain, positions), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    groups=st.sampled_from([1, 2]),
+    window=st.sampled_from([None, 1, 3]),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_the_loop_beside_fp64(
+    lengths: list[int], groups: int, window: int | None, softcap: float | None, seed: int
+) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    tokens, heads = sum(lengths), 4
+    query = torch.randn(tokens, heads, 8, generator=chance)
+    key, value = (torch.randn(tokens, heads // groups, 8, generator=chance) for _ in range(2))
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    found = attend(query, key, value, ends, max(lengths), window=window, softcap=softcap)
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(tokens)
+    seen = (sample[:, None] == sample) & (place[:, None] >= place) & (place[:, None] - place < (window or tokens + 1))
+    wide = [each.double().repeat_interleave(heads // each.shape[1], 1).transpose(0, 1) for each in (query, key, value)]
+    scores = wide[0] @ wide[1].transpose(1, 2) * 8**-0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    exact = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ wide[2]).transpose(0, 1)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-4)
+
+
+def test_boundaries() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [2, 3, 0, 1, 2, 3]])
+    assert boundaries_of(positions).view(3, -1).tolist() == [[0, 3, 5, 6], [0, 6, 6, 6], [0, 2, 6, 6]]
+
+
+def test_the_private_operation_is_the_one_that_is_known() -> None:
+    assert varlen.EFFICIENT, "this torch is one of those that are supported"
+    changed = mock.Mock()
+    changed.default._schema = "aten::_efficient_attention_forward(Tensor query) -> Tensor"
+    with mock.patch.object(torch.ops.aten, "_efficient_attention_forward", changed, create=True):
+        assert not varlen._efficient_as_expected()
+    query = mock.Mock(is_cuda=True, dtype=torch.float16)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 0)):
+        assert varlen.way_for(query, dropout=0.0, softcap=None) == "efficient"
+        told = pytest.raises(UserError, match="another memory-efficient attention")
+        with mock.patch.object(varlen, "EFFICIENT", False), told:
+            varlen.way_for(query, dropout=0.0, softcap=None)
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        assert varlen.way_for(query, dropout=0.0, softcap=None) == "flash"
+        assert varlen.way_for(query, dropout=0.1, softcap=None) == "efficient"
+        assert varlen.way_for(query, dropout=0.0, softcap=30.0) == "loop"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_leak_is_found_in_the_runs_own_batch(name: str) -> None:
+    model = with_attention(name)
+    batch = Collator(0, boundaries=True)([packed(samples([4, 5], 0)), packed(samples([6, 3], 1))])
+    assert leaks(model, batch) < 1e-3
+    refuse_leak(model, leaks(model, batch))
+    assert model.training
+
+    def broken(*args, **kwargs):
+        """Looks past the end of the sample before."""
+        ends = args[3]
+        return attend(*args[:3], torch.cat([ends[:1], ends[2:]]) if len(ends) > 2 else ends, *args[4:], **kwargs)
+
+    with mock.patch.object(module, "attend", broken):
+        share = leaks(model, batch)
+    assert share > 0.5
+    with pytest.raises(UserError, match=rf"{model.config.model_type} with ftkit attention does not keep packed samples"):
+        refuse_leak(model, share)
+
+
+def test_a_batch_without_two_samples_says_nothing() -> None:
+    assert leaks(with_attention("llama"), Collator(0, boundaries=True)([packed(samples([9], 0))])) is None
+
+
+def test_a_saved_model_does_not_ask_for_our_attention(tmp_path: Path) -> None:
+    model = with_attention("llama")
+    model.save_pretrained(tmp_path)
+    assert "ftkit" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    copy.deepcopy(model)

@@ -1,0 +1,194 @@
+"""Exchanges: what is recognised in each family, that it trains as before, and that what does not agree is left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ftkit.hf.fusing import fuse, is_fused
+from ftkit.hf.head import attach_head_loss, only_loss
+from tests import fusible
+
+CPU = torch.device("cpu")
+
+
+def expected(name: str, dtype: torch.dtype) -> dict[str, int]:
+    """Return what is fused in a family; in fp32 all castings are the same, and the first is taken."""
+    found = dict(fusible.FAMILIES[name][1])
+    for casting in ("OLMo-2's", "T5's") if dtype == torch.float32 else ():
+        if number := found.pop(f"RMSNorm ({casting})", 0):
+            found["RMSNorm (Llama's casting)"] = number
+    return found
+
+
+def fused(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """Exchange what is known, and return how often."""
+    done = {kind: len(names) for kind, names in fuse(model, dtype, CPU).done.items()}
+    return done | ({"chunked loss": 1} if attach_head_loss(model, dtype, CPU) is None else {})
+
+
+def train(model: nn.Module, name: str, steps: int, rows: int = 3, tokens: int = 9) -> list[float]:
+    """Take steps of AdamW, and return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        inputs = fusible.batch(name, rows, tokens, step % 2)
+        with only_loss(model, wanted=True):
+            loss = model(**inputs, **({} if "t5" in name else {"num_items_in_batch": torch.tensor(20)})).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_weights(ours: nn.Module, plain: nn.Module, atol: float) -> None:
+    theirs = dict(plain.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if name.endswith(("k_proj.bias", "query_key_value.bias", "c_attn.bias")):
+            continue  # the keys' has no gradient but rounding, of which Adam makes whole steps
+        torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=atol, msg=f"{name}: {{}}".format)
+
+
+@pytest.mark.parametrize("name", fusible.FAMILIES)
+def test_families_train_as_before(name: str) -> None:
+    plain = fusible.build(name)
+    ours = copy.deepcopy(plain)
+    assert fused(ours) == expected(name, torch.float32)
+    theirs, own = train(plain, name, 20), train(ours, name, 20)
+    assert theirs[-1] < theirs[0] - 0.3
+    assert own == pytest.approx(theirs, abs=2e-4)
+    assert_same_weights(ours, plain, 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", fusible.FAMILIES)
+def test_families_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    """The same parts are found, and one pass gives the loss of the model as it was."""
+    plain = fusible.build(name).to(dtype)
+    ours = copy.deepcopy(plain)
+    assert fused(ours, dtype) == expected(name, dtype)
+    inputs = fusible.batch(name, 3, 9, 0)
+    with torch.no_grad(), only_loss(ours, wanted=True):
+        assert ours(**inputs).loss.item() == pytest.approx(plain(**inputs).loss.item(), abs=0.02)
+
+
+def test_names_classes_and_weights_stay() -> None:
+    model = fusible.build("llama")
+    before, names = dict(model.named_parameters()), [type(m).__name__ for m in model.modules()]
+    fused(model)
+    assert names == [type(module).__name__ for module in model.modules()]
+    assert all(value is before[name] for name, value in model.named_parameters())
+    norm = model.model.norm
+    assert is_fused(norm)
+    assert isinstance(norm, LlamaRMSNorm)
+    assert not is_fused(LlamaRMSNorm(4)), "others of its class stay as they are"
+
+
+def test_a_model_on_meta_is_proved_too() -> None:
+    with torch.device("meta"):
+        model = fusible.FAMILIES["qwen3"][0]()
+    assert fused(model) == fusible.FAMILIES["qwen3"][1]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class OwnNorm(LlamaRMSNorm):
+    """Looks like one that is known, and is not."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * 1.01
+
+
+class OwnMlp(nn.Module):
+    """Three layers of known names, with a twist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.act_fn = ACT2FN["silu"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) + 0.01)
+
+
+class DroppingMlp(OwnMlp):
+    """What it is only in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout_rate = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return nn.functional.dropout(self.down_proj(inner), self.dropout_rate, self.training)
+
+
+class BackwardOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.02
+
+
+class WrongBackwardNorm(LlamaRMSNorm):
+    """The same values, other gradients."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return BackwardOnly.apply(super().forward(hidden_states))
+
+
+@pytest.mark.parametrize("made", [lambda: OwnNorm(16), OwnMlp, DroppingMlp, lambda: WrongBackwardNorm(16)])
+def test_what_does_not_agree_is_left_alone_and_told(made: Any) -> None:
+    model = nn.Sequential(made())
+    own = type(model[0])
+    report = fuse(model, torch.float32, CPU)
+    assert type(model[0]) is own
+    if own is not DroppingMlp:
+        assert report.left == {"0": f"{own.__name__} does not compute what is expected of it"}
+        assert report.told().endswith("left as they are: 0 (" + report.left["0"] + ")")
+
+
+def test_a_forward_that_somebody_replaced_is_left_alone() -> None:
+    norm = LlamaRMSNorm(8)
+    norm.forward = lambda x: x
+    assert not fuse(nn.Sequential(norm), torch.float32, CPU).done
+
+
+class MoreThanAHead(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        found = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            found.loss = found.loss + 0.1 * found.logits.float().square().mean()
+        return found
+
+
+def test_a_loss_that_is_more_than_a_heads_keeps_its_logits() -> None:
+    model = MoreThanAHead(fusible.build("llama").config)
+    assert attach_head_loss(model, torch.float32, CPU) == "its loss is more than a head's"
+    assert attach_head_loss(nn.Linear(2, 2), torch.float32, CPU) == "no model of transformers"
+    assert attach_head_loss(fusible.build("t5"), torch.float32, CPU) == "its loss is not that of a causal language model"
+
+
+def test_logits_are_there_unless_only_the_loss_is_wanted() -> None:
+    model = fusible.build("gemma2")
+    inputs = fusible.batch("gemma2", 2, 6, 0)
+    before = model(**inputs)
+    assert attach_head_loss(model, torch.float32, CPU) is None
+    after = model(**inputs)
+    assert torch.equal(after.logits, before.logits)
+    assert after.loss == before.loss
+    with only_loss(model, wanted=True):
+        chunked = model(**inputs)
+    assert chunked.logits.shape == (2, 6, 0)
+    torch.testing.assert_close(chunked.loss, before.loss)
+    assert model(input_ids=inputs["input_ids"]).logits.shape == before.logits.shape

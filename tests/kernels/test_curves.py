@@ -1,0 +1,31 @@
+"""Whole models on interpreted kernels: twenty steps of each family, beside the model as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from ftkit.hf.fusing import fuse
+from ftkit.hf.head import attach_head_loss
+from ftkit.kernels.launch import INTERPRETED
+from tests import fusible
+from tests.hf.test_fusing import assert_same_weights, train
+
+CPU = torch.device("cpu")
+FAST = {"phi4", "gemma2", "gpt_neox"}
+"""Between them every kind of kernel: the others run with the slow tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in fusible.FAMILIES])
+def test_fused_and_plain_take_the_same_way(name: str) -> None:
+    assert INTERPRETED
+    plain = fusible.build(name)
+    ours = copy.deepcopy(plain)
+    assert fuse(ours, torch.float32, CPU).done
+    attach_head_loss(ours, torch.float32, CPU)
+    theirs, own = train(plain, name, 20, rows=2, tokens=5), train(ours, name, 20, rows=2, tokens=5)
+    assert theirs[-1] < theirs[0] - 0.3
+    assert own == pytest.approx(theirs, abs=2e-4)
+    assert_same_weights(ours, plain, 2e-3)

@@ -1,0 +1,140 @@
+"""`ftkit doctor`: verdicts on recorded boxes, and the truth about this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ftkit.cli import app
+from ftkit.doctor import Finding, judge, required
+from ftkit.probe import Gpu, Probe, probe
+
+PROBES = Path(__file__).parent / "probes"
+
+
+def recorded(name: str) -> Probe:
+    return Probe.of(json.loads((PROBES / f"{name}.json").read_text()))
+
+
+def findings(facts: Probe) -> dict[str, Finding]:
+    return {each.name: each for each in judge(facts)}
+
+
+def verdicts(facts: Probe, verdict: str) -> set[str]:
+    return {each.name for each in judge(facts) if each.verdict == verdict}
+
+
+def test_a_good_v100_box() -> None:
+    found = findings(recorded("v100_good"))
+    assert {each.verdict for each in found.values()} == {"ok"}
+    assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, 16 GiB, compute capability 7.0"
+    assert found["torch"].found == "torch 2.13.0+cu126, CUDA 12.6, has kernels for sm_70"
+    assert "no bf16" in found["dtype"].found
+    assert found["links"].found == "NVLink between 16 of 28 pairs of GPUs, up to 2 links"
+    assert found["CPU"].found.endswith("40 cores on 2 NUMA nodes, avx2 f16c")
+    assert "writes 2.1 GB/s, reads 3.9 GB/s" in found["NVMe"].found
+
+
+def test_a_v100_box_with_the_default_wheel() -> None:
+    found = findings(recorded("v100_wrong_wheel"))
+    assert {name for name, each in found.items() if each.verdict != "ok"} == {"torch"}
+    torch_ = found["torch"]
+    assert torch_.verdict == "fail"
+    assert "has no kernels for sm_70 (it has sm_75 sm_80" in torch_.found
+    assert torch_.mend == 'pip install "torch==2.13.*" --index-url https://download.pytorch.org/whl/cu126'
+
+
+def test_an_h200() -> None:
+    found = findings(recorded("h200"))
+    assert {each.verdict for each in found.values()} == {"ok"}
+    assert found["dtype"].found == "bf16"
+    assert "links" not in found, "there is one GPU"
+
+
+def test_a_container() -> None:
+    found = findings(recorded("container"))
+    assert verdicts(recorded("container"), "warn") == {"links", "memory", "memlock", "shared memory", "huge pages", "cores"}
+    assert not verdicts(recorded("container"), "fail")
+    assert found["memory"].found.startswith("32.0 of 128 GiB: /sys/fs/cgroup allows no more")
+    assert "--shm-size" in found["shared memory"].mend
+    assert "--ulimit memlock=-1" in found["memlock"].mend
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "verdict", "told"),
+    [
+        ({"torch_cuda": None}, "torch", "fail", "is built for the CPU"),
+        ({"driver": "595.10"}, "driver", "fail", "the last for V100s is R580"),
+        ({"driver": "470.82"}, "driver", "fail", "too old for CUDA 12.6, which needs R525"),
+        ({"torch_gpus": 4}, "torch", "warn", "opens 4 of 8 GPUs"),
+        ({"torch_gpus": 0, "torch_error": "no device"}, "torch", "fail", "opens 0 of 8 GPUs: no device"),
+        ({"triton_runs": False}, "Triton", "fail", "without ptxas"),
+        ({"nccl": None}, "NCCL", "fail", "this torch has none"),
+        ({"topology": None}, "links", "warn", "not known"),
+        ({"cpu_flags": ("f16c",)}, "CPU", "warn", "without avx2 the optimizer on the host is slow"),
+        ({"nvme": {"path": "/x", "error": "/x is no folder"}}, "NVMe", "fail", "/x is no folder"),
+        ({"system": "Darwin"}, "system", "fail", "ftkit runs on Linux"),
+    ],
+)
+def test_one_thing_wrong(change: dict, name: str, verdict: str, told: str) -> None:
+    facts = replace(recorded("v100_good"), **change)
+    found = [each for each in judge(facts) if each.name == name and each.verdict == verdict]
+    assert found, findings(facts)
+    assert told in found[0].found
+
+
+def test_kernels_for_a_newer_minor_version_and_by_ptx() -> None:
+    good = recorded("h200")
+    for arch_list, capability, verdict in [
+        (("sm_80",), 86, "ok"),
+        (("sm_86",), 80, "fail"),
+        (("sm_80", "compute_80"), 90, "ok"),
+        (("sm_90a",), 90, "ok"),
+        (("sm_75",), 70, "fail"),
+    ]:
+        facts = replace(good, arch_list=arch_list, gpus=(Gpu("a card", 16384, capability),))
+        assert findings(facts)["torch"].verdict == verdict, (arch_list, capability)
+
+
+def test_versions_are_compared_with_what_the_package_asks_for() -> None:
+    assert {"torch", "transformers", "triton"} <= {each.name for each in required()}
+    good = recorded("v100_good")
+    facts = replace(good, versions={**good.versions, "torch": "2.16.0", "peft": None})
+    found = findings(facts)
+    assert found["peft"].mend.startswith('pip install "peft')
+    assert any(each.name == "torch" and "2.16.0; ftkit is tested with" in each.found for each in judge(facts))
+    assert "versions" not in found
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    facts = probe(tmp_path)
+    assert facts.memory_bytes == pytest.approx(psutil.virtual_memory().total, rel=1e-3)
+    assert facts.torch_cuda == torch.version.cuda
+    assert facts.versions["torch"] == torch.__version__.split("+")[0] or facts.versions["torch"] == torch.__version__
+    assert 1 <= facts.cores <= os.cpu_count()
+    assert facts.nvme["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert facts.nvme["write_bytes_per_s"] > 0
+    assert Probe.of(json.loads(json.dumps(facts.as_dict()))) == facts
+    assert not list(tmp_path.iterdir()), "what was measured is removed"
+    found = findings(facts)
+    if not torch.cuda.is_available() and shutil.which("nvidia-smi") is None:
+        assert found["GPUs"].found.startswith("none (nvidia-smi is not installed)")
+    assert found["Triton"].verdict == "ok"
+
+
+def test_the_command() -> None:
+    ran = CliRunner().invoke(app, ["doctor", "--json"])
+    told = json.loads(ran.stdout)
+    failed = [each for each in told["findings"] if each["verdict"] == "fail"]
+    assert ran.exit_code == bool(failed)
+    assert Probe.of(told["probe"]).versions["torch"]
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert "GPUs" in shown.stdout
