@@ -70,6 +70,12 @@ bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed
 kernels: setup  ## what each fused kernel becomes on four generations of GPUs: registers, shared memory, spills
 	$(BIN)/python -m benchmarks.kernel_table
 
+bench-kernels: setup  ## fused kernels on a GPU beside eager PyTorch, torch.compile and Liger-Kernel
+	$(BIN)/python -m benchmarks.kernels
+
+bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
+	$(BIN)/python -m benchmarks.head
+
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
@@ -77,4 +83,4 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 	$(BIN)/python -m benchmarks.plan_against_runs
 
 .PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	bench-plan kernels
+	bench-plan bench-head bench-kernels kernels

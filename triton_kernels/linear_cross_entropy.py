@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .cross_entropy import PLAIN, LossTerms, cross_entropy_reference, gradients_into, losses_of
-from .launch import FLOATS, KernelError
+from .launch import FLOATS, KernelError, use_triton
 
 CHUNK_BYTES = 128 << 20
 """Of logits that exist at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
@@ -41,9 +41,10 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(linear(hidden, weight, bias) * scale, labels, terms).sum()
 
 
-def part_of(length: int, other: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
+def part_of(hidden: Tensor, length: int, other: int, chunk_bytes: int) -> int:
     """Return how many of `length` rows (classes) exist at once, where each has `other` logits."""
-    return max(1, min(length, chunk_bytes // (max(other, 1) * dtype.itemsize)))
+    itemsize = hidden.dtype.itemsize if use_triton(hidden) else 4  # the references compute in fp32
+    return max(1, min(length, chunk_bytes // (max(other, 1) * itemsize)))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, classes = hidden.shape[0], weight.shape[0]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         normalisers = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        step = part_of(rows, classes, hidden.dtype, chunk_bytes)
+        step = part_of(hidden, rows, classes, chunk_bytes)
         for start in range(0, rows, step):
             part = slice(start, start + step)
             loss, normalisers[part] = losses_of(_logits(hidden[part], weight, bias, scale), labels[part], terms)
@@ -96,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wanted[0] else None
         dweight = torch.empty_like(weight) if wanted[1] else None
         dbias = torch.empty_like(bias) if bias is not None and wanted[2] else None
-        step = part_of(classes, rows, hidden.dtype, chunk_bytes)
+        step = part_of(hidden, classes, rows, chunk_bytes)
         for start in range(0, classes, step):
             part = slice(start, start + step)
             logits = _logits(hidden, weight[part], None if bias is None else bias[part], scale)
@@ -130,8 +131,8 @@ def linear_cross_entropy(
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together.
 
-    Cost: four matrix products instead of three; `chunk_bytes` of logits (on a CPU four times that: its losses are made in
-        fp32), and fp32 (R, H) in backward.
+    Cost: four matrix products instead of three; `chunk_bytes` of logits (on a CPU four times that, whose
+        references compute in fp32), and fp32 (R, H) in backward.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"

@@ -125,6 +125,16 @@ class PieceWriter:
             if PIECE_BYTES - self.filled < size:
                 self._flush()
 
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole room (PIECE_BYTES / itemsize,), to be filled from its beginning; nothing may be in it."""
+        assert not self.filled
+        return self.behind.room.view(dtype)
+
+    def fill(self, size: int) -> None:
+        """Append the first `size` bytes of the room, which `room` gave. Cost: a wait where the drive is slower."""
+        self.filled = size
+        self._flush()
+
     def close(self) -> list[Piece]:
         """Take in the last piece; the thread writes it, makes all durable and ends the file. Return `pieces`.
 
