@@ -106,6 +106,8 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         return "no model of transformers"
+    if "forward" in vars(base):
+        return "its forward is replaced on the instance"
     if getattr(base, "loss_type", None) not in ("ForCausalLM", None) or base.loss_function is not ForCausalLMLoss:
         return "its loss is not that of a causal language model"
     head = base.get_output_embeddings()

@@ -192,3 +192,9 @@ def test_logits_are_there_unless_only_the_loss_is_wanted() -> None:
     assert chunked.logits.shape == (2, 6, 0)
     torch.testing.assert_close(chunked.loss, before.loss)
     assert model(input_ids=inputs["input_ids"]).logits.shape == before.logits.shape
+
+
+def test_a_model_whose_forward_is_replaced_keeps_its_logits() -> None:
+    model = fusible.build("llama")
+    model.forward = model.forward
+    assert attach_head_loss(model, torch.float32, CPU) == "its forward is replaced on the instance"
