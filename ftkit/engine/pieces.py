@@ -49,7 +49,8 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 class WriteBehind:
     """Room for two pieces, and a thread that does one thing after another: it writes one piece while the other is filled.
 
-    Shared by files that are written one after the other. What failed in the thread is raised by `hand_over` or `settle`.
+    Shared by files that are written one after the other; a second thread makes each durable when it is whole, while the
+    next is written. What failed in a thread is raised by `hand_over` or `settle`.
 
     Attributes:
         room: (PIECE_BYTES,) of uint8, on a page boundary: the piece to be filled now.
@@ -59,13 +60,16 @@ class WriteBehind:
         memory = Arena(2 * PIECE_BYTES, torch.device("cpu"))
         self.room, self._other = (memory.take(PIECE_BYTES, torch.uint8) for _ in range(2))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftkit-pieces")
+        self._ender = ThreadPoolExecutor(1, thread_name_prefix="ftkit-ends")
         self._asked: deque[Future[None]] = deque()
+        self._ends: deque[Future[None]] = deque()
 
     def __enter__(self) -> WriteBehind:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown()
+        self._ender.shutdown()
 
     def hand_over(self, act: Callable[[], None]) -> None:
         """Let the thread do `act`, which reads `room`; from now on that is the other one.
@@ -73,13 +77,22 @@ class WriteBehind:
         Raises:
             OSError: as `settle`; `act` is not done then.
         """
-        self.settle()
-        self.ask(act)
+        self._written()
+        self._asked.append(self._thread.submit(act))
         self.room, self._other = self._other, self.room
 
-    def ask(self, act: Callable[[], None]) -> None:
-        """Let the thread do `act` after all that it was asked before."""
-        self._asked.append(self._thread.submit(act))
+    def end(self, act: Callable[[], None]) -> None:
+        """Let the second thread do `act` after all that was handed over before, whether that failed or not."""
+        last = self._asked[-1] if self._asked else None
+
+        def after() -> None:
+            try:
+                if last is not None:
+                    last.result()
+            finally:
+                act()
+
+        self._ends.append(self._ender.submit(after))
 
     def settle(self) -> None:
         """Wait until all is done, or something failed.
@@ -87,13 +100,19 @@ class WriteBehind:
         Raises:
             OSError: of the drive, or whatever else failed first; `give_up` waits for the rest.
         """
+        self._written()
+        while self._ends:
+            self._ends.popleft().result()
+
+    def _written(self) -> None:
         while self._asked:
             self._asked.popleft().result()
 
     def give_up(self) -> None:
-        """Wait until the thread does nothing any more, whatever failed."""
-        wait(self._asked)
+        """Wait until the threads do nothing any more, whatever failed."""
+        wait([*self._asked, *self._ends])
         self._asked.clear()
+        self._ends.clear()
 
 
 class PieceWriter:
@@ -136,13 +155,13 @@ class PieceWriter:
         self._flush()
 
     def close(self) -> list[Piece]:
-        """Take in the last piece; the thread writes it, makes all durable and ends the file. Return `pieces`.
+        """Take in the last piece; the threads write it, make all durable and end the file. Return `pieces`.
 
         Raises:
             OSError: of what was written before; the file is open still, to be abandoned.
         """
         self._flush()
-        self.behind.ask(self._end)
+        self.behind.end(self._end)
         return self.pieces
 
     def abandon(self) -> None:
