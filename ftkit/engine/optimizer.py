@@ -108,6 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
         self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
         self.step_was_skipped = False
+        self.overflowed: tuple[str, ...] = ()  # lines whose gradients of the last step were not finite, in forward order
         self._left_out = False
         self._norm: float | None = None
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
@@ -270,19 +271,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units.finish_gradients()
         flats = self.units.trainable
         device = self.units.comm.device
-        square = torch.zeros((), dtype=torch.float32, device=device)
-        for flat in flats:
+        squares = torch.zeros(len(flats), dtype=torch.float32, device=device)
+        for number, flat in enumerate(flats):
             share = self.units.comm.world_size if flat.owners == 1 else 1
             if flat.square is not None:  # taken while the gradient left the device
-                square += flat.square / share
+                squares[number] = flat.square / share
             elif flat.has_gradient and flat.grad is not None:
-                square += self._square(flat.grad[: flat.own_numel]) / share
+                squares[number] = self._square(flat.grad[: flat.own_numel]) / share
         touched = [float(t) for flat in flats for t in flat.touched]
-        told = self.units.comm.sum(torch.cat([square.reshape(1), torch.tensor(touched, device=device)])).tolist()
-        marks: Iterator[float] = iter(told[1:])
+        told = self.units.comm.sum(torch.cat([squares, torch.tensor(touched, device=device)])).tolist()
+        marks: Iterator[float] = iter(told[len(flats) :])
         for flat in flats:
             flat.touched = [next(marks) > 0 for _ in flat.parameters]
-        self._norm = math.sqrt(told[0]) / self.loss_scale.value
+        self.overflowed = tuple(flat.name for flat, square in zip(flats, told) if not math.isfinite(square))
+        self._norm = math.sqrt(sum(told[: len(flats)])) / self.loss_scale.value
         if self.loss_scale.dynamic and math.isnan(self._norm):
             self._norm = math.inf  # inf - inf on the way: an overflow all the same
         return self._norm

@@ -21,6 +21,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
 from ftkit.hf.head import only_loss
 from ftkit.hf.loading import find_weights, load_adapter, load_weights
+from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import check_state, load_scheduler
 from ftkit.hf.saving import save_config, save_model
 from ftkit.hf.settings import EngineSettings
@@ -74,7 +76,8 @@ class EngineCheck(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give a checkpoint its name, if all ranks have written it by now."""
+        """Say where a step overflowed; give a checkpoint its name, if all ranks have written it by now."""
+        self.trainer.tell_overflow()
         self.trainer.finish_save(wait=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -92,6 +95,7 @@ class TrainerMixin:
     # --- building
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.overflows: list[tuple[int, str]] = []  # (step, where) of those that were skipped
         super().__init__(*args, **kwargs)
         if self.args.ftkit is not None:
             self._train_batch_size = self.args.train_batch_size  # a whole step's, where blocks accumulate
@@ -133,6 +137,7 @@ class TrainerMixin:
         self.args.per_device_train_batch_size *= micro_batches
         return micro_batches
 
+    _last_inputs: Mapping[str, Any] = MappingProxyType({})
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _hides_count = False  # whether the Trainer's own loss is asked for without it
     _asked = False
@@ -186,12 +191,30 @@ class TrainerMixin:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), which no autocast will do."""
-        inputs = super()._prepare_inputs(inputs)
+        inputs = self._last_inputs = super()._prepare_inputs(inputs)
         dtype = self.units.policy.compute_dtype if self.engine_is_on and self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
-        return {**inputs, **cast}
+        self._last_inputs = {**inputs, **cast}
+        return self._last_inputs
+
+    def tell_overflow(self) -> None:
+        """Say, if the last step was skipped for an overflow, in which unit or module that began. A collective then."""
+        optimizer = self.sharded_optimizer
+        if not (optimizer.step_was_skipped and optimizer.overflowed and optimizer.loss_scale.dynamic):
+            return
+        place = began_in(optimizer.overflowed, [flat.name for flat in optimizer.units.trainable])
+        if place is not None:
+            told = f"in the backward of {place}"
+        else:
+            names = self.units.comm.all(first_overflow(self.model, self._last_inputs))
+            known = [name for name in names if name is not None]
+            told = f"in the forward of {known[0]}" if known else "at once in all units: the loss, or what came to it"
+        self.overflows.append((self.state.global_step, told))
+        if self.units.comm.rank == 0:
+            text = "step %d: overflow %s; it is skipped, the loss scale is %g now"
+            logger.warning(text, self.state.global_step, told, optimizer.loss_scale.value)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch as the Trainer does, unless the run that is resumed was over: it would make one more step."""
