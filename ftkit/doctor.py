@@ -85,12 +85,15 @@ def show(findings: list[Finding], console: Console) -> None:
 
 
 def _capability(number: int) -> str:
-    return f"{number // 10}.{number % 10}"
+    return "unknown" if not number else f"{number // 10}.{number % 10}"
 
 
 def _gpus(probe: Probe) -> Iterator[Finding]:
     if not probe.gpus:
         reason = probe.driver_error or "the driver sees none"
+        if probe.driver_error is not None and "is not installed" not in probe.driver_error and not probe.torch_gpus:
+            yield Finding("GPUs", "fail", f"nvidia-smi: {reason}", "reload or reinstall the driver (R525 or later), reboot")
+            return
         if probe.torch_gpus:  # torch can open some all the same: a container without nvidia-smi
             seen = f"torch sees {counted(probe.torch_gpus, 'GPU')}, but {reason}"
             yield Finding("GPUs", "warn", seen, "install nvidia-smi")
@@ -136,7 +139,8 @@ def _kernels(probe: Probe) -> Iterator[Finding]:
     if probe.torch_cuda is None:
         yield Finding("torch", "fail", f"{torch} is built for the CPU: it sees no GPU", _wheel(probe))
         return
-    missing = sorted({gpu.capability for gpu in probe.gpus if not _supports(probe.arch_list, gpu.capability)})
+    known = {gpu.capability for gpu in probe.gpus} - {0}
+    missing = sorted(each for each in known if not _supports(probe.arch_list, each))
     built = f"{torch}, CUDA {probe.torch_cuda}"
     if missing:
         needed = ", ".join(f"sm_{each}" for each in missing)
@@ -145,7 +149,10 @@ def _kernels(probe: Probe) -> Iterator[Finding]:
     elif probe.torch_gpus < len(probe.gpus):
         reason = f": {probe.torch_error}" if probe.torch_error else ""
         seen = f"{built}, opens {probe.torch_gpus} of {counted(len(probe.gpus), 'GPU')}{reason}"
-        mend = "unset CUDA_VISIBLE_DEVICES, or name all GPUs in it" if probe.torch_gpus else "see the driver, below"
+        hidden = f" (CUDA_VISIBLE_DEVICES is {probe.visible!r})" if probe.visible is not None else ""
+        otherwise = "see the driver, below; reboot if it was updated"
+        mend = "unset CUDA_VISIBLE_DEVICES" if probe.visible is not None else otherwise
+        seen += hidden
         yield Finding("torch", "warn" if probe.torch_gpus else "fail", seen, mend)
     else:
         kinds = ", ".join(sorted({f"sm_{gpu.capability}" for gpu in probe.gpus}))
@@ -191,7 +198,10 @@ def _links(probe: Probe) -> Iterator[Finding]:
 
 def _triton(probe: Probe) -> Iterator[Finding]:
     version = probe.versions.get("triton")
-    if probe.triton_runs:
+    if probe.triton_runs and probe.gpus and probe.compiler is None:
+        told = f"{version}: its launchers need a C compiler, and there is none: nothing is fused"
+        yield Finding("Triton", "fail", told, "apt-get install gcc libc6-dev")
+    elif probe.triton_runs:
         yield Finding("Triton", "ok", f"{version}, with its own ptxas")
     else:
         told = "not installed" if version is None else f"{version}, without ptxas"

@@ -9,6 +9,7 @@ and 256 MiB written there.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import resource
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
+CAPABILITIES = {"V100": 70, "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "H100": 90, "H200": 90}
 CPU_FLAGS = ("avx2", "f16c", "avx512f")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the driver sees it: compute capability 70 is 7.0."""
+    """One GPU, as the driver sees it: compute capability 70 is 7.0; what it does not say is 0."""
 
     name: str
     memory_mib: int
@@ -42,7 +44,8 @@ class Probe:
         topology: the table of `nvidia-smi topo -m`.
         torch_cuda: CUDA version that torch was built with; None: a CPU build. arch_list: what it has kernels for.
         torch_gpus: that torch can open. torch_error: why it sees none. nccl: its version.
-        triton_runs: whether Triton and its ptxas are there.
+        triton_runs: whether Triton and its ptxas are there. compiler: of C, for Triton's launchers; None: there is none.
+        visible: what CUDA_VISIBLE_DEVICES says, if it is set.
         memory_bytes: of the machine. cgroup: the tightest limit below that, as (folder, bytes). shm_bytes: of /dev/shm.
         memlock_bytes: that a process may lock; None: any. huge_pages: what the kernel says of transparent ones.
         cpu: its name. cpu_flags: those of `CPU_FLAGS` that it has. cores: physical ones that this process may use.
@@ -60,6 +63,8 @@ class Probe:
     torch_error: str | None = None
     nccl: str | None = None
     triton_runs: bool = False
+    compiler: str | None = None
+    visible: str | None = None
     system: str = "Linux"
     python: str = ""
     memory_bytes: int = 0
@@ -103,6 +108,8 @@ def probe(nvme_dir: Path | None = None) -> Probe:
         driver=driver,
         driver_error=driver_error,
         topology=_output("nvidia-smi", "topo", "-m")[0] if len(gpus) > 1 else None,
+        compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))), None),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         system=platform.system(),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
@@ -127,14 +134,24 @@ def _output(*command: str) -> tuple[str | None, str | None]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
-    """Return GPUs, driver version, and why they could not be asked for."""
-    fields = "name,memory.total,compute_cap,pci.bus_id,driver_version"
+    """Return GPUs, driver version, and why they could not be asked for. Old drivers do not know compute capabilities."""
+    fields = "name,memory.total,pci.bus_id,driver_version"
     text, error = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if text is None:
         return (), None, error
-    rows = [[each.strip() for each in line.split(",")] for line in text.splitlines() if line.count(",") == 4]
-    gpus = [Gpu(name, int(memory), round(10 * float(capability)), pci) for name, memory, capability, pci, _ in rows]
-    return tuple(gpus), rows[0][4] if rows else None, None
+    capabilities = (_output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")[0] or "").splitlines()
+    rows = [[each.strip() for each in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
+    gpus = []
+    for number, (name, memory, pci, _) in enumerate(rows):
+        told = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", capabilities[number]) if number < len(capabilities) else None
+        capability = 10 * int(told[1]) + int(told[2]) if told else _capability_of(name)
+        gpus.append(Gpu(name, int(memory) if memory.isdigit() else 0, capability, pci))
+    return tuple(gpus), rows[0][3] if rows else None, None if rows else "nvidia-smi lists no GPU"
+
+
+def _capability_of(name: str) -> int:
+    """Return the compute capability of a card that fine-tuning is done on, by its name; 0 if it is not known."""
+    return next((number for part, number in CAPABILITIES.items() if part in name), 0)
 
 
 def _torch() -> dict[str, Any]:

@@ -23,7 +23,9 @@ import torch
 from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, row_statistics, write_rows
+from ftkit.hf.attention import is_packed
 from ftkit.hf.packing import leaks, refuse_leak
+from ftkit.hf.samples import IGNORED_LABEL
 from ftkit.hf.trainer import Trainer, remove_unfinished, set_aside
 from ftkit.run_folder import RunFolder, step_of
 from ftkit.words import counted
@@ -127,6 +129,14 @@ class RecipeTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = self._step_loss + loss
         return loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count as the Trainer does; of packed samples, whose mask says where they end, those that are no padding."""
+        if is_packed(inputs.get("attention_mask")):
+            pads = self.data_collator.pad_token_id
+            mask = (inputs["input_ids"] != pads) | (inputs["labels"] != IGNORED_LABEL)
+            inputs = {**inputs, "attention_mask": mask}
+        super()._track_num_input_tokens(inputs)
 
     _isolated = False  # whether the first batch was looked at
 

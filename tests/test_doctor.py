@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ftkit.cli import app
 from ftkit.doctor import Finding, judge, required
-from ftkit.probe import Gpu, Probe, probe
+from ftkit.probe import Gpu, Probe, _gpus, probe
 
 PROBES = Path(__file__).parent / "probes"
 
@@ -76,7 +76,10 @@ def test_a_container() -> None:
         ({"driver": "470.82"}, "driver", "fail", "too old for CUDA 12.6, which needs R525"),
         ({"torch_gpus": 4}, "torch", "warn", "opens 4 of 8 GPUs"),
         ({"torch_gpus": 0, "torch_error": "no device"}, "torch", "fail", "opens 0 of 8 GPUs: no device"),
+        ({"torch_gpus": 0, "visible": ""}, "torch", "fail", "opens 0 of 8 GPUs (CUDA_VISIBLE_DEVICES is '')"),
+        ({"gpus": (), "torch_gpus": 0, "driver_error": "Driver/library version mismatch"}, "GPUs", "fail", "mismatch"),
         ({"triton_runs": False}, "Triton", "fail", "without ptxas"),
+        ({"compiler": None}, "Triton", "fail", "need a C compiler"),
         ({"nccl": None}, "NCCL", "fail", "this torch has none"),
         ({"topology": None}, "links", "warn", "not known"),
         ({"cpu_flags": ("f16c",)}, "CPU", "warn", "without avx2 the optimizer on the host is slow"),
@@ -138,3 +141,21 @@ def test_the_command() -> None:
     assert Probe.of(told["probe"]).versions["torch"]
     shown = CliRunner().invoke(app, ["doctor"])
     assert "GPUs" in shown.stdout
+
+
+SMI = {  # as nvidia-smi of R470 answers: it does not know compute capabilities
+    "name,memory.total,pci.bus_id,driver_version": "Tesla V100-SXM2-16GB, 16160, 00000000:06:00.0, 470.82.01\n",
+    "compute_cap": None,
+}
+
+
+def test_old_drivers_and_fields_that_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def output(*command: str) -> tuple[str | None, str | None]:
+        text = SMI[command[1].removeprefix("--query-gpu=")]
+        return text, None if text else 'Field "compute_cap" is not a valid field to query.'
+
+    monkeypatch.setattr("ftkit.probe._output", output)
+    assert _gpus() == ((Gpu("Tesla V100-SXM2-16GB", 16160, 70, "00000000:06:00.0"),), "470.82.01", None)
+    monkeypatch.setitem(SMI, "name,memory.total,pci.bus_id,driver_version", "NVIDIA GB10, [N/A], 0, 580.1\n")
+    monkeypatch.setitem(SMI, "compute_cap", "12.1\n")
+    assert _gpus()[0] == (Gpu("NVIDIA GB10", 0, 121, "0"),)

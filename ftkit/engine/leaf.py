@@ -59,7 +59,8 @@ class Leaf:
     def read(self) -> Tensor:
         """Return the parameter's value where it has one to give: gathered while the model runs, else absent."""
         if self.sharing:
-            if self.gathered is None:
+            wants_graph = torch.is_grad_enabled() and self.parameter.requires_grad
+            if self.gathered is None or (wants_graph and not self.gathered.requires_grad):
                 self.gathered = self._gather()
             return self.gathered
         return self._gather() if self.running.depth else self.parameter

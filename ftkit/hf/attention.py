@@ -21,6 +21,9 @@ from transformers.masking_utils import sdpa_mask
 from ftkit.hf.packing import ATTENTION
 from ftkit.hf.varlen import attend
 
+KNOWN = frozenset({"position_ids", "cache_position", "position_bias", "position_embeddings", "num_items_in_batch"})
+"""Tensors that layers hand down and attention has no use for, or that sdpa takes."""
+
 
 def is_packed(attention_mask: Any) -> bool:
     """Return whether what stands for a mask are boundaries."""
@@ -39,28 +42,49 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's result (B, T, H, D), and no weights; arguments as transformers gives them.
+    """Return the attention's result (B, T, H, E), and no weights; arguments as transformers gives them.
 
     Args:
-        query: (B, H, T, D). key, value: (B, G, T, D). attention_mask: boundaries, or whatever sdpa takes.
+        query: (B, H, T, D). key: (B, G, T, D). value: (B, G, T, E). attention_mask: boundaries, or whatever sdpa takes.
 
     Raises:
-        ValueError: for packed samples with what has no packed form: a bias of positions, attention that is not causal.
+        ValueError: for what would be lost: arguments that are not known here (sinks, indices), and, where samples are
+            packed, a bias of positions, chunks, attention that is not causal.
     """
+    lost = sorted(name for name, given in kwargs.items() if torch.is_tensor(given) and name not in KNOWN)
+    if lost:
+        raise ValueError(f"{type(module).__name__} gives its attention {', '.join(lost)}, which ftkit's does not know")
     if is_packed(attention_mask):
         assert attention_mask is not None
+        window = _window(module, sliding_window)
         if kwargs.get("position_bias") is not None or not getattr(module, "is_causal", True):
             raise ValueError(f"{type(module).__name__}: packed samples need causal attention without a bias of positions")
-        batch, heads, tokens, width = query.shape
+        batch, _, tokens, _ = query.shape
         rows = torch.arange(batch, device=query.device, dtype=torch.int32)[:, None] * tokens
         ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
-        flat = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], width) for each in (query, key, value))
-        found = attend(*flat, ends, tokens, scale=scaling, dropout=dropout, window=sliding_window, softcap=softcap)
-        return found.view(batch, tokens, heads, width), None
+        flat = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
+        found = attend(*flat, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
+        return found.view(batch, tokens, found.shape[1], -1), None
     if softcap is not None:
         return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
     found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return found, None
+
+
+def _window(module: nn.Module, given: int | None) -> int | None:
+    """Return how many tokens a layer sees; some families say so in their masks alone, where boundaries now stand.
+
+    Raises:
+        ValueError: for layers that attend within chunks.
+    """
+    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[place] if kinds and isinstance(place, int) else None
+    if kind == "chunked_attention" or (kind is None and getattr(config, "attention_chunk_size", None)):
+        raise ValueError(f"{type(module).__name__} attends within chunks: it cannot be packed with ftkit's attention")
+    if given is not None or kind not in (None, "sliding_attention"):
+        return given
+    return getattr(config, "sliding_window", None)
 
 
 def _capped(
@@ -87,8 +111,12 @@ def _capped(
 
 
 def use_packed_attention(model: nn.Module) -> bool:
-    """Let a model of transformers use ftkit's attention; return whether its family lets anybody choose one."""
-    if not hasattr(model, "set_attn_implementation"):
+    """Let a model of transformers use ftkit's attention; return whether it does.
+
+    Those that transformers itself would not run by sdpa keep their own, but for the ones with capped scores.
+    """
+    capped = getattr(getattr(model, "config", None), "attn_logit_softcapping", None)
+    if not hasattr(model, "set_attn_implementation") or not (getattr(model, "_supports_sdpa", False) or capped):
         return False
     model.set_attn_implementation(ATTENTION)
     return bool(model.config._attn_implementation == ATTENTION)

@@ -31,7 +31,7 @@ from ftkit.engine.shard import shard as shard_blocks
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
-from ftkit.hf.fusing import Fused, fuse
+from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
@@ -290,6 +290,8 @@ def shard(
 def _fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     """Let `model` compute by fused kernels what it can, its loss too."""
     fused = fuse(model, dtype, device)
+    if unusable(device) is not None:
+        return fused
     reason = attach_head_loss(model, dtype, device)
     if reason is None:
         fused.note("chunked loss", "head")

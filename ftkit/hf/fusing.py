@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.seam import specialise
-from ftkit.hf.twins import Chance, agreement, difference, results, twin_of
+from ftkit.hf.twins import Chance, agreement, difference, results, same_in_training, twin_of
 from ftkit.kernels.activation import ACTIVATIONS, activation
 from ftkit.kernels.gated import gated
 from ftkit.kernels.launch import LARGEST_ROW
@@ -101,6 +101,8 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     Cost: a proof for each distinct submodule: milliseconds on a CPU, on a GPU the compilation of its kernels.
     """
     found, proved, inside = Fused(), {}, set()
+    if (problem := unusable(device)) is not None:
+        return Fused(left={"all of it": problem})
     for name, module in model.named_modules():
         if "forward" in vars(module) or id(module) in inside:
             continue  # somebody's own; or what a fused MLP does itself
@@ -118,6 +120,15 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
             found.left[name] = f"{type(module).__name__} does not compute what is expected of it"
     _fuse_rotations(model, dtype, device, found)
     return found
+
+
+def unusable(device: torch.device) -> str | None:
+    """Return why Triton cannot run where it would have to: no C compiler for its launcher, no kernels for the card."""
+    try:
+        activation(torch.zeros(1, device=device), "relu")
+    except Exception as error:  # of a compiler, a driver, a card: whatever it is, it is told
+        return "Triton does not run here: " + " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return None
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -159,6 +170,8 @@ def _proved(
     exchanged = copy.deepcopy(original)
     specialise(exchanged, **candidate.members)
     try:
+        if candidate.linears is not None and not same_in_training(original, exchanged, candidate.leaves):
+            return None
         return agreement(original, exchanged, candidate.leaves, dtype, device, given=given)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return None  # the module wants other arguments: it is not what it looks like
@@ -182,6 +195,8 @@ def _norms(module: nn.Module) -> Iterator[Candidate]:
     known = set(module._parameters) <= {"weight", "bias"} and not module._modules and not module._buffers
     if not known or weight is None or weight.dim() != 1 or eps_name is None or not 0 < len(weight) <= LARGEST_ROW:
         return
+    if len(_arguments(module)) != 1:
+        return  # a gate beside the input
     leaves = _input(module, 3, 5, len(weight))
     if isinstance(module, nn.LayerNorm):
         yield Candidate("LayerNorm", {"forward": _layer_norm(eps_name), "_fused": True}, leaves)
@@ -227,8 +242,8 @@ def _activation(kind: Any) -> Callable[..., Tensor]:
 
 def _gated(module: nn.Module) -> Iterator[Candidate]:
     children = module._modules
-    if any("drop" in key and value for key, value in vars(module).items() if isinstance(value, float)):
-        return  # between or after the layers: nothing of ours has that
+    if len(_arguments(module)) != 1:
+        return
     for gate, up, down, act in GATED:
         if {gate, up, down, act} == children.keys() - {"dropout"}:
             linears = {gate: (INNER, WIDTH), up: (INNER, WIDTH), down: (WIDTH, INNER)}
@@ -280,27 +295,31 @@ def _fuse_rotations(model: nn.Module, dtype: torch.dtype, device: torch.device, 
         if (original, width) not in proved:
             proved[original, width] = _rotates(original, width, dtype, device)
         if proved[original, width]:
-            specialise(module, forward=_rebound(forward, **{ROTATION: rotated}), _fused=True)
+            specialise(module, forward=_rebound(forward, **{ROTATION: rotated(original)}), _fused=True)
             found.note("rotary", name)
         else:
             found.left[name] = f"{type(module).__name__}'s rotation is of another form"
 
 
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Do what the models' `apply_rotary_pos_emb` does, by our kernel.
+def rotated(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what does as `original` does, by our kernel; what is of another form than was proved goes to the original.
 
     Args:
-        q, k: heads in dimension `unsqueeze_dim`, 1 or 2. cos, sin: (B or 1, T, R).
-
-    Raises:
-        ValueError: for another dimension.
+        original: a model's `apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`, heads in dimension `unsqueeze_dim`.
     """
-    if unsqueeze_dim == 1:
-        return rotary(q, k, cos, sin)
-    if unsqueeze_dim != 2:
-        raise ValueError(f"unsqueeze_dim is {unsqueeze_dim}; 1 or 2 is needed")
-    first, second = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    return first.transpose(1, 2), second.transpose(1, 2)
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        place = named.get("unsqueeze_dim", others[0] if others else 1)
+        more = len(others) > 1 or named.keys() - {"unsqueeze_dim"}
+        if more or place not in (1, 2) or {q.dim(), k.dim()} != {4} or cos.dim() != 3:
+            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *others, **named)
+            return found
+        if place == 1:
+            return rotary(q, k, cos, sin)
+        first, second = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return first.transpose(1, 2), second.transpose(1, 2)
+
+    return apply
 
 
 def _rebound(function: FunctionType, **names: Any) -> FunctionType:
@@ -314,7 +333,7 @@ def _rebound(function: FunctionType, **names: Any) -> FunctionType:
 
 
 def _rotates(original: Callable[..., Any], width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `rotated` does what `original` does, for the whole head and, where that can, for its half."""
+    """Return whether `rotated(original)` does what `original` does, for the whole head and, where that can, for its half."""
     chance = Chance().manual_seed(0)
     agrees = []
     for turning in {width, width // 4 * 2}:
@@ -334,5 +353,5 @@ def _rotates(original: Callable[..., Any], width: int, dtype: torch.dtype, devic
             if turning == width:
                 return False
             continue  # this family turns whole heads only
-        agrees.append(difference(run(rotated, cast, cos, sin), theirs, exact) is not None)
+        agrees.append(difference(run(rotated(original), cast, cos, sin), theirs, exact) is not None)
     return all(agrees)

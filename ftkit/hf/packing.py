@@ -141,6 +141,8 @@ def check_isolation(model: Any) -> None:
             unpacked = second_sample_difference(model, ids, whole)
     except TypeError as error:
         raise refused(model, f"its forward does not take position_ids ({error})") from error
+    except (ValueError, RuntimeError) as error:
+        raise refused(model, str(error).splitlines()[0]) from error
     finally:
         model.train(was_training)
     if leak > LEAK_SHARE * unpacked:

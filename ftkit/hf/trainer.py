@@ -290,7 +290,8 @@ class TrainerMixin:
         """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
         if self._masks_repeated(inputs):
             inputs = self._without_repeated(inputs)
-        self._was_counted, self._outputs_unread = False, prediction_loss_only
+        own = type(self).compute_loss is TrainerMixin.compute_loss  # somebody else's may look at the outputs
+        self._was_counted, self._outputs_unread = False, prediction_loss_only and own
         try:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         finally:

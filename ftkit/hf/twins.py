@@ -128,3 +128,16 @@ def agreement(
     truth = results(exact, wide, dict(exact.named_parameters()))
     on_cpu = [{name: value.cpu() for name, value in each.items()} for each in found]
     return difference(*on_cpu, truth)
+
+
+def same_in_training(original: nn.Module, exchanged: nn.Module, leaves: Mapping[str, Tensor]) -> bool:
+    """Return whether two modules of the same weights do the same in training, dropout and its random numbers included."""
+    found = []
+    for module in (original, exchanged):
+        module.train()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found.append(results(module, leaves, dict(module.named_parameters())))
+        module.eval()
+    theirs, ours = found
+    return difference(ours, theirs, {name: value.double() for name, value in theirs.items()}) is not None

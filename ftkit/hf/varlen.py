@@ -18,25 +18,34 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as dropped
 from torch.nn.functional import scaled_dot_product_attention
 
 from ftkit.errors import UserError
 
 Way = Literal["loop", "efficient", "flash"]
+HALVES = (torch.float16, torch.bfloat16)
 
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
     "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None"
 )
+BACKWARD_ARGUMENTS = (
+    "Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor out, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor logsumexp, float dropout_p, Tensor philox_seed, "
+    "Tensor philox_offset, int custom_mask_type, bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, "
+    "int? window_size=None, bool shared_storage_dqdkdv=False"
+)
 CAUSAL = 1
 FLASH_ARGUMENTS = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa")
 
 
 def _efficient_as_expected() -> bool:
-    operation = getattr(torch.ops.aten, "_efficient_attention_forward", None)
-    return operation is not None and f"({ARGUMENTS})" in str(operation.default._schema)
+    known = {"_efficient_attention_forward": ARGUMENTS, "_efficient_attention_backward": BACKWARD_ARGUMENTS}
+    found = {name: getattr(torch.ops.aten, name, None) for name in known}
+    return all(each is not None and f"({known[name]})" in str(each.default._schema) for name, each in found.items())
 
 
 def _flash_attention() -> Any:
@@ -51,8 +60,44 @@ EFFICIENT = _efficient_as_expected()
 FLASH = _flash_attention()
 
 
-def way_for(query: Tensor, *, dropout: float, softcap: float | None) -> Way:
-    """Return the quickest way for these queries.
+class _Efficient(torch.autograd.Function):
+    """(N, H, D), (N, H, D), (N, H, E) -> (N, H, E). torch's own derivative forgets the window on its way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        boundaries: Tensor,
+        longest: int,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
+    ) -> Tensor:
+        out, normaliser, seed, offset, most, others = torch.ops.aten._efficient_attention_forward(
+            query[None], key[None], value[None], None, boundaries, boundaries, longest, longest, dropout, CAUSAL,
+            any(ctx.needs_input_grad), scale=scale, window_size=window,
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, boundaries, out, normaliser, seed, offset)
+        ctx.how = most, others, dropout, scale, window
+        found: Tensor = out[0]
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, boundaries, out, normaliser, seed, offset = ctx.saved_tensors
+        most, others, dropout, scale, window = ctx.how
+        dquery, dkey, dvalue, _ = torch.ops.aten._efficient_attention_backward(
+            gradient.contiguous()[None], query[None], key[None], value[None], None, out, boundaries, boundaries,
+            most, others, normaliser, dropout, seed, offset, CAUSAL, False, scale=scale, window_size=window,
+        )  # fmt: skip
+        return dquery[0], dkey[0], dvalue[0], None, None, None, None, None
+
+
+def way_for(query: Tensor, value: Tensor, *, dropout: float, softcap: float | None) -> Way:
+    """Return the quickest way for these queries and values.
 
     Raises:
         UserError: if this torch's memory-efficient attention is another than the one that is known here.
@@ -60,7 +105,7 @@ def way_for(query: Tensor, *, dropout: float, softcap: float | None) -> Way:
     if not query.is_cuda or softcap is not None:
         return "loop"
     new = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    if FLASH is not None and new and not dropout and query.dtype in (torch.float16, torch.bfloat16):
+    if FLASH is not None and new and not dropout and query.dtype in HALVES and query.shape[-1] == value.shape[-1]:
         return "flash"
     if not EFFICIENT:
         raise UserError(
@@ -83,19 +128,20 @@ def attend(
     softcap: float | None = None,
     way: Way | None = None,
 ) -> Tensor:
-    """Return the attention of each sample to itself, (N, H, D).
+    """Return the attention of each sample to itself, (N, H, E).
 
     Args:
-        query: (N, H, D), tokens of all samples end to end. key, value: (N, G, D), where G divides H.
+        query: (N, H, D), tokens of all samples end to end. key: (N, G, D), value: (N, G, E), where G divides H.
         boundaries: (S + 1,) int32, from 0 to N, never falling: sample s is [boundaries[s], boundaries[s + 1]).
         longest: no sample has more tokens. scale: of the scores; None: 1 / sqrt(D).
         dropout: share of the weights that are dropped. window: a token sees itself and window - 1 before it; None: all.
         softcap: scores become softcap * tanh(scores / softcap). way: None takes the quickest.
 
-    Cost: memory of the result; by the loop also the scores of a sample, if there is a cap, window or dropout.
+    Cost: memory of the result, and for backward fp32 (N, H), by the efficient kernel (S, H, longest); by the loop also the
+        scores of a sample, if there is a cap or window.
     """
     groups = query.shape[1] // key.shape[1]
-    way = way or way_for(query, dropout=dropout, softcap=softcap)
+    way = way or way_for(query, value, dropout=dropout, softcap=softcap)
     if way == "flash":
         found: Tensor = FLASH(
             query, key, value, boundaries, boundaries, longest, longest,
@@ -104,10 +150,7 @@ def attend(
         return found
     key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
     if way == "efficient":
-        result: Tensor = torch.ops.aten._efficient_attention_forward(
-            query[None], key[None], value[None], None, boundaries, boundaries, longest, longest, dropout, CAUSAL,
-            query.requires_grad or key.requires_grad or value.requires_grad, scale=scale, window_size=window,
-        )[0][0]  # fmt: skip
+        result: Tensor = _Efficient.apply(query, key, value, boundaries, longest, scale, dropout, window)
         return result
     ends = boundaries.tolist()
     parts = [
@@ -115,7 +158,7 @@ def attend(
         for start, end in pairwise(ends)
         if end > start
     ]
-    return torch.cat(parts) if parts else torch.zeros_like(query)
+    return torch.cat(parts) if parts else torch.zeros_like(value)
 
 
 def _alone(

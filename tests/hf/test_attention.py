@@ -116,16 +116,18 @@ def test_the_private_operation_is_the_one_that_is_known() -> None:
     changed.default._schema = "aten::_efficient_attention_forward(Tensor query) -> Tensor"
     with mock.patch.object(torch.ops.aten, "_efficient_attention_forward", changed, create=True):
         assert not varlen._efficient_as_expected()
-    query = mock.Mock(is_cuda=True, dtype=torch.float16)
+    query = mock.Mock(is_cuda=True, dtype=torch.float16, shape=(4, 2, 8))
+    narrow = mock.Mock(shape=(4, 2, 4))
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 0)):
-        assert varlen.way_for(query, dropout=0.0, softcap=None) == "efficient"
+        assert varlen.way_for(query, query, dropout=0.0, softcap=None) == "efficient"
         told = pytest.raises(UserError, match="another memory-efficient attention")
         with mock.patch.object(varlen, "EFFICIENT", False), told:
-            varlen.way_for(query, dropout=0.0, softcap=None)
+            varlen.way_for(query, query, dropout=0.0, softcap=None)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        assert varlen.way_for(query, dropout=0.0, softcap=None) == "flash"
-        assert varlen.way_for(query, dropout=0.1, softcap=None) == "efficient"
-        assert varlen.way_for(query, dropout=0.0, softcap=30.0) == "loop"
+        assert varlen.way_for(query, query, dropout=0.0, softcap=None) == "flash"
+        assert varlen.way_for(query, query, dropout=0.1, softcap=None) == "efficient"
+        assert varlen.way_for(query, narrow, dropout=0.0, softcap=None) == "efficient"
+        assert varlen.way_for(query, query, dropout=0.0, softcap=30.0) == "loop"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -157,3 +159,64 @@ def test_a_saved_model_does_not_ask_for_our_attention(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "ftkit" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     copy.deepcopy(model)
+
+
+def test_windows_that_a_family_says_in_its_mask_alone() -> None:
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    how = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0, **sizes}
+    build = fusible._decoder("Qwen2Moe", **how)
+    torch.manual_seed(0)
+    ours = build().eval()
+    assert use_packed_attention(ours)
+    parts = samples([9, 7], 0)
+    together = token_losses(ours, Collator(0, boundaries=True)([packed(parts)]))
+    alone = torch.cat([token_losses(ours, Collator(0)([part])) for part in parts])
+    torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-5)
+
+
+def test_heads_whose_values_are_narrower() -> None:
+    query, key, value = torch.randn(7, 4, 8), torch.randn(7, 4, 8), torch.randn(7, 4, 6)
+    found = attend(query, key, value, torch.tensor([0, 3, 7], dtype=torch.int32), 7)
+    assert found.shape == (7, 4, 6)
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    module_ = torch.nn.Module()
+    query = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="gives its attention s_aux, which ftkit's does not know"):
+        module.attention(module_, query, query, query, None, s_aux=torch.zeros(2))
+    module_.config = mock.Mock(layer_types=["chunked_attention"], sliding_window=None)
+    module_.layer_idx = 0
+    ends = torch.tensor([[[[0, 2, 4]]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="attends within chunks"):
+        module.attention(module_, query, query, query, ends)
+
+
+def test_families_that_transformers_does_not_run_by_sdpa_keep_their_own() -> None:
+    model = fusible.build("llama")
+    type(model)._supports_sdpa, before = False, type(model)._supports_sdpa
+    try:
+        assert not use_packed_attention(model)
+        assert model.config._attn_implementation == "sdpa"
+    finally:
+        type(model)._supports_sdpa = before
+
+
+def test_a_window_counts_in_backward_too() -> None:
+    """torch's own derivative of its memory-efficient attention leaves it out; only its shapes can be run here."""
+    leaves = [torch.randn(20, 2, 8, device="meta", requires_grad=True) for _ in range(3)]
+    seen = {}
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "efficient_attention" in str(function):
+                seen[str(function)] = dict(kwargs or {})
+            if "attention_backward" in str(function):  # torch's own shapes of it take other arguments than it does
+                return (*(torch.empty_like(each) for each in args[1:4]), torch.empty(0, device="meta"))
+            return function(*args, **(kwargs or {}))
+
+    ends = torch.zeros(3, dtype=torch.int32, device="meta")
+    with Noted():
+        attend(*leaves, ends, 20, window=4, scale=0.5, way="efficient").sum().backward()
+    assert len(seen) == 2
+    assert all(each == {"scale": 0.5, "window_size": 4} for each in seen.values())

@@ -1,0 +1,43 @@
+"""Reads of a leaf share a gather, and get its gradient whoever read first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from ftkit.engine.leaf import Leaf, Running
+
+
+class Counted(Leaf):
+    """Gathers from a tensor at hand."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__(SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu"))), module, "weight", Running())
+        self.whole = torch.ones(3, 2, requires_grad=True)
+        self.gathers = 0
+
+    def _gather(self) -> torch.Tensor:
+        self.gathers += 1
+        return self.whole * 1 if torch.is_grad_enabled() else self.whole.detach()
+
+
+def test_a_read_without_gradients_does_not_take_them_from_the_next() -> None:
+    leaf = Counted(nn.Linear(2, 3))
+    with leaf.once():
+        with torch.no_grad():
+            norm = leaf.read().norm()
+        value = leaf.read().sum() * norm
+        assert leaf.read() is leaf.read()
+    value.backward()
+    assert leaf.gathers == 2
+    assert leaf.whole.grad is not None
+
+
+def test_what_nobody_reads_is_not_gathered() -> None:
+    leaf = Counted(nn.Linear(2, 3))
+    with leaf.once():
+        pass
+    assert leaf.gathers == 0
+    assert leaf.read() is leaf.parameter, "the model does not run"
