@@ -68,7 +68,7 @@ def act(g, KIND: tl.constexpr):
     if KIND == 3:
         s = tl.sigmoid(1.702 * g)
         return g * s, s * (1.0 + 1.702 * g * tl.sigmoid(-1.702 * g))
-    return tl.where(g > 0.0, g, 0.0), tl.where(g > 0.0, 1.0, 0.0)
+    return tl.where(g <= 0.0, 0.0, g), tl.where(g > 0.0, 1.0, 0.0)  # what is no number stays none
 
 
 @triton.jit

@@ -197,8 +197,8 @@ FAULTS = (
     _fault(
         "the norm is that of one rank's shards",
         "ftkit/engine/optimizer.py",
-        "        self._norm = math.sqrt(told[0]) / self.loss_scale.value\n",
-        "        self._norm = math.sqrt(float(square)) / self.loss_scale.value\n",
+        "        self._norm = math.sqrt(sum(told[: len(flats)])) / self.loss_scale.value\n",
+        "        self._norm = math.sqrt(float(squares.sum())) / self.loss_scale.value\n",
         _OPTIMIZER + "test_clipped_as_by_torch[sgd]",
     ),
     _fault(
@@ -375,7 +375,7 @@ FAULTS = (
     _fault(
         "gradients below the device are left out of the norm",
         "ftkit/engine/optimizer.py",
-        "                square += flat.square / share\n",
+        "                squares[number] = flat.square / share\n",
         "                pass\n",
         _ON_DISK,
     ),
