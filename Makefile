@@ -33,10 +33,11 @@ demo-control: setup  ## the same with shuffled answers: must come out worse, or 
 WORKERS := -n 2 --dist worksteal
 test: setup  ## the tests, under ten minutes on two cores
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(WORKERS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow" $(WORKERS)
 
 test-all: setup  ## full products and long fault tests, under 45 minutes; then the mutants
 	$(BIN)/python -m pytest -m "slow and not gpu" $(WORKERS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m slow $(WORKERS)
 	$(MAKE) mutants
 
 mutants: setup  ## plant each committed fault; each must turn a test red

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -94,6 +96,15 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "t5": (_t5("relu"), {"RMSNorm (T5's)": 5 * LAYERS + 2, "relu": 2 * LAYERS}),
     "t5-gated": (_t5("gated-gelu"), {"RMSNorm (T5's)": 5 * LAYERS + 2, "gated MLP (gelu_tanh)": 2 * LAYERS}),
 }
+
+
+QUICK = {"llama", "gemma2", "phi4", "gpt_neox", "t5-gated"}
+"""Between them every kind of part; `families` marks the others slow."""
+
+
+def families(names: Iterable[str] = FAMILIES) -> list[Any]:
+    """Return names as parameters of a test: those of `QUICK`, and the others for `make test-all`."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(name: str) -> nn.Module:

@@ -57,7 +57,7 @@ def assert_same_weights(ours: nn.Module, plain: nn.Module, atol: float) -> None:
         torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=atol, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.parametrize("name", fusible.FAMILIES)
+@pytest.mark.parametrize("name", fusible.families())
 def test_families_train_as_before(name: str) -> None:
     plain = fusible.build(name)
     ours = copy.deepcopy(plain)
@@ -69,7 +69,7 @@ def test_families_train_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", fusible.FAMILIES)
+@pytest.mark.parametrize("name", fusible.families())
 def test_families_in_16_bits(name: str, dtype: torch.dtype) -> None:
     """The same parts are found, and one pass gives the loss of the model as it was."""
     plain = fusible.build(name).to(dtype)

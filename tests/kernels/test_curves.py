@@ -14,11 +14,9 @@ from tests import fusible
 from tests.hf.test_fusing import assert_same_weights, train
 
 CPU = torch.device("cpu")
-FAST = {"phi4", "gemma2", "gpt_neox"}
-"""Between them every kind of kernel: the others run with the slow tests."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in fusible.FAMILIES])
+@pytest.mark.parametrize("name", fusible.families())
 def test_fused_and_plain_take_the_same_way(name: str) -> None:
     assert INTERPRETED
     plain = fusible.build(name)
