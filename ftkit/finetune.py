@@ -272,7 +272,7 @@ def make_trainer(
 ) -> Any:
     """Put the model, the rows and the recipe's wishes into a Trainer of some kind."""
     micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    boundaries = recipe.data.packing and use_packed_attention(model)
+    boundaries = recipe.data.packing and arguments.ftkit is not None and use_packed_attention(model)
     trainer = kind(
         model=model,
         args=arguments,

@@ -148,7 +148,8 @@ class RecipeTrainer(Trainer):
         """
         self._isolated = True
         if "position_ids" in inputs:
-            shares = self.all_ranks(leaks(self.model, self._prepare_inputs(inputs)))
+            own = leaks(self.model, self._prepare_inputs(inputs))
+            shares = self.all_ranks(own) if self.engine_is_on else [own]
             refuse_leak(self.model, max((share for share in shares if share is not None), default=0.0))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
