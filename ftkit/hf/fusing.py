@@ -229,7 +229,7 @@ def _activations(module: nn.Module) -> Iterator[Candidate]:
     if len(_arguments(module)) != 1:
         return
     for kind in ACTIVATIONS:
-        members = {"forward": _activation(kind), "_fused": True, "_kind": kind}
+        members = {"forward": _activation(kind), "_fused": True}
         yield Candidate(kind, members, {name: 3 * value for name, value in _input(module, 3, 5, 64).items()}, expected=False)
 
 

@@ -67,7 +67,7 @@ class HeadLoss:
             own.kept = input
             return input.new_empty(*input.shape[:-1], 0)
 
-        specialise(self.head, forward=forward, _loss=self)
+        specialise(self.head, forward=forward)
         model.loss_function = self
 
     def __call__(
