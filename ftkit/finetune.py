@@ -40,7 +40,7 @@ from ftkit.plan.choice import KINDS, Plan
 from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
 from ftkit.planning import build, disk_room, plan_model, plan_recipe, settings_of
-from ftkit.progress import EndOnRequest, MetricsLog, ProgressBar, TellFused
+from ftkit.progress import EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
 from ftkit.recipe import Model, Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
@@ -117,7 +117,8 @@ def _run(
         write(folder.recipe, recipe.dump())
     shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
     memory.attach(trainer)
-    first = [shown] if asked and checkpoint is None else []
+    first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
+    first += [shown] if asked and checkpoint is None else []
     if checkpoint is not None:
         trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
     watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
@@ -307,7 +308,7 @@ def add_callbacks(
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
     log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
-    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that the others want to save
+    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that others want to save
         trainer.add_callback(callback)
     return end
 

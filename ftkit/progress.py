@@ -24,6 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from ftkit.hf.blocks import units_of
+from ftkit.hf.islands import islands_of
+from ftkit.plan.choice import Plan
 from ftkit.run_folder import RunFolder, append_line
 
 GIB = 1 << 30
@@ -165,6 +167,24 @@ class TellFused(TrainerCallback):
         self.told = True
         where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
         self.console.print(escape(f"fused{where}: {units.fused.told()}"))
+
+
+class LookAtFp16(TrainerCallback):
+    """Look, before anything is computed, at what overflows in fp16 on the run's first batches.
+
+    Args:
+        trainer: Of the run.
+        plan: Of the run, made before it was known.
+    """
+
+    def __init__(self, trainer: Any, plan: Plan):
+        self.trainer, self.plan = trainer, plan
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look; refuse where what must be fp32 does not fit."""
+        self.trainer.look_for_islands(self.trainer.first_batches())
+        if islands_of(self.trainer.units).found:
+            self.plan.check_wide_inputs()
 
 
 class ProgressBar(TrainerCallback):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, row_statistics, write_rows
 from ftkit.hf.attention import is_packed
+from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.samples import IGNORED_LABEL
 from ftkit.hf.trainer import Trainer, remove_unfinished, set_aside
@@ -129,6 +131,13 @@ class RecipeTrainer(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = self._step_loss + loss
         return loss
+
+    def first_batches(self) -> list[Any]:
+        """Return this rank's first batches of the first epoch, a few, as the loader will give them."""
+        size, ranks = self.args.per_device_train_batch_size, self.args.world_size
+        numbers = list(islice(iter(self.order), min(BATCHES * size * ranks, self.order.step_sequences)))
+        mine = [numbers[start : start + size] for start in range(self.args.process_index * size, len(numbers), size * ranks)]
+        return [self.data_collator([self.train_dataset[int(number)] for number in each]) for each in mine]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count as the Trainer does; of packed samples, whose mask says where they end, those that are no padding."""

@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ftkit.divergence_watch import diverged_steps
 from ftkit.engine.disk import Disk
 from ftkit.held_out import read_before, write_rows
+from ftkit.hf.islands import islands_of
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
@@ -74,6 +75,7 @@ def summarise(
         "cores_per_rank": cores,
         "nvme_per_rank": trainer.all_ranks(nvme_traffic(units.tiers.disk)),
         "fused": units.fused.as_dict(),
+        "fp16": _fp16(trainer),
         "plan": plan.as_dict(),
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -113,6 +115,18 @@ def versions() -> dict[str, str]:
 def _mean_loss(history: list[dict[str, Any]]) -> float | None:
     losses = [line["loss"] for line in history if "loss" in line and math.isfinite(line["loss"])]
     return float(np.mean(losses)) if losses else None
+
+
+def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
+    """Return what computing in fp16 took: fp32 islands, weights it holds badly, steps skipped; None for other dtypes."""
+    if trainer.units.policy.compute_dtype != torch.float16:
+        return None
+    islands, skipped = islands_of(trainer.units), trainer.sharded_optimizer.loss_scale.skipped_steps
+    source = getattr(trainer.model, "_ftkit_source", None)
+    weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
+    told = f"fp32 islands: {islands.told()}; {weights}; {counted(skipped, 'step')} skipped"
+    overflows = [{"step": step, "where": where} for step, where in trainer.overflows]
+    return {"islands": islands.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
 
 
 def _nvme_line(ranks: list[dict[str, Any]], seconds: float) -> str:
@@ -168,6 +182,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     lines.append(("peak a rank", ", ".join(told)))
     cores = summary["cores_per_rank"]
     lines.append(("cores a rank", cores[0] if len(set(cores)) == 1 else "; ".join(f"{n}: {c}" for n, c in enumerate(cores))))
+    if summary["fp16"] is not None:
+        lines.append(("fp16", summary["fp16"]["told"]))
     if moved := [each for each in summary["nvme_per_rank"] if each is not None]:
         lines.append(("NVMe", _nvme_line(moved, seconds)))
     return [*lines, ("model", str(folder.model)), ("results", str(folder.path))]

@@ -31,7 +31,7 @@ from ftkit.resume import first_whole
 from ftkit.run_folder import RunFolder
 from ftkit.summary import _lines
 from tests.jobs import job, lines, losses, ranks_of, recipe, records, resumed_job
-from tests.tiny import make_tokenizer
+from tests.tiny import make_overflowing_base, make_tokenizer
 from tests.worlds import RankFailure
 
 METRICS = {
@@ -246,6 +246,17 @@ def test_bf16_and_fp16(home, worlds):
         assert summary["eval_loss_after"] < summary["eval_loss_before"]
         scales = {line["loss_scale"] for line in lines(home / dtype)}
         assert (scales == {None}) == (dtype == "bf16")
+
+
+def test_fp16_of_a_model_that_overflows(home, worlds):
+    """The look comes before the first evaluation, and the summary names what is computed in fp32."""
+    base = make_overflowing_base(home / "overflowing")
+    summary = worlds[2].run(job, recipe(home, "overflows"), ("train.dtype=fp16", f"model.name={base}"))[0]
+    assert summary["fp16"]["islands"]["found"] == dict.fromkeys(
+        ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"), "projection"
+    )
+    assert "model.layers.0.mlp.down_proj (reached 5e+04)" in summary["fp16"]["told"]
+    assert summary["eval_loss_after"] < summary["eval_loss_before"] < 10
 
 
 def test_row_statistics():

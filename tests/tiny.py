@@ -54,6 +54,26 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
+def make_overflowing_base(folder: Path) -> Path:
+    """Save a small model whose first block adds 100000 to one feature of the residual stream, as large ones have them.
+
+    The norms that follow undo what that does to the scale of the others, so the model learns as any other does.
+    """
+    make_base(folder)
+    config = LlamaConfig.from_pretrained(folder, attention_bias=True, mlp_bias=True)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    first, last = model.model.layers
+    with torch.no_grad():
+        for part in (first.self_attn.o_proj, first.mlp.down_proj):
+            part.bias[0] = 5e4
+        for norm, size in ((first.post_attention_layernorm, 5e4), (last.input_layernorm, 1e5), (model.model.norm, 1e5)):
+            norm.weight[1:] *= size / config.hidden_size**0.5
+        last.post_attention_layernorm.weight[1:] *= 1e5 / config.hidden_size**0.5
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_rows(path: Path, count: int, first: int = 0) -> Path:
     """Write sums as prompt and completion."""
     rows = [{"prompt": f"{n}+1?", "completion": str(n + 1)} for n in range(first, first + count)]

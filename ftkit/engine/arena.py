@@ -35,6 +35,9 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 """The arena begins at a multiple of this, so that its memory can lie on huge pages."""
 
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of <linux/mman.h>, which Python's mmap does not name."""
+
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device, whichever is current when it is registered."""
 
@@ -127,6 +130,22 @@ class Arena:
 def arena_bytes(sizes: Iterable[tuple[int, torch.dtype]]) -> int:
     """Return the exact size of an arena from which these tensors, (numel, dtype) each, are taken."""
     return sum(_whole_pages(numel * dtype.itemsize) for numel, dtype in sizes)
+
+
+def populate(tensor: Tensor) -> bool:
+    """Bring the pages of a CPU tensor in, without changing a byte; return whether the kernel did.
+
+    What is written to untouched memory waits for it a page at a time, on a virtual machine for its host too. A thread that
+    has nothing else to do may be ahead of the writer: this releases the interpreter's lock.
+
+    Returns:
+        False where the kernel has no such call (before Linux 5.14), or no memory: whoever writes there will be told.
+    """
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: the others may be anybody's
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start >= stop:
+        return True
+    return not _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), POPULATE_WRITE)
 
 
 def _whole_pages(size_bytes: int) -> int:

@@ -21,8 +21,9 @@ are filled.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -31,6 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftkit.engine.arena import populate
 from ftkit.engine.buffers import persistent_buffers, read_buffers
 from ftkit.engine.checked_file import CheckedFile, Places, open_files
 from ftkit.engine.durable import all_ranks
@@ -47,6 +49,9 @@ from ftkit.errors import UserError
 
 BEHIND = 4
 """Pieces on their way to files of the NVMe tier while further ones are read: 4 MiB each."""
+
+POPULATED_BYTES = 8 << 20
+"""Memory that is brought in at a time, ahead of what is read."""
 
 
 def load_checkpoint(
@@ -92,7 +97,7 @@ def _read(folder: Path, units: Units, optimizer: ShardedOptimizer | None, *, fro
         ]
         read_buffers(places, units.model)
         buffers.expect(key for key, _ in groupby(key for line in lines for key in line.expected()))
-        with _Behind() as behind:
+        with _Behind() as behind, _Populated(store for line in lines for store in line.stores):
             for line in lines:
                 line.read(behind)
     if optimizer is not None:
@@ -270,3 +275,30 @@ class _Behind:
                 problem = problem or error
         if problem is not None and kind is None:
             raise problem
+
+
+class _Populated:
+    """Brings in the memory of stores, in the order in which they will be filled, by a thread, until it is left.
+
+    Host arenas of a resume have not been touched yet: whoever copies pieces there would wait for every page.
+    """
+
+    def __init__(self, stores: Iterable[Store]) -> None:
+        tensors = (store.tensor for store in stores)
+        self._tensors = [tensor for tensor in tensors if tensor is not None and tensor.device.type == "cpu"]
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ftkit-populate")
+
+    def __enter__(self) -> _Populated:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for tensor in self._tensors:
+            for part in tensor.split(POPULATED_BYTES // tensor.element_size()):
+                if self._left.is_set() or not populate(part):
+                    return

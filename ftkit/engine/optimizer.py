@@ -14,8 +14,8 @@ scheduler work; a group is a list of runs on the line, not a reordering of it. A
 rank is left alone and its own step count stays, as in PyTorch. Where weights are fp32 they are their own master, if they
 lie where the state does.
 
-On the host the arithmetic is one pass over memory (host_adam.py), on CUDA torch's fused AdamW; both decouple the decay
-(arXiv:1711.05101).
+The arithmetic is one pass over memory: on the host a compiled loop (host_adam.py), on a GPU a kernel where one was brought
+(flat_kernels.py), else torch's fused AdamW. All decouple the decay (arXiv:1711.05101).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.optim.adamw import adamw
 
 from ftkit.engine.arena import arena_bytes
 from ftkit.engine.flat import FlatParameter, store_bytes
+from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.host_adam import HostAdamW
 from ftkit.engine.shard import Units
 from ftkit.engine.tiers import Store
@@ -291,9 +292,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _square(self, gradient: Tensor) -> Tensor | float:
         """Return the sum of squares of `gradient` (n,), where it lies."""
+        kernels = self._kernels_for(gradient)
+        if kernels is not None:
+            return kernels.square(gradient)
         if gradient.device.type == "cpu":
             return self.host.square_sum(gradient)
         return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+
+    def _kernels_for(self, shard: Tensor) -> FlatKernels | None:
+        """Return the kernels for shards on the device of compute; None for those elsewhere."""
+        return self.units.flat_kernels if shard.device.type == self.units.comm.device.type else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm to `max_norm`, exactly, when the step is made.
@@ -414,11 +422,13 @@ class ShardedAdamW(ShardedOptimizer):
         step: int,
         factor: float,
     ) -> None:
-        """See `ShardedOptimizer.update_piece`. On a host, one pass over memory."""
-        if master.device.type != "cpu":
+        """See `ShardedOptimizer.update_piece`. One pass over memory, but for devices without kernels."""
+        kernels = self._kernels_for(master)
+        if kernels is None and master.device.type != "cpu":
             super().update_piece(master, gradient, moments, weight, group, step, factor)
             return
-        self.host.update(
+        update = self.host.update if kernels is None else kernels.adamw
+        update(
             master,
             gradient,
             moments["exp_avg"],

@@ -28,6 +28,7 @@ from ftkit.engine.affinity import Affinity
 from ftkit.engine.comm import Communicator
 from ftkit.engine.drain import Drain
 from ftkit.engine.flat import FlatParameter, Policy, absent
+from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.leaf import Leaf, Running, receive
 from ftkit.engine.seam import specialise
 from ftkit.engine.tiers import Tiers
@@ -70,6 +71,8 @@ class Units:
         self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
         self.saving: Any = None  # the checkpoint of it that is being written (saving.Saving)
         self.fused: Any = None  # what was exchanged in the model before, by whoever did
+        self.flat_kernels: FlatKernels | None = None  # for shards on the device, by whoever has some
+        self.islands: Any = None  # what of it computes in fp32 where the rest does in fp16, by whoever found it
         self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it

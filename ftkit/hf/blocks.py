@@ -31,6 +31,7 @@ from ftkit.engine.shard import shard as shard_blocks
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
 from ftkit.errors import UserError
+from ftkit.hf.flat_kernels import FLAT_KERNELS
 from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
 from ftkit.hf.loading import load_weights
@@ -277,6 +278,8 @@ def shard(
     if cut:
         _refuse_shared_keys(model)
     units.plan, units.affinity, units.fused = plan, affinity, fused
+    if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
+        units.flat_kernels = FLAT_KERNELS
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
             module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step

@@ -264,7 +264,8 @@ def _gated_apart(gate: str, up: str, down: str, kind: Any) -> Callable[..., Tens
         if "dropout" in self._modules:
             inner = self.dropout(inner)
         last = getattr(self, down)
-        return last(inner.to(last.weight.dtype) if inner.dtype != last.weight.dtype else inner)
+        wider = inner.dtype.itemsize < last.weight.dtype.itemsize  # T5 keeps this one's weight in fp32
+        return last(inner.to(last.weight.dtype) if wider else inner)
 
     return forward
 

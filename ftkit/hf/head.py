@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.functional import linear as linear_layer
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -45,6 +46,7 @@ class HeadLoss:
         self.head = head
         self.cap = cap
         self.scale = scale
+        self.wide = False  # compute logits in fp32, whatever the weights are
         self.wanted = False
         self.kept: Tensor | None = None
 
@@ -63,12 +65,19 @@ class HeadLoss:
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
             if not own.wanted or torch.is_autocast_enabled(input.device.type):
-                return plain(self, input)
+                return linear_layer(*own.operands(input)) if own.wide else plain(self, own.operands(input)[0])
             own.kept = input
             return input.new_empty(*input.shape[:-1], 0)
 
         specialise(self.head, forward=forward)
         model.loss_function = self
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden states, weight and bias in one dtype: that of the weights, or fp32 where logits overflow it."""
+        weight, bias = self.head.weight, self.head.bias
+        if self.wide:
+            return hidden.float(), weight.float(), None if bias is None else bias.float()
+        return hidden.to(weight.dtype) if hidden.dtype == torch.float32 else hidden, weight, bias
 
     def __call__(
         self,
@@ -88,8 +97,8 @@ class HeadLoss:
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(hidden.device)
         terms = LossTerms(ignore_index=ignore_index, cap=self.cap)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        total = linear_cross_entropy(rows, self.head.weight, flat, self.head.bias, terms, scale=self.scale)
+        rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
+        total = linear_cross_entropy(rows, weight, flat, bias, terms, scale=self.scale)
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)

@@ -34,6 +34,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
+from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import FlatParameter, Origin
 from ftkit.engine.layout import Span
 from ftkit.engine.optimizer import ShardedOptimizer
@@ -49,14 +50,21 @@ TASKS = {"causal-lm": "AutoModelForCausalLM", "seq2seq": "AutoModelForSeq2SeqLM"
 
 _Places = dict[str, tuple[TensorFile, str]]
 
+NARROWED_NUMEL = 1 << 20
+"""Weights that are looked at at a time on their way into fp16."""
+
 
 @dataclass
 class LoadReport:
-    """What a load found: tensor names that were missing and initialised anew, and names in the folder nobody wanted."""
+    """What a load found: tensor names that were missing and initialised anew, and names in the folder nobody wanted.
+
+    `narrowing` is what becomes of wider weights in fp16, of those that this rank has read.
+    """
 
     initialised: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     bytes_read: int = 0
+    narrowing: Narrowing = field(default_factory=lambda: Narrowing())
 
 
 def load_model(
@@ -227,7 +235,8 @@ def load_weights(
         _check_shapes(units, places)
         if opened and not places:
             raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(described).__name__}")
-        report.bytes_read = _stream(units, places, optimizer)
+        report.bytes_read = _stream(units, places, optimizer, report.narrowing)
+        report.narrowing.refuse(units.comm, files)
         _load_buffers(described, places)
     missing = wanted - set(places)
     expected_anew = {n for n in missing if _is_adapter_name(n) or _matches(n, described._keys_to_ignore_on_load_missing)}
@@ -277,7 +286,9 @@ def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: Sharde
         if lacking := trained - set(places):
             raise UserError(f"{path}: lacks {len(lacking)} tensors of the adapter, first {min(lacking)}")
         _check_shapes(units, places)
-        _stream(units, places, optimizer)
+        narrowing = Narrowing()
+        _stream(units, places, optimizer, narrowing)
+        narrowing.refuse(units.comm, [path])
     units.rewritten()
 
 
@@ -315,16 +326,24 @@ def _described(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -> int:
-    """Read this rank's ranges of the tensors in `places`; return the bytes read."""
+def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> int:
+    """Read this rank's ranges of the tensors in `places`; return the bytes read. What becomes fp16 is looked at."""
     bytes_read = 0
 
     def read(span: Span, out: Tensor) -> None:
         nonlocal bytes_read
         if span.segment.name in places:
             file, key = places[span.segment.name]
-            file.read(key, span.start - span.segment.start, out)
-            bytes_read += span.numel * file.entries[key].dtype.itemsize
+            first, stored = span.start - span.segment.start, file.entries[key].dtype
+            if out.dtype == torch.float16 != stored:
+                for low in range(0, out.numel(), NARROWED_NUMEL):
+                    wide = torch.empty_like(out[low : low + NARROWED_NUMEL], dtype=torch.float32)
+                    file.read(key, first + low, wide)
+                    narrowing.look(span.segment.name, wide)
+                    out[low : low + NARROWED_NUMEL].copy_(wide)
+            else:
+                file.read(key, first, out)
+            bytes_read += span.numel * stored.itemsize
 
     (optimizer or units).settle()
     for flat in units.flats:
@@ -334,6 +353,47 @@ def _stream(units: Units, places: _Places, optimizer: ShardedOptimizer | None) -
             if master is not flat.weights:
                 flat.fill(master, read)
     return bytes_read
+
+
+@dataclass
+class Narrowing:
+    """What fp16 makes of weights that were wider.
+
+    Args:
+        numel: weights looked at. subnormal: of them, below fp16's normal range, where precision is lost. lost: of those,
+            the ones that become 0. beyond: name of a tensor to its largest weight, where fp16 does not hold it.
+    """
+
+    numel: int = 0
+    subnormal: int = 0
+    lost: int = 0
+    beyond: dict[str, float] = field(default_factory=dict)
+
+    def look(self, name: str, weights: Tensor) -> None:
+        """Look at some (n,) fp32 weights of a tensor."""
+        sizes, known = weights.abs(), torch.finfo(torch.float16)
+        zeros = int((sizes == 0).sum())
+        self.numel += sizes.numel()
+        self.subnormal += int((sizes < known.tiny).sum()) - zeros
+        self.lost += int((sizes <= known.smallest_normal * known.eps / 2).sum()) - zeros
+        if not (largest := float(sizes.max())) <= known.max:
+            self.beyond[name] = max(largest, self.beyond.get(name, 0.0))
+
+    def refuse(self, comm: Communicator, files: Sequence[Path]) -> None:
+        """Raise where any rank has read a weight that fp16 does not hold. A collective."""
+        found = {name: largest for ranks in comm.all(self.beyond) for name, largest in ranks.items()}
+        if found:
+            name, more = min(found), f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise UserError(
+                f"{files[0].parent}: {name} has a weight of {found[name]:g}{more}, fp16 holds 65504: compute in bf16 or fp32"
+            )
+
+    def told(self) -> str:
+        """Return which part of the weights fp16 holds badly."""
+        if not self.subnormal:
+            return "all weights are in its range"
+        small, lost = self.subnormal / self.numel, self.lost / self.numel
+        return f"{small:.2g} of the weights are below its normal range, {lost:.2g} become 0"
 
 
 def _origin(flat: FlatParameter, places: _Places, fresh: Origin | None) -> Origin | None:

@@ -13,10 +13,11 @@ resumed from its last step ends there, where stock makes one step more.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -46,6 +47,7 @@ from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sh
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
 from ftkit.hf.head import only_loss
+from ftkit.hf.islands import BATCHES, Islands, find_islands, islands_of, restore_islands
 from ftkit.hf.loading import find_weights, load_adapter, load_weights
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import check_state, load_scheduler
@@ -56,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FOLDER = "ftkit"
 """Folder inside a Trainer checkpoint that holds the engine's files."""
+ISLANDS = "islands"
+"""Under which a checkpoint notes the fp32 islands of an fp16 model."""
 UNFINISHED = ".writing"
 """How the name of a checkpoint ends that is being written; it begins with a point."""
 
@@ -102,7 +106,7 @@ class TrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the accelerator as the Trainer does, then give it the engine."""
-        parts = self._take_whole_steps()
+        parts = self._parts = self._take_whole_steps()
         super().create_accelerator_and_postprocess()
         if not hasattr(self.args, "ftkit"):
             raise UserError(
@@ -137,6 +141,7 @@ class TrainerMixin:
         self.args.per_device_train_batch_size *= micro_batches
         return micro_batches
 
+    _parts = 1  # into which blocks divide a rank's batch
     _last_inputs: Mapping[str, Any] = MappingProxyType({})
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _hides_count = False  # whether the Trainer's own loss is asked for without it
@@ -205,6 +210,7 @@ class TrainerMixin:
         if not (optimizer.step_was_skipped and optimizer.overflowed and optimizer.loss_scale.dynamic):
             return
         place = began_in(optimizer.overflowed, [flat.name for flat in optimizer.units.trainable])
+        known: list[str] = []
         if place is not None:
             told = f"in the backward of {place}"
         else:
@@ -215,6 +221,50 @@ class TrainerMixin:
         if self.units.comm.rank == 0:
             text = "step %d: overflow %s; it is skipped, the loss scale is %g now"
             logger.warning(text, self.state.global_step, told, optimizer.loss_scale.value)
+        if known and self._needs_islands() and not self.find_islands([self._last_inputs]) and self.units.comm.rank == 0:
+            logger.warning("fp16: that forward is not finite in fp32 either")
+
+    # --- fp32 islands of an fp16 model
+
+    def _needs_islands(self) -> bool:
+        """Whether the model computes in fp16."""
+        return self.engine_is_on and self.units is not None and self.units.policy.compute_dtype == torch.float16
+
+    _looked = False  # whether the run's first batches were looked at, or those of the run that it continues
+
+    def look_for_islands(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Look at the run's first batches, unless that was done, or by the run that it continues. A collective.
+
+        Raises:
+            UserError: if their forward is not finite in fp16, and cannot be made so.
+        """
+        if self._looked or not self._needs_islands():
+            return
+        self._looked = True
+        if not self.find_islands([self._prepare_inputs(part_of(batch, self._parts)) for batch in batches]):
+            raise UserError(
+                "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
+                "mend it: compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or look at the weights"
+            )
+
+    def find_islands(self, batches: Iterable[Mapping[str, Any]]) -> bool:
+        """Let compute in fp32 what overflows in fp16 on these batches, say what that is, return whether all is finite.
+
+        Args:
+            batches: on their way into the model: this rank's, on its device. A collective.
+        """
+        taken = inspect.signature(self.model.forward).parameters
+        given = [batch for batch in batches if isinstance(batch, Mapping)]
+        first = self.units.comm.rank == 0
+        if not given or not all(batch.keys() <= taken.keys() for batch in given):
+            if first:
+                logger.warning("fp16: activations were not looked at: the batches are no input of the model itself")
+            return True
+        before = dict(islands_of(self.units).found)
+        found = find_islands(self.units, given)
+        if first:
+            logger.log(logging.WARNING if found.found != before else logging.INFO, "fp16: fp32 islands: %s", found.told())
+        return found.finite
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Run an epoch as the Trainer does, unless the run that is resumed was over: it would make one more step."""
@@ -230,6 +280,7 @@ class TrainerMixin:
             self._check_batches(len(batches))
             if batches and self._masks_repeated(batches[-1]):
                 batches[-1] = self._without_repeated(batches[-1])
+            self.look_for_islands(batches[:BATCHES])
             epoch_iterator = iter(batches)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -493,7 +544,8 @@ class TrainerMixin:
             return super()._save_optimizer_and_scheduler(output_dir)
         frozen = not isinstance(self.model, PeftModel)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
-        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=self.noted, frozen=frozen)
+        noted = {**self.noted, ISLANDS: islands_of(units).as_dict()} if self._needs_islands() else self.noted
+        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
 
@@ -533,8 +585,13 @@ class TrainerMixin:
             return
         folder = Path(checkpoint)
         frozen = not isinstance(self.model, PeftModel)
+        manifest = folder / ENGINE_FOLDER / MANIFEST
         extra = load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=frozen)
-        self.take_noted(folder / ENGINE_FOLDER / MANIFEST, extra)
+        islands = extra.pop(ISLANDS, None)
+        if islands is not None and self._needs_islands():
+            restore_islands(self.units, Islands.from_dict(islands, str(manifest)))
+            self._looked = True
+        self.take_noted(manifest, extra)
         scheduler = folder / transformers.trainer.SCHEDULER_NAME
         if not scheduler.is_file():
             raise UserError(f"{folder}: {scheduler.name} is missing; the learning rate could not go on where it was")
@@ -590,6 +647,17 @@ def remove_unfinished(run_folder: Path) -> None:
 def existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
+
+
+def part_of(batch: Any, parts: int) -> Any:
+    """Return the first of the `parts` into which blocks will divide a batch: as much as one forward may hold."""
+    if parts == 1 or not isinstance(batch, Mapping):
+        return batch
+    rows = max((len(each) for each in batch.values() if torch.is_tensor(each) and each.dim()), default=0)
+    return {
+        key: each.tensor_split(parts)[0] if torch.is_tensor(each) and each.dim() and len(each) == rows else each
+        for key, each in batch.items()
+    }
 
 
 def narrowed(value: Any, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ from itertools import product
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.plan.memory import GIB, MOMENTS, Memory, memory
+from ftkit.plan.memory import GIB, KEPT, MOMENTS, Memory, memory
 from ftkit.plan.shape import TIERS, Line, Shape, Way
 
 COSTS = {
@@ -158,6 +158,22 @@ class Plan:
     def needed_bytes(self, tier: str) -> int:
         """Return the peak on a tier: of a rank on the device, of a box elsewhere."""
         return self.memory.peak(tier) * self.limits.ranks(tier)
+
+    def check_wide_inputs(self) -> None:
+        """Refuse to go on where blocks' kept inputs take twice what was planned, as on a residual stream in fp32.
+
+        Raises:
+            DoesNotFit: with what they take, and what is granted.
+        """
+        for tier in self.tiers:
+            more = self.memory.purposes(tier).get(KEPT, 0) * self.limits.ranks(tier)
+            granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
+            if more and granted is not None and needed > granted:
+                raise DoesNotFit(
+                    f"residual sums overflow in fp16; in fp32 kept inputs take {more / GIB:.2f} GiB more, "
+                    f"{needed / GIB:.2f} in all, and {self.limits.name(tier)} grants {granted / GIB:.2f} on {tier}: set "
+                    f"engine.micro_batch below {self.way.micro_batch} or engine.kept to a lower tier"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as an object for JSON, all sizes in bytes."""

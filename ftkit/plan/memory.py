@@ -46,6 +46,8 @@ KEPT_ROUND_BYTES = 16384  # kept._padded_bytes
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 
+KEPT = "kept inputs"
+
 ADAM_MOMENTS = 2
 """fp32 numbers of a trained element besides its master (arXiv:1412.6980)."""
 
@@ -285,9 +287,9 @@ def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     blocks = len(shape.blocks)
     kept = kept_bytes(shape, way)
     if way.activations == "recompute":
-        yield Item("kept inputs", way.kept, blocks * kept, ("train",))
+        yield Item(KEPT, way.kept, blocks * kept, ("train",))
         if way.kept != "device":  # coming back, one block ahead
-            yield Item("kept inputs", "device", 2 * kept, ("train",))
+            yield Item(KEPT, "device", 2 * kept, ("train",))
         if way.kept == "nvme":
             yield Item("staging", "host", KEPT_STAGING * kept, ("train",))
     else:

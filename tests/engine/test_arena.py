@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import signal
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from ftkit.engine import arena as arena_module
-from ftkit.engine.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes
+from ftkit.engine.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes, populate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = [(4096, torch.float32), (1, torch.int8), (5000, torch.bfloat16), (0, torch.float16), (12288, torch.float64)]
@@ -195,3 +196,19 @@ def test_cuda_takes_it_for_pinned():
     assert bool((there == 2).all())
     arena.close()
     assert not view.is_pinned()
+
+
+def test_populated_memory_is_there_and_unchanged():
+    arena = Arena(8 << 20, torch.device("cpu"))
+    tensor = arena.take(2 << 20, torch.float32)
+    tensor[5] = 3
+    part = tensor[1 << 20 :]
+    assert arena.resident_bytes < 4 << 20
+    if not populate(part[1:-1]):
+        pytest.fail(f"Linux {platform.release()} has no MADV_POPULATE_WRITE: expected from 5.14 on")
+    assert arena.resident_bytes >= 4 << 20
+    assert populate(tensor)
+    assert arena.resident_bytes == 8 << 20
+    assert (tensor[5], tensor.count_nonzero()) == (3, 1)
+    assert populate(tensor[:0])
+    assert populate(tensor[1:3]), "less than a page is nobody's"

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from ftkit.engine import optimizer as optimizer_module
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
+from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
 from ftkit.engine.shard import Units, shard
+from ftkit.hf.flat_kernels import FLAT_KERNELS
 
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
 STEPS = 4
@@ -82,9 +84,12 @@ def one_group(model: OneBlock) -> list[dict[str, Any]]:
 GROUPS = {"one": one_group, "two": two_groups}
 
 
-def compare(kind: str, groups: str, turns: list[str], limit: float, policy: Policy | None = None) -> None:
+def compare(
+    kind: str, groups: str, turns: list[str], limit: float, policy: Policy | None = None, kernels: FlatKernels | None = None
+) -> None:
     """On every rank: make steps in which `turns` get a gradient, here and in torch; compare norms and weights."""
     model, units = sharded(policy)
+    units.flat_kernels = kernels
     plain = OneBlock()
     ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
     world = units.comm.world_size
@@ -116,6 +121,28 @@ def test_as_torchs_own(worlds, world, turns, groups, kind):
 @pytest.mark.parametrize("kind", OURS)
 def test_clipped_as_by_torch(world2, kind):
     world2.run(compare, kind, "two", ["abcde", "abc", "cde"], 0.5)
+
+
+def compare_with_kernels(turns: list[str], limit: float) -> None:
+    """On every rank: `compare`, through what a GPU is given; here the kernels are their references."""
+    calls: list[int] = []
+
+    def counted(*args: Any, **constants: Any) -> None:
+        calls.append(1)
+        FLAT_KERNELS.adamw(*args, **constants)
+
+    compare("adamw", "two", turns, limit, kernels=FlatKernels(counted, FLAT_KERNELS.square))
+    assert calls
+
+
+@pytest.mark.parametrize("limit", [0.5, math.inf])
+def test_kernels_that_were_brought_do_as_torch_does(world2, limit):
+    world2.run(compare_with_kernels, ["abcde", "ace", "be"], limit)
+
+
+def test_a_kernels_square_is_not_finite_where_an_element_is_not():
+    assert FLAT_KERNELS.square(torch.tensor([1.0, 2.0]).half()).item() == 5
+    assert not math.isfinite(FLAT_KERNELS.square(torch.tensor([1.0, math.nan]).half()))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

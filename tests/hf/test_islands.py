@@ -1,0 +1,328 @@
+"""fp32 islands: a model with planted large activations computes and trains in fp16 as it does in fp32."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import ftkit
+from ftkit.hf.islands import Islands, find_islands, islands_of, restore_islands
+from ftkit.hf.loading import Narrowing
+from tests import fusible
+from tests.hf.runs import fresh_state
+from tests.tiny import make_base, make_overflowing_base
+
+LAST = ("down_proj", "o_proj", "dense_4h_to_h", "attention.dense", "c_proj", "fc2", "out_proj", "wo", "SelfAttention.o")
+FIRST = (".up_proj", "gate_up_proj", "wi", "wi_1", "c_fc", "dense_h_to_4h", "fc1")
+HUGE = 2.0**15
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    fresh_state()
+
+
+def plant_in_sums(model: nn.Module) -> nn.Module:
+    """Let the blocks' projections give one feature of the residual stream values far beyond what fp16 holds."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith(FIRST):
+                module.weight *= 16
+            if name.endswith(LAST):
+                (module.weight.T if isinstance(module, Conv1D) else module.weight)[0] *= HUGE
+    return model
+
+
+def plant_inside(model: nn.Module) -> nn.Module:
+    """Let products inside MLPs be beyond it, and what comes out of them as it was."""
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith((".up_proj", "wi_1")):
+                module.weight *= 2 * HUGE
+            if name.endswith(("down_proj", "wo")):
+                module.weight /= 2 * HUGE
+    return model
+
+
+def compute(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor | None]:
+    """Return loss and logits."""
+    model.eval()
+    with torch.no_grad():
+        out = model(**batch)
+    return float(out.loss), out.logits.float()
+
+
+APART = ("llama", "qwen3", "gemma2", "gemma3", "olmo2", "t5-gated")
+"""Their MLPs multiply the results of two projections that stand apart, of which one is planted."""
+
+
+@pytest.mark.parametrize(
+    ("family", "plant"),
+    [(name, plant_in_sums) for name in fusible.FAMILIES] + [(name, plant_inside) for name in APART],
+)
+def test_what_overflows_is_computed_in_fp32(family: str, plant: Any) -> None:
+    batch = fusible.batch(family, 2, 12, 0)
+    wanted, wanted_logits = compute(plant(fusible.build(family)), batch)
+    model = plant(fusible.build(family))
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    assert not torch.isfinite(torch.tensor(compute(model, batch)[0])) or family.startswith("t5")  # which clamps
+    found = find_islands(units, [batch])
+    assert found.finite
+    assert found.found
+    loss, logits = compute(model, batch)
+    assert loss == pytest.approx(wanted, rel=5e-3)
+    torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=0.03 * float(wanted_logits.abs().max()))
+    again = find_islands(units, [batch])
+    assert again.found == found.found
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("family", fusible.FAMILIES)
+def test_a_model_that_fits_is_left_as_it_is(family: str) -> None:
+    model = fusible.build(family)
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    before = [type(module) for module in model.modules()]
+    assert find_islands(units, [fusible.batch(family, 2, 12, 0)]).found == {}
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_scores_of_an_attention() -> None:
+    def plant(model: nn.Module) -> nn.Module:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.q_proj.weight *= 2.0**9
+                layer.self_attn.k_proj.weight *= 2.0**9
+                layer.self_attn.scaling *= 2.0**-18
+        return model
+
+    batch = fusible.batch("llama", 2, 12, 0)
+    wanted, _ = compute(plant(fusible.build("llama")), batch)
+    model = plant(fusible.build("llama"))
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    assert not torch.isfinite(torch.tensor(compute(model, batch)[0]))
+    found = find_islands(units, [batch])
+    assert {name: kind for name, kind in found.found.items() if "self_attn" in name} == {
+        f"model.layers.{number}.self_attn": "part" for number in range(fusible.LAYERS)
+    }
+    assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
+
+
+def test_a_chunked_head_that_overflows() -> None:
+    batch = fusible.batch("llama", 2, 12, 0)
+
+    def plant(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            model.lm_head.weight *= 2.0**12
+            model.model.norm.weight *= 2.0**5
+        return model
+
+    wanted, _ = compute(plant(fusible.build("llama")), batch)
+    model = plant(fusible.build("llama"))
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    assert find_islands(units, [batch]).found == {"lm_head": "projection"}
+    assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
+
+
+def test_islands_of_a_stream_that_no_precision_mends_are_taken_back() -> None:
+    model = fusible.build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    found = find_islands(units, [fusible.batch("llama", 2, 12, 0)])
+    assert not found.finite
+    assert found.found == {}
+
+
+# --- in training
+
+
+def rows(count: int) -> list[dict[str, list[int]]]:
+    chance = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(3, 200, (12,), generator=chance).tolist() for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in drawn]
+
+
+def trainer(folder: Path, out: Path, dtype: str, kind: type[ftkit.Trainer] = ftkit.Trainer, **changes: Any) -> ftkit.Trainer:
+    fields = {"max_steps": 30, "per_device_train_batch_size": 6, "logging_steps": 1, "report_to": [], "use_cpu": True}
+    fields |= {"save_strategy": "no", "learning_rate": 3e-3, "seed": 3, "lr_scheduler_type": "constant"}
+    engine = {"dtype": dtype, **changes.pop("engine", {})}
+    arguments = ftkit.TrainingArguments(str(out), ftkit=engine, **{**fields, **changes})
+    return kind(ftkit.load_model(str(folder)), arguments, train_dataset=rows(12))
+
+
+def losses(made: ftkit.Trainer) -> list[float]:
+    return [line["loss"] for line in made.state.log_history if "loss" in line]
+
+
+class NotLooking(ftkit.Trainer):
+    """Trains in fp16 as others do."""
+
+    def look_for_islands(self, batches: Any) -> None:
+        pass
+
+    def find_islands(self, batches: Any) -> bool:
+        return True
+
+
+def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The convergence proof: large activations planted, the same run in three dtypes, and in an fp16 without islands."""
+    folder = make_overflowing_base(tmp_path / "base")
+    ends = {}
+    for dtype in ("fp32", "bf16", "fp16"):
+        fresh_state()
+        made = trainer(folder, tmp_path / dtype, dtype)
+        with caplog.at_level(logging.WARNING):
+            made.train()
+        ends[dtype] = losses(made)
+    assert ends["fp32"][-1] < 0.85 * ends["fp32"][0]
+    assert ends["bf16"][-1] == pytest.approx(ends["fp32"][-1], rel=0.01)
+    assert ends["fp16"] == pytest.approx(ends["fp32"], rel=0.01)
+    assert "model.layers.0" in islands_of(made.units).told()
+    assert f"fp16: fp32 islands: {islands_of(made.units).told()}" in caplog.text
+    fresh_state()
+    lost = trainer(folder, tmp_path / "lost", "fp16", NotLooking)
+    lost.train()
+    assert lost.sharded_optimizer.loss_scale.skipped_steps == 30
+
+
+def test_a_run_goes_on_with_the_islands_it_had(tmp_path: Path) -> None:
+    folder = make_overflowing_base(tmp_path / "base")
+    whole = trainer(folder, tmp_path / "whole", "fp16", max_steps=6)
+    whole.train()
+    fresh_state()
+    first = trainer(folder, tmp_path / "run", "fp16", max_steps=6, save_strategy="steps", save_steps=3)
+    first.train()
+    fresh_state()
+    second = trainer(folder, tmp_path / "run", "fp16", max_steps=6)
+    second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert islands_of(second.units).as_dict() == islands_of(first.units).as_dict()
+    assert islands_of(second.units).found
+    assert losses(second)[-3:] == losses(whole)[-3:]
+
+
+def test_an_overflow_in_mid_run_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Late(ftkit.Trainer):
+        """Has not looked at its first batches, as if activations had grown since."""
+
+        def look_for_islands(self, batches: Any) -> None:
+            pass
+
+    made = trainer(make_overflowing_base(tmp_path / "base"), tmp_path / "run", "fp16", Late, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        made.train()
+    assert made.overflows[0][0] == 1
+    assert made.overflows[0][1].startswith("in the forward of model.layers.0")
+    assert len(made.overflows) == 1
+    assert "fp16: fp32 islands: " in caplog.text
+
+
+@pytest.mark.parametrize("engine", [{"accumulate_in": "unit"}, {"activations": "keep"}, {"state": "host", "kept": "host"}])
+def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Path) -> None:
+    folder = make_overflowing_base(tmp_path / "base")
+    changes = {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    exact = trainer(folder, tmp_path / "exact", "fp32", **changes)
+    exact.train()
+    fresh_state()
+    made = trainer(folder, tmp_path / "run", "fp16", engine=engine, **changes)
+    made.train()
+    assert islands_of(made.units).found
+    assert losses(made) == pytest.approx(losses(exact), rel=0.01)
+
+
+# --- ranks
+
+
+def look_on_ranks(spread: bool) -> tuple[dict[str, str], float]:
+    """Case: token 7 alone makes a huge activation; it comes to the last rank only, or to none. Returns islands, loss."""
+    fresh_state()
+    model = fusible.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7, 0] = 3e4
+        model.model.layers[0].self_attn.o_proj.weight[0] *= 2.0**6
+        model.model.layers[0].input_layernorm.weight *= 30
+    units = ftkit.shard(model, {"dtype": "fp16", "stage": 3})
+    batch = fusible.batch("llama", 2, 12, units.comm.rank)
+    batch["input_ids"][batch["input_ids"] == 7] = 8
+    if spread and units.comm.rank == units.comm.world_size - 1:
+        batch["input_ids"][0, 3] = 7
+    found = find_islands(units, [batch])
+    return found.found, compute(model, batch)[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_find_the_same_islands(world: int, worlds: Any) -> None:
+    told = worlds[world].run(look_on_ranks, True)
+    assert told[0][0]
+    assert all(found == told[0][0] for found, _ in told)
+    assert all(torch.isfinite(torch.tensor(loss)) for _, loss in told)
+    assert all(found == {} for found, _ in worlds[world].run(look_on_ranks, False))
+
+
+# --- adapters, files
+
+
+def test_an_adapters_projection(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return get_peft_model(
+            plant_in_sums(fusible.build("llama")), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+
+    batch = fusible.batch("llama", 2, 12, 0)
+    wanted, _ = compute(build(), batch)
+    model = build()
+    units = ftkit.shard(model, {"dtype": "fp16"})
+    found = find_islands(units, [batch])
+    assert found.finite
+    assert any(name.endswith("down_proj") for name in found.found)
+    assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
+
+
+def test_restored_islands_are_those_that_were_found() -> None:
+    batch = fusible.batch("llama", 2, 12, 0)
+    first, second = (plant_in_sums(fusible.build("llama")) for _ in range(2))
+    found = find_islands(ftkit.shard(first, {"dtype": "fp16"}), [batch])
+    units = ftkit.shard(second, {"dtype": "fp16"})
+    restore_islands(units, Islands.from_dict(found.as_dict(), "there"))
+    assert compute(second, batch)[0] == compute(first, batch)[0]
+    assert units.islands.found == found.found
+    with pytest.raises(ftkit.UserError, match="no such part"):
+        restore_islands(units, Islands({"model.layers.9": "part"}))
+
+
+@pytest.mark.parametrize("given", [None, [], {"found": []}, {"found": {"a": "island"}}, {"found": {"a": ["part"]}}])
+def test_islands_that_a_stranger_wrote(given: Any) -> None:
+    with pytest.raises(ftkit.UserError, match=r"manifest\.json: its fp32 islands"):
+        Islands.from_dict(given, "manifest.json")
+
+
+def test_weights_that_fp16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    folder = make_base(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(ftkit.UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has a weight of 1e\+06, fp16"):
+        ftkit.shard(ftkit.load_model(str(folder)), {"dtype": "fp16"})
+    ftkit.shard(ftkit.load_model(str(folder)), {"dtype": "bf16"})
+
+
+def test_what_fp16_makes_of_weights() -> None:
+    narrowing = Narrowing()
+    weights = torch.tensor([0.0, 1.0, -(2.0**-14), 2.0**-15, -(2.0**-20), 2.0**-25, 2.0**-30])
+    narrowing.look("w", weights)
+    assert (narrowing.numel, narrowing.subnormal, narrowing.lost) == (7, 4, 2)
+    assert int((weights.half() == 0).sum()) == 1 + narrowing.lost
+    assert narrowing.told() == "0.57 of the weights are below its normal range, 0.29 become 0"
+    assert not narrowing.beyond
