@@ -52,6 +52,7 @@ class Arena:
     Args:
         size_bytes: what the views will take together; see `arena_bytes`.
         device: the device that will copy from and to it. A CUDA device has it pinned.
+        huge: ask for pages of 2 MiB. What no drive and no device reads may do without: small ones come sooner.
 
     Attributes:
         requested_bytes: `size_bytes`. pinned_bytes: the same rounded up to a page, or 0 where nothing is pinned.
@@ -62,13 +63,13 @@ class Arena:
     Cost: on a CPU nothing until it is used; on CUDA all of its memory at once.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, *, huge: bool = True) -> None:
         self.requested_bytes = size_bytes
         self.device = device
         self._size_bytes = _whole_pages(size_bytes)
         self._taken_bytes = 0
         try:
-            window = _map(self._size_bytes)
+            window = _map(self._size_bytes, huge=huge)
         except OSError as error:
             raise HostMemoryError(
                 f"host memory: {size_bytes} bytes asked, the system gives none ({error.strerror}). Use a smaller model, an "
@@ -152,7 +153,7 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _map(size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+def _map(size_bytes: int, *, huge: bool) -> ctypes.Array[ctypes.c_ubyte]:
     """Map `size_bytes` from a multiple of 2 MiB on; the array owns the mapping.
 
     Only whole huge pages are asked for; the rest lies on small ones. Otherwise the kernel could back the last few KiB,
@@ -160,11 +161,11 @@ def _map(size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) % HUGE_PAGE_BYTES
-    huge = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    on_huge = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES if huge else 0
     _advise(memory, "MADV_DONTFORK", 0, len(memory))
     _advise(memory, "MADV_NOHUGEPAGE", 0, len(memory))
-    if huge:
-        _advise(memory, "MADV_HUGEPAGE", start, huge)
+    if on_huge:
+        _advise(memory, "MADV_HUGEPAGE", start, on_huge)
     return (ctypes.c_ubyte * max(size_bytes, 1)).from_buffer(memory, start)
 
 

@@ -30,14 +30,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ftkit.engine.arena import populate
+from ftkit.engine.arena import Arena, populate
 from ftkit.engine.buffers import persistent_buffers, read_buffers
 from ftkit.engine.checked_file import CheckedFile, Places, open_files
 from ftkit.engine.durable import all_ranks
 from ftkit.engine.flat import FlatParameter
-from ftkit.engine.flatfile import DiskError, Request
+from ftkit.engine.flatfile import PIECE_NUMEL, DiskError, Request
 from ftkit.engine.layout import Span
 from ftkit.engine.manifest import MANIFEST, alike, read_manifest
 from ftkit.engine.optimizer import LossScale, ShardedOptimizer, ranges
@@ -88,6 +89,8 @@ def _read(folder: Path, units: Units, optimizer: ShardedOptimizer | None, *, fro
     manifest = read_manifest(folder)
     scale = _check_optimizer(folder, manifest, optimizer) if optimizer is not None else None
     with ExitStack() as stack:
+        if optimizer is not None:
+            stack.enter_context(optimizer.overwritten())
         buffers = stack.enter_context(PieceBuffers())
         places = open_files(folder, manifest, buffers, stack)
         _check_names(folder, places, units)
@@ -233,23 +236,34 @@ class _Line:
         file_of = {span.segment.name: file for span, file in zip(_own_spans(self.flat), self.files)}
         first, *others = self.stores
         for low, high in ranges(*self.stores):
-            piece = first.blank(low, high)
+            piece = behind.room(first, low, high)
             for span in self.flat.layout.spans(base + low, min(base + high, stop)):
                 out = piece[span.start - base - low : span.stop - base - low]
                 file_of[span.segment.name].read(span.segment.name, span.start - span.segment.start, out)
             piece[max(stop - base - low, 0) :].zero_()  # the padding
             for other in others:
-                copy = other.blank(low, high)
+                copy = behind.room(other, low, high)
                 copy.copy_(piece)
                 behind.put(other, low, copy)
             behind.put(first, low, piece)
 
 
 class _Behind:
-    """Pieces that are on their way to files while further ones are read."""
+    """Pieces that are on their way to files while further ones are read, and the room in which they lie meanwhile."""
 
     def __init__(self) -> None:
-        self.requests: deque[Request] = deque()
+        self.requests: deque[tuple[Request, Tensor]] = deque()
+        self._rooms: list[Tensor] = []  # of `PIECE_NUMEL` fp32 each, on pages that a drive likes, free now
+        self._room_of: dict[int, Tensor] = {}  # address of a piece to the room that it lies in
+
+    def room(self, store: Store, start: int, stop: int) -> Tensor:
+        """Return where a piece of `store` is to be made: in the store itself, or in a room for what `put` sends off."""
+        if store.tensor is not None:
+            return store.blank(start, stop)
+        room = self._rooms.pop() if self._rooms else _room()
+        piece = room.view(store.dtype)[: stop - start]
+        self._room_of[piece.data_ptr()] = room
+        return piece
 
     def put(self, store: Store, start: int, piece: Tensor) -> None:
         """Put a piece where it belongs, not before others have gone.
@@ -259,22 +273,28 @@ class _Behind:
         """
         request = store.send(start, piece)
         if request is not None:
-            self.requests.append(request)
+            self.requests.append((request, self._room_of.pop(piece.data_ptr())))
         if len(self.requests) > BEHIND:
-            self.requests.popleft().wait()
+            oldest, room = self.requests.popleft()
+            oldest.wait()
+            self._rooms.append(room)
 
     def __enter__(self) -> _Behind:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
         problem: DiskError | None = None
-        for request in self.requests:  # all of them, whatever becomes of one: the next who writes there must be alone
+        for request, _ in self.requests:  # all of them, whatever becomes of one: the next who writes there must be alone
             try:
                 request.wait()
             except DiskError as error:
                 problem = problem or error
         if problem is not None and kind is None:
             raise problem
+
+
+def _room() -> Tensor:
+    return Arena(4 * PIECE_NUMEL, torch.device("cpu")).take(PIECE_NUMEL, torch.float32)
 
 
 class _Populated:

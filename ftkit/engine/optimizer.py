@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +183,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make all state, if there is none yet."""
         if not self.lines:
             self._make_lines()
+            self._fill_masters()
+
+    @contextmanager
+    def overwritten(self) -> Iterator[None]:
+        """Make all state, if there is none yet, for a body that writes all of it: nothing is put there, or touched, before.
+
+        Where the body fails, masters that were made for it are those of the present weights, as `prepare` makes them.
+        """
+        fresh = not self.lines
+        if fresh:
+            self._make_lines()
+        try:
+            yield
+        except BaseException:
+            if fresh:
+                self._fill_masters()
+            raise
+        for flat in self.units.trainable:
+            flat.origin = None
 
     def settle(self) -> None:
         """Wait for updates under way, and until all state can be read.
@@ -203,16 +223,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat, home in zip(self.units.trainable, homes):
             numel = flat.layout.shard_numel
             stores = {kind: tiers.make("state", f"{flat.name}.{kind}", numel, fp32, home) for kind in kinds[flat.name]}
-            if apart[flat.name]:
-                master = stores.pop("master")
+            master = stores.pop("master") if apart[flat.name] else flat.weights
+            self.lines[flat.name] = LineState(master, stores, [0] * len(flat.parameters))
+
+    def _fill_masters(self) -> None:
+        """Make the masters those of the weights, as exact as they came."""
+        for flat in self.units.trainable:
+            master = self.lines[flat.name].master
+            if master is not flat.weights:
                 for start, stop in ranges(master, flat.weights):
                     piece = master.blank(start, stop)
                     piece.copy_(flat.exact_weights(start, stop))
                     master.write(start, piece)
-            else:
-                master = flat.weights
             flat.origin = None
-            self.lines[flat.name] = LineState(master, stores, [0] * len(flat.parameters))
 
     def _is_own_master(self, flat: FlatParameter) -> bool:
         """Whether fp32 weights serve as their master: they must be at hand where the state is updated."""

@@ -267,6 +267,9 @@ class Tiers:
         if tier == "nvme":
             assert self.disk is not None
             return FileStore(self.disk.file(name, numel, dtype))
+        if kind == "state" and self.device.type == "cpu":  # large, and not touched before somebody writes there
+            own = Arena(arena_bytes([(numel, dtype)]), self.device, huge=False)
+            return MemoryStore(own.take(numel, dtype), "device")
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device), "device")
 
     def host_bytes(self) -> dict[str, int]:
