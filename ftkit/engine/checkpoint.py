@@ -48,7 +48,7 @@ from ftkit.engine.shard import Units
 from ftkit.engine.tiers import Store
 from ftkit.errors import UserError
 
-BEHIND = 4
+BEHIND = 2
 """Pieces on their way to files of the NVMe tier while further ones are read: 4 MiB each."""
 
 POPULATED_BYTES = 8 << 20
