@@ -373,6 +373,35 @@ def test_a_save_that_fails_leaves_nothing_and_training_goes_on(world2: World, ho
     check_checkpoint(tmp_path / "save-after")
 
 
+def load_what_is_refused(folder: str) -> list[float]:
+    """Load a damaged checkpoint of the first weights into an optimizer without state; return losses with, without."""
+    policy = Policy(stage=3, compute_dtype=torch.bfloat16)
+    units, optimizer = make(policy)
+    optimizer.prepare()
+    save_checkpoint(folder, units, optimizer)
+    if units.comm.rank == 0:
+        for path in Path(folder).glob("*.master.safetensors"):
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last[0] ^ 1]))
+    units.comm.any(False)  # all wait for it
+    losses = []
+    for refused in (True, False):
+        units, optimizer = make(policy)
+        if refused:
+            with pytest.raises(BrokenCheckpoint):
+                load_checkpoint(folder, units, optimizer)
+        losses += train(units, optimizer, 0, 3)[-1:]
+    return losses
+
+
+def test_a_load_that_is_refused_leaves_the_masters_of_the_weights(world2: World, tmp_path: Path) -> None:
+    for refused, plain in world2.run(load_what_is_refused, str(tmp_path / "save")):
+        assert refused == plain
+
+
 def load_onto_failing_drive(folder: str, nvme: str) -> tuple[list[float], str]:
     """Save, load onto a drive that fails many writes of rank 1, load again; return later losses and what was told."""
     policy = Policy(stage=3, placement=Placement(parameters="nvme", gradients="nvme", state="nvme"))

@@ -847,4 +847,11 @@ FAULTS = (
         "step=step, scale=1.0)",
         "tests/engine/test_optimizer.py::test_kernels_that_were_brought_do_as_torch_does[0.5]",
     ),
+    _fault(
+        "a refused load leaves masters of nothing",
+        "ftkit/engine/optimizer.py",
+        "            if fresh:\n                self._fill_masters()\n            raise",
+        "            raise",
+        "tests/engine/test_checkpoint.py::test_a_load_that_is_refused_leaves_the_masters_of_the_weights",
+    ),
 )
