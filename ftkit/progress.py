@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from ftkit.hf.blocks import units_of
-from ftkit.hf.islands import islands_of
+from ftkit.hf.islands import widens_inputs
 from ftkit.plan.choice import Plan
 from ftkit.run_folder import RunFolder, append_line
 
@@ -183,7 +183,7 @@ class LookAtFp16(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look; refuse where what must be fp32 does not fit."""
         self.trainer.look_for_islands(self.trainer.first_batches())
-        if islands_of(self.trainer.units).found:
+        if widens_inputs(self.trainer.units):
             self.plan.check_wide_inputs()
 
 

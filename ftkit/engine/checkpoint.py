@@ -235,6 +235,8 @@ class _Line:
         base, stop = self.flat.layout.shard_range(self.flat.rank)
         file_of = {span.segment.name: file for span, file in zip(_own_spans(self.flat), self.files)}
         first, *others = self.stores
+        if self.flat.weights in self.stores:
+            self.flat.origin = None  # from here on the weights are the checkpoint's
         for low, high in ranges(*self.stores):
             piece = behind.room(first, low, high)
             for span in self.flat.layout.spans(base + low, min(base + high, stop)):

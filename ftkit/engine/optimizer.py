@@ -182,23 +182,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Make all state, if there is none yet."""
         if not self.lines:
-            self._make_lines()
-            self._fill_masters()
+            try:
+                self._make_lines(fill=True)
+            except BaseException:
+                self.lines.clear()
+                raise
 
     @contextmanager
     def overwritten(self) -> Iterator[None]:
         """Make all state, if there is none yet, for a body that writes all of it: nothing is put there, or touched, before.
 
-        Where the body fails, masters that were made for it are those of the present weights, as `prepare` makes them.
+        Where the body fails, state that was made for it is that of the present weights, as `prepare` makes it.
         """
         fresh = not self.lines
         if fresh:
-            self._make_lines()
+            self._make_lines(fill=False)
         try:
             yield
         except BaseException:
             if fresh:
-                self._fill_masters()
+                self._begin_again()
             raise
         for flat in self.units.trainable:
             flat.origin = None
@@ -212,7 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updater.settle()
         self.units.settle()
 
-    def _make_lines(self) -> None:
+    def _make_lines(self, *, fill: bool) -> None:
+        """Make the state of all lines. fill: masters too, each before the next line's memory is taken."""
         tiers, fp32 = self.units.tiers, torch.float32
         apart = {flat.name: not self._is_own_master(flat) for flat in self.units.trainable}
         kinds = {f.name: [*(["master"] if apart[f.name] else []), *self.moment_names] for f in self.units.trainable}
@@ -225,17 +229,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             stores = {kind: tiers.make("state", f"{flat.name}.{kind}", numel, fp32, home) for kind in kinds[flat.name]}
             master = stores.pop("master") if apart[flat.name] else flat.weights
             self.lines[flat.name] = LineState(master, stores, [0] * len(flat.parameters))
+            if fill:
+                self._fill_master(flat)
 
-    def _fill_masters(self) -> None:
-        """Make the masters those of the weights, as exact as they came."""
+    def _fill_master(self, flat: FlatParameter) -> None:
+        """Make a line's master that of its weights, as exact as they came."""
+        master = self.lines[flat.name].master
+        if master is not flat.weights:
+            for start, stop in ranges(master, flat.weights):
+                piece = master.blank(start, stop)
+                piece.copy_(flat.exact_weights(start, stop))
+                master.write(start, piece)
+        flat.origin = None
+
+    def _begin_again(self) -> None:
+        """Give the state of all lines the values that it begins with."""
         for flat in self.units.trainable:
-            master = self.lines[flat.name].master
-            if master is not flat.weights:
-                for start, stop in ranges(master, flat.weights):
-                    piece = master.blank(start, stop)
-                    piece.copy_(flat.exact_weights(start, stop))
-                    master.write(start, piece)
-            flat.origin = None
+            self._fill_master(flat)
+            for store in self.lines[flat.name].moments.values():
+                for start, stop in store.pieces():
+                    store.write(start, store.blank(start, stop).zero_())
 
     def _is_own_master(self, flat: FlatParameter) -> bool:
         """Whether fp32 weights serve as their master: they must be at hand where the state is updated."""

@@ -20,14 +20,17 @@ stream, and fp32 arithmetic on the islands.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
@@ -58,15 +61,20 @@ class Islands:
 
     Args:
         found: name of a module to its kind (`KINDS`). largest: to the largest value seen there in fp16; inf beyond it.
-        finite: whether the last forward that was looked at ended without an infinity.
+        finite: whether all forwards that were looked at last ended without an infinity. looked: whether any was.
     """
 
     found: dict[str, str] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     finite: bool = True
+    looked: bool = False
 
     def told(self) -> str:
         """Return one line that names every island."""
+        if not self.found and not self.looked:
+            return "not looked for"
+        if not self.found and not self.finite:
+            return "none helps: the forward is not finite in fp32 either"
         if not self.found:
             return f"none needed: no activation is beyond {LIMIT:g}, and fp16 holds 65504"
         sums = [
@@ -111,22 +119,55 @@ def find_islands(units: Units, batches: Iterable[Mapping[str, Any]]) -> Islands:
     Cost: see the module. A collective.
     """
     model, islands = units.model, islands_of(units)
-    training = model.training
+    training, finite = model.training, True
     model.eval()
     try:
         with torch.no_grad():
             for batch in batches:
                 with _Looking(model, units.comm) as looking:
-                    islands.finite = looking.run(batch)
+                    ends_finite = looking.run(batch)
                 if looking.exceeded():
-                    receive(model)
-                    with _Mending(units, islands, looking.last_of) as mending:
-                        islands.finite = mending.run(batch)
-                if not islands.finite:
-                    islands.finite = _with_wide_head(units, islands, batch)
+                    ends_finite = _mend(units, islands, looking, batch) or ends_finite
+                if not ends_finite:
+                    ends_finite = _with_wide_head(units, islands, batch)
+                finite = finite and ends_finite
     finally:
         model.train(training)
+    islands.finite, islands.looked = finite, True
     return islands
+
+
+def _mend(units: Units, islands: Islands, looking: _Looking, batch: Mapping[str, Any]) -> bool:
+    """Make the islands that a batch needs; return whether its forward is finite then. None is made where they do not fit
+    together: a model may have operations that take no two dtypes, of modules that are not known here.
+    """
+    before = _remember(units.model, units.model, islands)
+    receive(units.model)
+    with _Mending(units, islands, looking) as mending:
+        try:
+            return mending.run(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of all ranks alike
+            logger.warning("fp16: fp32 islands do not fit this model: %s", str(error).splitlines()[0])
+    _take_back(units.model, islands, before)
+    return False
+
+
+def _remember(model: nn.Module, module: nn.Module, islands: Islands) -> tuple[Any, ...]:
+    """Return what `_take_back` needs to undo islands in `module`."""
+    loss = head_loss(model)
+    classes = [(inner, inner.__class__) for inner in module.modules()]
+    return classes, dict(islands.found), dict(islands.largest), loss is not None and loss.wide
+
+
+def _take_back(model: nn.Module, islands: Islands, before: tuple[Any, ...]) -> None:
+    classes, islands.found, islands.largest, wide = before
+    for module, kind in classes:
+        module.__class__ = kind
+    loss = head_loss(model)
+    if loss is not None:
+        loss.wide = wide
 
 
 def restore_islands(units: Units, islands: Islands) -> None:
@@ -144,6 +185,12 @@ def restore_islands(units: Units, islands: Islands) -> None:
             make_island(units.model, modules[name], kind)
             own.found[name] = kind
             own.largest[name] = islands.largest.get(name, math.inf)
+
+
+def widens_inputs(units: Units) -> bool:
+    """Return whether inputs of blocks are fp32: an island lies in a block, or before one."""
+    blocks = [f"{unit.name}." for unit in units.units]
+    return any(f"{name}.".startswith(tuple(blocks)) for name in islands_of(units).found)
 
 
 def islands_of(units: Units) -> Islands:
@@ -178,10 +225,16 @@ def receive(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(type(module), "_receives", False) or module is head:
             continue
-        if isinstance(module, (nn.Linear, Conv1D)):
-            specialise(module, forward=_receiving(type(module).forward), _receives=True)
-        elif isinstance(module, nn.LayerNorm):
+        if isinstance(module, nn.LayerNorm):
             specialise(module, forward=_receiving_norm(type(module).forward), _receives=True)
+        elif _has_matrices(module):
+            specialise(module, forward=_receiving(type(module).forward), _receives=True)
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Return whether a module multiplies with fp16 parameters of its own: linear layers, but routers and experts too."""
+    own = [each for each in module._parameters.values() if each is not None and each.dim() > 1]
+    return any(each.dtype == torch.float16 for each in own) and not isinstance(module, (nn.Embedding, BaseTunerLayer))
 
 
 def make_island(model: nn.Module, module: nn.Module, kind: str) -> None:
@@ -189,6 +242,8 @@ def make_island(model: nn.Module, module: nn.Module, kind: str) -> None:
     if kind != "stream":
         for inner in module.modules():
             _widen(model, inner)
+            if kind == "part" and isinstance(inner, nn.Embedding):
+                specialise(inner, forward=_returning_wide(type(inner).forward))  # T5's bias of positions
     if kind != "projection":
         specialise(module, forward=_widening(type(module).forward, all_of_it=kind == "part"))
 
@@ -228,9 +283,16 @@ def _wide_conv1d(self: Any, x: Tensor) -> Tensor:
 
 def _receiving(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(plain)
-    def forward(self: Any, input: Tensor) -> Tensor:
-        narrow = input.dtype == torch.float32 and self.weight.dtype == torch.float16
-        return plain(self, input.to(self.weight.dtype) if narrow else input)
+    def forward(self: nn.Module, input: Tensor, *others: Any, **named: Any) -> Tensor:
+        return plain(self, input.half() if input.dtype == torch.float32 else input, *others, **named)
+
+    return forward
+
+
+def _returning_wide(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(plain)
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        return plain(self, input).float()
 
     return forward
 
@@ -253,9 +315,10 @@ def _widening(plain: Callable[..., Any], *, all_of_it: bool) -> Callable[..., An
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found: list[Tensor] = []
         tree = take_tensors((args, kwargs), found)
-        narrow = [number for number, each in enumerate(found) if each.dtype == torch.float16]
-        for number in narrow if all_of_it else narrow[:1]:
-            found[number] = found[number].float()
+        floating = [number for number, each in enumerate(found) if each.is_floating_point()]
+        for number in floating if all_of_it else floating[:1]:
+            if found[number].dtype == torch.float16:
+                found[number] = found[number].float()
         args, kwargs = put_tensors(tree, found)
         return plain(self, *args, **kwargs)
 
@@ -281,8 +344,13 @@ class _Hooked:
 
     def run(self, batch: Mapping[str, Any]) -> bool:
         """Run the model; return whether all that comes out is finite, on all ranks."""
+        given = dict(batch)
+        if "use_cache" in taken_by(self.model):
+            given["use_cache"] = False  # what is computed twice must not find itself there
         with only_loss(self.model, wanted="labels" in batch):
-            out = self.model(**batch)
+            out = self.model(**given)
+        if isinstance(out, dict) and not _counts(batch.get("labels")):
+            out = {key: value for key, value in out.items() if key != "loss"}  # 0 / 0
         return not self.comm.any(_largest(out, torch.float16, torch.float32) == math.inf)
 
 
@@ -292,8 +360,9 @@ class _Looking(_Hooked):
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         super().__init__(model, comm)
         self.last_of: set[int] = set()  # ids of projections whose result is the result of the module around them
+        self.calls: Counter[int] = Counter()  # of each module, by id
         self._worst: list[Tensor] = []
-        self._made: dict[int, list[Tensor]] = {}  # what the children of modules that are running have returned
+        self._made: dict[int, list[Tensor]] = {}  # what projections have returned, until the module around them has
         self.handles = [module.register_forward_hook(self._look) for module in model.modules()]
 
     def exceeded(self) -> bool:
@@ -301,14 +370,25 @@ class _Looking(_Hooked):
         own = bool(self._worst) and not bool((torch.stack(self._worst) <= LIMIT).all())  # NaN is not
         return self.comm.any(own)
 
+    def called_alike(self) -> set[int]:
+        """Return ids of the modules that every rank has called as often. A collective.
+
+        Experts are called where tokens go: what is asked in their hooks would not meet on the ranks.
+        """
+        modules = list(self.model.modules())
+        told = self.comm.all([self.calls[id(module)] for module in modules])
+        return {id(module) for module, *counts in zip(modules, *told) if len(set(counts)) == 1}
+
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls[id(module)] += 1
         found = _tensors(output)
         self._worst += [each.abs().max().float() for each in found if each.dtype == torch.float16 and each.numel()]
         for child in module.children():
             results = self._made.pop(id(child), [])
             if isinstance(child, PROJECTIONS) and any(one is other for one in results for other in found):
                 self.last_of.add(id(child))
-        self._made[id(module)] = found
+        if isinstance(module, PROJECTIONS):
+            self._made[id(module)] = found
 
 
 class _Mending(_Hooked):
@@ -317,9 +397,9 @@ class _Mending(_Hooked):
     What a hook decides, it decides on all ranks alike: a block that is run again is gathered again.
     """
 
-    def __init__(self, units: Units, islands: Islands, last_of: set[int]) -> None:
+    def __init__(self, units: Units, islands: Islands, looking: _Looking) -> None:
         super().__init__(units.model, units.comm)
-        self.islands, self.last_of = islands, last_of
+        self.islands, self.last_of, self.called_alike = islands, looking.last_of, looking.called_alike()
         self.blocks = {id(unit.module) for unit in units.units}
         self.names = {id(module): name for name, module in units.model.named_modules()}
         self.parents: dict[int, nn.Module] = {}
@@ -334,7 +414,7 @@ class _Mending(_Hooked):
             self.parents[id(module)] = parent
         holds_blocks = any(id(inner) in self.blocks for inner in module.modules() if inner is not module)
         called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if called and not holds_blocks and parent is not None:
+        if called and not holds_blocks and parent is not None and id(module) in self.called_alike:
             self.handles.append(module.register_forward_pre_hook(self._before))
             self.handles.append(module.register_forward_hook(self._after, with_kwargs=True))
         if isinstance(module, PROJECTIONS):
@@ -379,11 +459,13 @@ class _Mending(_Hooked):
     def _mended(self, module: nn.Module, args: Any, kwargs: Any, largest: float, kinds: Sequence[str]) -> Any:
         """Return what a module returns as an island of the first of `kinds` that is enough; None if none is."""
         for kind in kinds:
-            before = self._remember(module)
+            before = _remember(self.model, module, self.islands)
             self._make(module, kind, largest)
             self.quiet = id(module) not in self.blocks  # in a block, what is inside may become an island of its own
             try:
                 output = module.forward(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # two dtypes in one operation, on all ranks alike
                 logger.debug("%s as an fp32 island: %s", self.names[id(module)], error)
             else:
@@ -391,7 +473,7 @@ class _Mending(_Hooked):
                     return output
             finally:
                 self.quiet = False
-            self._take_back(before)
+            _take_back(self.model, self.islands, before)
         self.hopeless.add(id(module))
         return None
 
@@ -400,19 +482,6 @@ class _Mending(_Hooked):
         make_island(self.model, module, kind)
         self.islands.found[name] = kind
         self.islands.largest[name] = max(self.comm.all(largest))
-
-    def _remember(self, module: nn.Module) -> tuple[Any, ...]:
-        loss = head_loss(self.model)
-        classes = [(inner, inner.__class__) for inner in module.modules()]
-        return classes, dict(self.islands.found), dict(self.islands.largest), loss is not None and loss.wide
-
-    def _take_back(self, before: tuple[Any, ...]) -> None:
-        classes, self.islands.found, self.islands.largest, wide = before
-        for module, kind in classes:
-            module.__class__ = kind
-        loss = head_loss(self.model)
-        if loss is not None:
-            loss.wide = wide
 
     def _exceeds(self, output: Any) -> bool:
         own = _largest(output, torch.float16) > LIMIT or _largest(output, torch.float32) == math.inf
@@ -428,6 +497,19 @@ class _Mending(_Hooked):
         while around is not None and id(around) not in those:
             around = self.parents.get(id(around))
         return around is not None
+
+
+def taken_by(model: nn.Module) -> Collection[str]:
+    """Return the names of what a model's forward takes: of a PEFT model, what its base takes."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return inspect.signature(base.forward).parameters.keys()
+
+
+def _counts(labels: Any) -> bool:
+    """Return whether a loss of these labels is one: of a causal model the first of a row is none."""
+    if not torch.is_tensor(labels) or labels.is_floating_point() or labels.dim() < 2:
+        return True
+    return bool((labels[..., 1:] != -100).any())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -13,16 +13,14 @@ resumed from its last step ends there, where stock makes one step more.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,7 +45,15 @@ from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sh
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.blocks import units_of
 from ftkit.hf.head import only_loss
-from ftkit.hf.islands import BATCHES, Islands, find_islands, islands_of, restore_islands
+from ftkit.hf.islands import (
+    BATCHES,
+    Islands,
+    find_islands,
+    islands_of,
+    restore_islands,
+    taken_by,
+    widens_inputs,
+)
 from ftkit.hf.loading import find_weights, load_adapter, load_weights
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import check_state, load_scheduler
@@ -142,7 +148,7 @@ class TrainerMixin:
         return micro_batches
 
     _parts = 1  # into which blocks divide a rank's batch
-    _last_inputs: Mapping[str, Any] = MappingProxyType({})
+    _step_batches: Sequence[Any] = ()  # as the loader gave them
     _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
     _hides_count = False  # whether the Trainer's own loss is asked for without it
     _asked = False
@@ -196,13 +202,12 @@ class TrainerMixin:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), which no autocast will do."""
-        inputs = self._last_inputs = super()._prepare_inputs(inputs)
+        inputs = super()._prepare_inputs(inputs)
         dtype = self.units.policy.compute_dtype if self.engine_is_on and self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
-        self._last_inputs = {**inputs, **cast}
-        return self._last_inputs
+        return {**inputs, **cast}
 
     def tell_overflow(self) -> None:
         """Say, if the last step was skipped for an overflow, in which unit or module that began. A collective then."""
@@ -211,17 +216,19 @@ class TrainerMixin:
             return
         place = began_in(optimizer.overflowed, [flat.name for flat in optimizer.units.trainable])
         known: list[str] = []
+        batches: list[Any] = []
         if place is not None:
             told = f"in the backward of {place}"
         else:
-            names = self.units.comm.all(first_overflow(self.model, self._last_inputs))
-            known = [name for name in names if name is not None]
+            batches = self._inputs_of(self._step_batches)
+            looked = (self.units.comm.all(first_overflow(self.model, batch)) for batch in batches)
+            known = next((found for names in looked if (found := [name for name in names if name is not None])), [])
             told = f"in the forward of {known[0]}" if known else "at once in all units: the loss, or what came to it"
         self.overflows.append((self.state.global_step, told))
         if self.units.comm.rank == 0:
             text = "step %d: overflow %s; it is skipped, the loss scale is %g now"
             logger.warning(text, self.state.global_step, told, optimizer.loss_scale.value)
-        if known and self._needs_islands() and not self.find_islands([self._last_inputs]) and self.units.comm.rank == 0:
+        if known and self._needs_islands() and not self.find_islands(batches) and self.units.comm.rank == 0:
             logger.warning("fp16: that forward is not finite in fp32 either")
 
     # --- fp32 islands of an fp16 model
@@ -241,27 +248,33 @@ class TrainerMixin:
         if self._looked or not self._needs_islands():
             return
         self._looked = True
-        if not self.find_islands([self._prepare_inputs(part_of(batch, self._parts)) for batch in batches]):
+        if not self.find_islands(self._inputs_of(batches)):
             raise UserError(
                 "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
                 "mend it: compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or look at the weights"
             )
+        if self.units.plan is not None and widens_inputs(self.units):
+            self.units.plan.check_wide_inputs()
 
-    def find_islands(self, batches: Iterable[Mapping[str, Any]]) -> bool:
+    def _inputs_of(self, batches: Iterable[Any]) -> list[Any]:
+        """Return batches of the loader as the model itself would take them: on its device, as much as fits a forward."""
+        taken = taken_by(self.model)
+        parts = [self._prepare_inputs(part_of(batch, self._parts)) for batch in batches]
+        return [part for part in parts if isinstance(part, Mapping) and part.keys() <= taken]
+
+    def find_islands(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Let compute in fp32 what overflows in fp16 on these batches, say what that is, return whether all is finite.
 
         Args:
             batches: on their way into the model: this rank's, on its device. A collective.
         """
-        taken = inspect.signature(self.model.forward).parameters
-        given = [batch for batch in batches if isinstance(batch, Mapping)]
         first = self.units.comm.rank == 0
-        if not given or not all(batch.keys() <= taken.keys() for batch in given):
+        if not batches:
             if first:
                 logger.warning("fp16: activations were not looked at: the batches are no input of the model itself")
             return True
         before = dict(islands_of(self.units).found)
-        found = find_islands(self.units, given)
+        found = find_islands(self.units, batches)
         if first:
             logger.log(logging.WARNING if found.found != before else logging.INFO, "fp16: fp32 islands: %s", found.told())
         return found.finite
@@ -276,7 +289,7 @@ class TrainerMixin:
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
         if self.engine_is_on:
-            batches = list(islice(epoch_iterator, num_batches))
+            batches = self._step_batches = list(islice(epoch_iterator, num_batches))
             self._check_batches(len(batches))
             if batches and self._masks_repeated(batches[-1]):
                 batches[-1] = self._without_repeated(batches[-1])

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -271,7 +273,7 @@ def test_ranks_find_the_same_islands(world: int, worlds: Any) -> None:
 
 
 def test_an_adapters_projection(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -326,3 +328,150 @@ def test_what_fp16_makes_of_weights() -> None:
     assert int((weights.half() == 0).sum()) == 1 + narrowing.lost
     assert narrowing.told() == "0.57 of the weights are below its normal range, 0.29 become 0"
     assert not narrowing.beyond
+
+
+# --- what a review found
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    fields = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.15, "use_cache": False}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, **changes))
+
+
+def plant_in_attention(model: nn.Module, name: str) -> nn.Module:
+    with torch.no_grad():
+        model.get_submodule(name).weight[0] *= HUGE
+    return model
+
+
+def test_a_mixture_of_experts() -> None:
+    batch = fusible.batch("llama", 2, 12, 0)
+    wanted, _ = compute(plant_in_attention(mixtral(), "model.layers.0.self_attn.o_proj"), batch)
+    model = plant_in_attention(mixtral(), "model.layers.0.self_attn.o_proj")
+    found = find_islands(ftkit.shard(model, {"dtype": "fp16"}), [batch])
+    assert found.finite
+    assert found.found
+    assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
+
+
+def look_at_experts() -> tuple[dict[str, str], bool]:
+    """Case: experts in a loop, called as often as a rank's tokens go there; only the last norm is beyond the limit."""
+    fresh_state()
+    model = mixtral(experts_implementation="eager")
+    with torch.no_grad():
+        model.model.norm.weight *= 2.0**14
+        model.lm_head.weight *= 2.0**-14
+    units = ftkit.shard(model, {"dtype": "fp16", "stage": 3, "kernels": "off"})
+    found = find_islands(units, [fusible.batch("llama", 1, 3, units.comm.rank)])
+    return found.found, found.finite
+
+
+def test_ranks_whose_tokens_go_to_different_experts(world2: Any) -> None:
+    first, second = world2.run(look_at_experts)
+    assert first == second
+    assert first[1]
+    assert "model.norm" in first[0]
+
+
+def test_a_batch_without_labels_that_count() -> None:
+    batch = fusible.batch("llama", 2, 12, 0)
+    batch["labels"][:] = -100
+    for kernels in ("auto", "off"):
+        units = ftkit.shard(fusible.build("llama"), {"dtype": "fp16", "kernels": kernels})
+        assert find_islands(units, [batch]).finite
+
+
+def test_one_batch_that_is_not_finite_is_enough() -> None:
+    model = fusible.build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    good, bad = fusible.batch("llama", 2, 12, 0), fusible.batch("llama", 2, 12, 1)
+    good["input_ids"][good["input_ids"] == 7] = 8
+    bad["input_ids"][0, 0] = 7
+    found = find_islands(ftkit.shard(model, {"dtype": "fp16"}), [bad, good])
+    assert not found.finite
+    assert "not finite" in found.told()
+
+
+def test_an_earlier_stream_under_a_later_one() -> None:
+    def plant(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            model.model.embed_tokens.weight[7, 0] = 3e4
+            model.model.embed_tokens.weight[9, 0] = 1e4
+            model.model.layers[0].self_attn.o_proj.weight[0] *= 2.0**12
+        return model
+
+    batches = [fusible.batch("llama", 1, 12, 0) for _ in range(2)]
+    for batch, token in zip(batches, (9, 7)):
+        batch["input_ids"][:] = batch["input_ids"].masked_fill((batch["input_ids"] == 7) | (batch["input_ids"] == 9), 8)
+        batch["input_ids"][0, 3] = token
+    restored = Islands({"model.layers.1": "stream", "model.layers.0": "stream"})
+    model = plant(fusible.build("llama"))
+    units = ftkit.shard(model, {"dtype": "fp16", "kernels": "off"})
+    restore_islands(units, restored)
+    exact = plant(fusible.build("llama"))
+    for batch in batches:
+        assert compute(model, batch)[0] == pytest.approx(compute(exact, batch)[0], rel=5e-3)
+    assert find_islands(units, batches).finite
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_t5s_first_attention(stack: str) -> None:
+    def plant(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            attention = model.get_submodule(f"{stack}.block.0.layer.0.SelfAttention")
+            attention.q.weight *= 2.0**17
+            attention.k.weight *= 2.0**-17
+        return model
+
+    batch = fusible.batch("t5-gated", 2, 12, 0)
+    wanted, _ = compute(plant(fusible.build("t5-gated")), batch)
+    model = plant(fusible.build("t5-gated"))
+    assert find_islands(ftkit.shard(model, {"dtype": "fp16"}), [batch]).finite
+    assert compute(model, batch)[0] == pytest.approx(wanted, rel=1e-2)
+
+
+def test_packed_batches_of_an_adapter_are_looked_at(tmp_path: Path) -> None:
+    folder = make_overflowing_base(tmp_path / "base")
+    model = ftkit.load_model(str(folder), adapter=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    packed = [{**row, "position_ids": [*range(6), *range(6)]} for row in rows(12)]
+    arguments = ftkit.TrainingArguments(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no",
+        ftkit={"dtype": "fp16"},
+    )  # fmt: skip
+    made = ftkit.Trainer(model, arguments, train_dataset=packed)
+    made.train()
+    assert islands_of(made.units).found
+    assert made.sharded_optimizer.loss_scale.skipped_steps == 0
+
+
+def test_an_overflow_in_an_earlier_micro_batch(tmp_path: Path) -> None:
+    class Late(ftkit.Trainer):
+        def look_for_islands(self, batches: Any) -> None:
+            pass
+
+        def _inputs_of(self, batches: Any) -> Any:
+            seen.append(len(batches))
+            return super()._inputs_of(batches)
+
+    seen: list[int] = []
+    folder = make_overflowing_base(tmp_path / "base")
+    changes = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    made = trainer(folder, tmp_path / "run", "fp16", Late, **changes)
+    made.train()
+    assert seen == [3]
+    assert islands_of(made.units).found
+
+
+def test_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:
+    folder = make_base(tmp_path / "base")
+    units = ftkit.shard(ftkit.load_model(str(folder)), {"dtype": "fp16"})
+    optimizer = ftkit.ShardedAdamW(units)
+    folder.rename(tmp_path / "away")
+    with pytest.raises(ftkit.UserError):
+        optimizer.prepare()
+    (tmp_path / "away").rename(folder)
+    optimizer.prepare()
+    assert all(line.master.tensor.abs().sum() > 0 for line in optimizer.lines.values())
