@@ -336,8 +336,8 @@ def test_what_fp16_makes_of_weights() -> None:
 def mixtral(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
     fields = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 2, "num_local_experts": 4, "initializer_range": 0.15, "use_cache": False}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, **changes))
+    fields |= {"num_key_value_heads": 2, "initializer_range": 0.15, "use_cache": False}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{"num_local_experts": 4, **fields, **changes}))
 
 
 def plant_in_attention(model: nn.Module, name: str) -> nn.Module:
@@ -359,12 +359,13 @@ def test_a_mixture_of_experts() -> None:
 def look_at_experts() -> tuple[dict[str, str], bool]:
     """Case: experts in a loop, called as often as a rank's tokens go there; only the last norm is beyond the limit."""
     fresh_state()
-    model = mixtral(experts_implementation="eager")
+    model = mixtral(experts_implementation="eager", num_local_experts=8)
     with torch.no_grad():
         model.model.norm.weight *= 2.0**14
         model.lm_head.weight *= 2.0**-14
     units = ftkit.shard(model, {"dtype": "fp16", "stage": 3, "kernels": "off"})
-    found = find_islands(units, [fusible.batch("llama", 1, 3, units.comm.rank)])
+    tokens = 24 if units.comm.rank == 0 else 2
+    found = find_islands(units, [fusible.batch("llama", 1, tokens, 0)])
     return found.found, found.finite
 
 
