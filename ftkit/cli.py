@@ -163,13 +163,15 @@ def plan(
     if box is not None and box.gpus and ranks > box.gpus:
         has = counted(box.gpus, "GPU")
         raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
-    from ftkit.planning import plan_recipe  # here, see the top of this file
+    from ftkit.planning import plan_recipe, speed_of  # here, see the top of this file
 
     made = plan_recipe(facts, ranks, box)
+    speed = speed_of(made, box)
     if as_json:
-        typer.echo(json.dumps({"hardware": hardware, **made.as_dict()}, indent=1))
+        told = {"hardware": hardware, **made.as_dict(), "speed": None if speed is None else speed.as_dict()}
+        typer.echo(json.dumps(told, indent=1))
     else:
-        show_plan(Console(soft_wrap=True, highlight=False), made)
+        show_plan(Console(soft_wrap=True, highlight=False), made, speed)
 
 
 @recipes_app.command("list")

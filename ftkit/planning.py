@@ -26,6 +26,7 @@ from ftkit.hf.shapes import disk_free, forced_of, limits_here
 from ftkit.plan.choice import Limits, Plan, make_plan
 from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
+from ftkit.plan.schedule import Speed, speed
 from ftkit.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
 from ftkit.run_folder import RunFolder
 
@@ -47,6 +48,12 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
         return plan_model(recipe, model, ranks, limits)
     wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
     return plan_model(recipe, model, ranks, limits_of(recipe, box, ranks), dtype=wanted)
+
+
+def speed_of(plan: Plan, box: Box | None) -> Speed | None:
+    """Return how long a step of a plan takes on a box; None for one without rates, and for this machine."""
+    rates = None if box is None else box.rates_of_a_rank()
+    return None if rates is None else speed(plan.shape, plan.way, rates, accumulation=plan.accumulation)
 
 
 def disk_room(recipe: Recipe) -> int | None:

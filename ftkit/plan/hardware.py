@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field, fields
 from importlib import resources
+from typing import Any
 
 import yaml
 
 from ftkit.errors import UserError
 from ftkit.plan.memory import GIB
+from ftkit.plan.schedule import Rates
 
 DEVICE_RESERVE = (6, 100)
 """Share of a GPU's memory that is never granted: fragments of torch's allocator. Measured on no V100 yet."""
@@ -28,7 +30,7 @@ class Box:
     Args:
         name: of the profile. gpus: 0: ranks compute on the host. device_gib: of each GPU.
         host_gib: of the box; None: this machine's. nvme_gib: of the box. dtype: that its GPUs compute in.
-        rates: of links and arithmetic, for a plan in seconds.
+        rates: of links and arithmetic, for a plan in seconds; none: there is no such plan.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Box:
     host_gib: float | None
     nvme_gib: float
     dtype: str
-    rates: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -45,6 +47,18 @@ class Box:
         part, whole = DEVICE_RESERVE
         total = int(self.device_gib * GIB)
         return total - total * part // whole
+
+    def rates_of_a_rank(self) -> Rates | None:
+        """Return what each GPU has for itself while all of them work; None where the profile does not say.
+
+        Host memory is shared by all; what the profile calls `pcie` and `link` is a GPU's own.
+        """
+        if not self.rates:
+            return None
+        told = dict(self.rates)
+        ranks = max(self.gpus, 1)
+        shared = {name: told.pop(name) / ranks for name in ("dram", "nvme_read", "nvme_write") if name in told}
+        return Rates(**told, **shared)
 
     @property
     def host_bytes(self) -> int | None:
@@ -58,6 +72,8 @@ def boxes() -> dict[str, Box]:
     known = {each.name for each in fields(Box)}
     found = {}
     for name, values in yaml.safe_load(text).items():
+        if name.startswith("."):
+            continue  # what several boxes have in common
         if unknown := set(values) - known:
             raise ValueError(f"hardware.yaml: {name} has unknown keys {sorted(unknown)}")
         found[name] = Box(name, **values)

@@ -13,18 +13,29 @@ from rich.table import Table
 
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB, MOMENTS
+from ftkit.plan.schedule import STREAMS, Speed
 
 TITLES = {"device": "device, a rank", "host": "host, a box", "nvme": "NVMe, a box"}
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print a plan: a table of tiers and purposes at their peaks, then what was chosen."""
+def show_plan(console: Console, plan: Plan, speed: Speed | None = None) -> None:
+    """Print a plan: a table of tiers and purposes at their peaks, what was chosen, and how long a step takes, if known."""
     shape, ranks = plan.shape, plan.shape.world_size
     trained = "all trained" if shape.trained_numel == shape.numel else f"{shape.trained_numel:,} trained"
     console.print(f"{shape.numel:,} parameters, {trained}, on {ranks} rank{'s' * (ranks > 1)}")
     console.print(_table(plan))
-    for name, text in lines(plan):
+    for name, text in (*lines(plan), *(time_lines(speed) if speed is not None else ())):
         console.print(f"[bold]{name:<13}[/] {escape(text)}")
+
+
+def time_lines(speed: Speed) -> Iterator[tuple[str, str]]:
+    """Yield how long a step takes and what binds, as (name, text)."""
+    yield "time", (
+        f"{speed.seconds:.2f} s a step of {speed.tokens:,} tokens: {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} "
+        "TFLOPS a GPU (simulated from published rates, not measured)"
+    )
+    busy = sorted(speed.busy.items(), key=lambda each: -each[1])
+    yield "busy", ", ".join(f"{STREAMS[name]} {share:.0%}" for name, share in busy if share >= 0.005)
 
 
 def _table(plan: Plan) -> Table:

@@ -868,4 +868,18 @@ FAULTS = (
         "if counts}",
         "tests/hf/test_islands.py::test_ranks_whose_tokens_go_to_different_experts",
     ),
+    _fault(
+        "the plan in seconds gathers what a slot still has",
+        "ftkit/plan/schedule.py",
+        "        if self.slots.get(number % 2) == number and not held:",
+        "        if False:",
+        "tests/plan/test_order.py::test_the_engine_does_what_is_simulated[3-free]",
+    ),
+    _fault(
+        "what shares a resource does not slow down",
+        "ftkit/plan/events.py",
+        "for name in events[each].work if asked[name] > 1), default=1.0)",
+        "for name in events[each].work if asked[name] > 9), default=1.0)",
+        "tests/plan/test_events.py::test_those_that_share_a_resource_slow_down_while_they_do",
+    ),
 )

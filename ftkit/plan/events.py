@@ -1,0 +1,141 @@
+"""Time as data: events that wait for each other, on streams and on resources that they share, and when each of them runs.
+
+[Note: the model]
+    a stream     does its events one after the other, in the order in which they were given (a GPU's stream, a thread)
+    a resource   has a rate (bytes or operations a second); events that run at the same time share it
+    an event     begins when its stream is free and all events that it names are done; alone it takes its latency and the
+                 longest of (work / rate) over its resources
+
+Where events that run together ask more of a resource than it has, all of them slow down by the same factor. So an event's
+speed changes whenever another begins or ends, and between two such moments nothing does: that is the whole simulation.
+
+It knows no model and no engine; whoever writes a schedule in it (schedule.py) says what an event is. It refuses events that
+wait for later ones, and work on resources without a rate. What it costs: for each event a look at those that are running.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that takes time.
+
+    Args:
+        name: for the eye. stream: that does it. work: resource to how much of it. after: numbers of events before it.
+        latency_s: that passes whatever the rates are.
+    """
+
+    name: str
+    stream: str
+    work: Mapping[str, float]
+    after: tuple[int, ...] = ()
+    latency_s: float = 0.0
+
+
+@dataclass
+class Script:
+    """Events in the order in which they are asked for."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def add(
+        self, name: str, stream: str, work: Mapping[str, float], after: Sequence[int | None] = (), latency_s: float = 0.0
+    ) -> int:
+        """Add an event; return its number. None in `after` stands for nothing to wait for."""
+        known = tuple(number for number in after if number is not None)
+        if any(number >= len(self.events) for number in known):
+            raise ValueError(f"{name} waits for an event that comes later: a stream could wait for itself")
+        self.events.append(Event(name, stream, dict(work), known, latency_s))
+        return len(self.events) - 1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When events ran.
+
+    Args:
+        events: those that were simulated. starts, ends: of each, in seconds from the beginning.
+    """
+
+    events: Sequence[Event]
+    starts: Sequence[float]
+    ends: Sequence[float]
+
+    def busy(self, first_s: float, last_s: float) -> dict[str, float]:
+        """Return for each stream the share of [first_s, last_s] in which it was doing something."""
+        found: dict[str, float] = defaultdict(float)
+        for event, start, end in zip(self.events, self.starts, self.ends):
+            found[event.stream] += max(0.0, min(end, last_s) - max(start, first_s))
+        return {stream: seconds / (last_s - first_s) for stream, seconds in found.items()}
+
+
+def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
+    """Return when each event runs.
+
+    Args:
+        rates: of each resource, in its own units a second.
+
+    Raises:
+        ValueError: for work on a resource that has no rate.
+    """
+    alone = [_alone(event, rates) for event in events]
+    queues: dict[str, deque[int]] = defaultdict(deque)
+    for number, event in enumerate(events):
+        queues[event.stream].append(number)
+    starts, ends = [0.0] * len(events), [-1.0] * len(events)
+    left = [1.0] * len(events)
+    running: list[int] = []
+    now = 0.0
+    while True:
+        for stream, queue in queues.items():  # what may begin
+            while queue and not any(events[each].stream == stream for each in running):
+                if any(ends[each] < 0 for each in events[queue[0]].after):
+                    break
+                number = queue.popleft()
+                starts[number] = now
+                if alone[number] > 0:
+                    running.append(number)
+                else:
+                    ends[number] = now
+        if not running:
+            if any(queues.values()) and _may_begin(events, queues, ends):
+                continue  # an event of no time has let others begin
+            break
+        speeds = _speeds(events, running, alone, rates)
+        step = min(left[each] / speed for each, speed in zip(running, speeds))
+        now += step
+        for each, speed in zip(running, speeds):
+            left[each] -= speed * step
+        done = [each for each in running if left[each] <= 1e-12]
+        for each in done:
+            ends[each] = now
+        running = [each for each in running if ends[each] < 0]
+    return Timeline(events, starts, ends)
+
+
+def _may_begin(events: Sequence[Event], queues: Mapping[str, deque[int]], ends: Sequence[float]) -> bool:
+    return any(queue and all(ends[each] >= 0 for each in events[queue[0]].after) for queue in queues.values())
+
+
+def _alone(event: Event, rates: Mapping[str, float]) -> float:
+    if unknown := event.work.keys() - rates.keys():
+        raise ValueError(f"{event.name}: nothing says how fast {min(unknown)} is")
+    return event.latency_s + max((amount / rates[name] for name, amount in event.work.items()), default=0.0)
+
+
+def _speeds(
+    events: Sequence[Event], running: Sequence[int], alone: Sequence[float], rates: Mapping[str, float]
+) -> list[float]:
+    """Return how much of each running event is done in a second."""
+    asked: dict[str, float] = defaultdict(float)
+    for each in running:
+        for name, amount in events[each].work.items():
+            asked[name] += amount / alone[each] / rates[name]
+    return [
+        min((1 / asked[name] for name in events[each].work if asked[name] > 1), default=1.0) / alone[each]
+        for each in running
+    ]

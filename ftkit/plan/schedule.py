@@ -1,0 +1,329 @@
+"""Seconds: the engine's step as events, in the order in which the engine asks for them, and how long that takes on a box.
+
+[Note: a step]   one rank of equal ones; u: a block, in the order of execution
+
+    forward    gather u+1 while u computes; a gather waits for the slot of u-1, and for its own update where that is
+               deferred; what a slot still has of the pass before is not gathered again
+    loss       head and loss together
+    backward   gather u-1 while u is computed again and walked back; its gradient is reduced on the collectives' stream, and
+               the next block's backward waits for that, because it has the same gradient slot
+    norm       one small collective, once all gradients are there; whatever reads state waits for it
+    update     block by block in forward order: gradient down, AdamW over host memory, weight up (state on the host); on NVMe
+               read before and written after; or on the device
+    next       begins at once: its gathers wait for their own updates (deferred), or its first event for all of them
+
+Three steps in a row are simulated and the last one counts: a step's end overlaps with the next one's beginning. Rates are
+those of a profile (hardware.yaml), each with its source. What is not in the model: kernel launches, what NCCL takes of a
+GPU's multiprocessors, the first touch of memory. It knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ftkit.plan.events import Script, Timeline, simulate
+from ftkit.plan.shape import Line, Shape, Way
+
+STEPS = 3
+"""The first has nothing before it, the last is measured between the ends of the last two."""
+
+ADAM_BYTES = 28
+"""Of host memory that an update moves for an element: state and master in and out, a 16-bit gradient in, a weight out."""
+
+STATE_BYTES = 12
+"""fp32 master and two moments of an element."""
+
+NORM_S = 1e-3
+"""The collective for norm and overflow, and the host's wait for it."""
+
+COPY_TRAFFIC = 1
+"""Bytes of host memory for a byte that a device copies from or to it."""
+
+
+STREAMS = {
+    "compute": "the GPUs' arithmetic",
+    "collectives": "collectives between GPUs",
+    "up": "PCIe to the GPUs",
+    "down": "PCIe from the GPUs",
+    "host update": "AdamW in host memory",
+    "nvme read": "reading NVMe",
+    "nvme write": "writing NVMe",
+}
+"""What a stream is called for the eye."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a step takes.
+
+    Args:
+        seconds: of a step. tokens: of all ranks in a step. operations: of a rank in a step, recomputation counted.
+        busy: share of a step that each stream works. timeline: of the three steps. step: (start, end) of the last.
+    """
+
+    seconds: float
+    tokens: int
+    operations: float
+    busy: Mapping[str, float]
+    timeline: Timeline
+    step: tuple[float, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """Of a GPU, with recomputation and attention counted (Megatron's convention)."""
+        return self.operations / self.seconds / 1e12
+
+    @property
+    def binds(self) -> str:
+        """The stream that is busy most."""
+        return max(self.busy, key=lambda stream: self.busy[stream])
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as an object for JSON."""
+        return {
+            "step_seconds": self.seconds,
+            "step_tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_s,
+            "tflops_per_gpu": self.tflops,
+            "binds": self.binds,
+            "busy": dict(self.busy),
+            "measured": False,
+        }
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank has for itself while all of its box work, per second.
+
+    Args:
+        compute: operations, by hidden size. link: bytes of a collective (bus bandwidth). pcie: bytes each way.
+        dram: bytes of host memory. hbm: bytes of device memory. nvme_read, nvme_write: bytes.
+        collective_s: latency of a collective.
+    """
+
+    compute: Mapping[int, float]
+    link: float
+    pcie: float
+    dram: float
+    hbm: float
+    nvme_read: float = 0.0
+    nvme_write: float = 0.0
+    collective_s: float = 20e-6
+
+    def operations(self, hidden: int) -> float:
+        """Return the rate of matrix products in blocks of a hidden size: between those that are known, by straight lines."""
+        known = sorted(self.compute)
+        below = max((size for size in known if size <= hidden), default=known[0])
+        above = min((size for size in known if size >= hidden), default=known[-1])
+        share = (hidden - below) / (above - below) if above > below else 0.0
+        return self.compute[below] + share * (self.compute[above] - self.compute[below])
+
+    @cached_property
+    def resources(self) -> dict[str, float]:
+        """Rates by the names that events use, but for compute."""
+        names = ("link", "dram", "hbm", "nvme_read", "nvme_write")
+        shared = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return {**shared, "up": self.pcie, "down": self.pcie}
+
+
+def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Speed:
+    """Return what a step takes.
+
+    Args:
+        accumulation: times that all blocks are passed in a step; `way.parts` micro-batches pass each together.
+
+    Raises:
+        ValueError: if the way needs a resource for which `rates` has none.
+    """
+    step = _Step(shape, way, accumulation, rates.collective_s)
+    ends = [step.add() for _ in range(STEPS)]
+    known = {**rates.resources, "compute": rates.operations(shape.hidden)}
+    timeline = simulate(step.script.events, known)
+    marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
+    first, last = marks[-2], marks[-1]
+    tokens = shape.world_size * way.micro_batch * way.parts * accumulation * shape.sequence_tokens
+    operations = sum(event.work.get("compute", 0.0) for event in step.script.events) / STEPS
+    return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last))
+
+
+def script(shape: Shape, way: Way, accumulation: int, steps: int = 1) -> Script:
+    """Return the events of some steps in a row: what `speed` simulates, and what tests compare the engine with."""
+    step = _Step(shape, way, accumulation, 0.0)
+    for _ in range(steps):
+        step.add()
+    return step.script
+
+
+class _Step:
+    """Writes steps into a script, one after the other.
+
+    Args:
+        shape, way, accumulation: see `speed`. collective_s: see `Rates`.
+    """
+
+    def __init__(self, shape: Shape, way: Way, accumulation: int, collective_s: float) -> None:
+        self.shape, self.way, self.accumulation, self.collective_s = shape, way, accumulation, collective_s
+        self.script = Script()
+        self.world = shape.world_size
+        self.owners = way.owners(self.world)
+        self.tokens = way.micro_batch * way.parts * shape.sequence_tokens
+        self.written: dict[int, int] = {}  # block to the event with which its update is done; -1: what is outside blocks
+        self.computed: list[int] = []  # the last computations
+        self.slots: dict[int, int] = {}  # slot to the block whose weights it has
+        self.reduced: int | None = None
+
+    def add(self) -> list[int]:
+        """Add a step; return its last computation: what the next one cannot begin before."""
+        if not self.way.deferred and self.written:
+            self._wait_for_all()
+        for round_ in range(self.accumulation):
+            self._forward(first=round_ == 0)
+            self._loss()
+            self._backward(last=round_ == self.accumulation - 1)
+        end = self.computed[-1]
+        self._update()
+        return [end] if self.way.deferred else [end, *self.written.values()]
+
+    # --- forward and backward
+
+    def _forward(self, *, first: bool) -> None:
+        blocks = self.shape.blocks
+        gathered = [self._gather(0, first=first)]
+        for number, lines in enumerate(blocks):
+            if number + 1 < len(blocks):
+                gathered.append(self._gather(number + 1, first=first))
+            outside = self.written.get(-1) if first and number == 0 else None
+            self._compute(f"forward {number}", self._operations(lines, forward=True), [gathered[number], outside])
+            self._keep("keep", "down", self.computed[-1])
+
+    def _loss(self) -> None:
+        """Embedding and head: three products of the head a token; nothing of them is computed twice."""
+        head = 6.0 * self.shape.vocabulary * self.shape.hidden * self.tokens
+        outside = [line for line in self.shape.leaves if self._is_gathered("leaf")]
+        gathered = self._collective("gather head", sum(self._moved(line) for line in outside), [self.computed[-1]])
+        self._compute("loss", head, [gathered])
+
+    def _backward(self, *, last: bool) -> None:
+        blocks = self.shape.blocks
+        count = len(blocks)
+        again = self._is_gathered("block") and self.way.weights == "free"
+        gathered: dict[int, int | None] = {}
+        if again:
+            gathered[count - 1] = self._gather(count - 1, first=False)
+        brought: int | None = None
+        for number in reversed(range(count)):
+            if again and number:
+                gathered[number - 1] = self._gather(number - 1, first=False)
+            name, operations = f"backward {number}", self._operations(blocks[number], forward=False)
+            self._compute(name, operations, [gathered.get(number), self.reduced, brought])
+            brought = self._keep("bring", "up", self.computed[-1])
+            if self.way.stage >= 2 or last:
+                self.reduced = self._reduce(name, blocks[number])
+        outside = sum(self._moved(line, gradient=True) for line in (*self.shape.leaves, *self.shape.whole) if line.trained)
+        if last or self.way.stage == 3:
+            self.reduced = self._collective("reduce outside", outside, [self.computed[-1]])
+
+    def _compute(self, name: str, operations: float, after: Sequence[int | None]) -> None:
+        self.computed.append(self.script.add(name, "compute", {"compute": operations}, after))
+
+    def _operations(self, lines: Sequence[Line], *, forward: bool) -> float:
+        """Return the operations of a block on a rank's micro-batch (Megatron's count, arXiv:2104.04473)."""
+        numel = sum(line.numel for line in lines)
+        trained = sum(line.numel for line in lines if line.trained)
+        once = 2.0 * numel + 4.0 * self.shape.sequence_tokens * self.shape.hidden
+        back = once + 2.0 * trained + 4.0 * self.shape.sequence_tokens * self.shape.hidden
+        recomputed = once if self.way.activations == "recompute" else 0.0
+        return self.tokens * (once if forward else back + recomputed)
+
+    def _keep(self, what: str, way: str, after: int) -> int | None:
+        """Move a block's kept inputs, where they lie in host memory."""
+        if self.way.kept == "device" or self.way.activations == "keep":
+            return None
+        size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
+        return self.script.add(what, way, {way: size, "dram": COPY_TRAFFIC * size}, [after])
+
+    # --- weights and gradients
+
+    def _is_gathered(self, kind: str) -> bool:
+        return self.way.stage == 3 and self.owners > 1 and kind in ("block", "leaf")
+
+    def _moved(self, line: Line, *, gradient: bool = False) -> float:
+        """Return the bytes that a rank sends to gather a line, or to reduce its gradient."""
+        if self.owners == 1 and not gradient:
+            return 0.0
+        itemsize = (self.shape.gradient_itemsize or line.itemsize) if gradient else line.itemsize
+        return line.padded_numel(self.world) * min(itemsize, line.itemsize) * (self.world - 1) / self.world
+
+    def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
+        if not size:
+            return None
+        return self.script.add(name, "collectives", {"link": size}, after, latency_s=self.collective_s)
+
+    def _gather(self, number: int, *, first: bool) -> int | None:
+        """Bring a block's weights, from their tier and from all ranks; in the first forward of a step after their update."""
+        if first and number == 0:
+            self.slots.clear()  # they have the weights of before the update
+        held = self.way.weights == "hold"  # in a buffer of its own, until its backward
+        if self.slots.get(number % 2) == number and not held:
+            return None
+        self.slots[number % 2] = number
+        updated = self.written.get(number) if first else None
+        lines = self.shape.blocks[number]
+        free = self.computed[-2] if len(self.computed) > 1 and not held else None
+        fetched: int | None = None
+        if self.way.parameters != "device":
+            size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
+            fetched = self.script.add(f"fetch {number}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [free, updated])
+        if not self._is_gathered("block"):
+            return fetched if fetched is not None else updated
+        return self._collective(f"gather {number}", sum(map(self._moved, lines)), [free, updated, fetched])
+
+    def _reduce(self, name: str, lines: Sequence[Line]) -> int | None:
+        """Reduce a block's gradient, and move this rank's part to its tier."""
+        trained = [line for line in lines if line.trained]
+        moved = sum(self._moved(each, gradient=True) for each in trained)
+        reduced = self._collective(f"reduce {name}", moved, [self.computed[-1]])
+        if self.way.gradients != "device" and trained:
+            size = float(sum(each.shard_numel(self.owners) * each.itemsize for each in trained))
+            after = [reduced, self.computed[-1]]
+            self.script.add(f"drain {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
+        return reduced
+
+    # --- the update
+
+    def _update(self) -> None:
+        norm = self.script.add("norm", "collectives", {}, [self.reduced, self.computed[-1]], latency_s=NORM_S)
+        outside = [line for line in (*self.shape.leaves, *self.shape.whole) if line.trained]
+        self.written = {-1: self._update_of("outside", outside, norm)}
+        for number, lines in enumerate(self.shape.blocks):
+            trained = [line for line in lines if line.trained]
+            if trained:
+                self.written[number] = self._update_of(str(number), trained, norm)
+
+    def _update_of(self, name: str, lines: Sequence[Line], norm: int) -> int:
+        numel = float(sum(line.shard_numel(self.world) for line in lines))
+        size = float(sum(line.shard_numel(self.world) * line.itemsize for line in lines))
+        if self.way.state == "device":
+            return self.script.add(f"update {name}", "compute", {"hbm": ADAM_BYTES * numel}, [norm])
+        before: list[int | None] = [norm]
+        if self.way.gradients == "device":
+            before.append(self.script.add(f"down {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, [norm]))
+        if self.way.state == "nvme":
+            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": STATE_BYTES * numel}, [norm]))
+        done = self.script.add(f"adam {name}", "host update", {"dram": ADAM_BYTES * numel}, before)
+        if self.way.state == "nvme":
+            self.script.add(f"write {name}", "nvme write", {"nvme_write": STATE_BYTES * numel}, [done])
+        if self.way.parameters != "device":
+            return done
+        return self.script.add(f"up {name}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [done])
+
+    def _wait_for_all(self) -> None:
+        """Let the next step begin when everything is written."""
+        self.computed.append(self.script.add("wait", "compute", {}, list(self.written.values())))

@@ -1,0 +1,69 @@
+"""The engine asks for gathers, computations and reductions in the order that the plan in seconds simulates."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ftkit.engine.flat import Policy
+from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.transfer import Transfer
+from ftkit.engine.unit import Unit
+from ftkit.plan.schedule import script
+from ftkit.plan.shape import Line, Shape, Way
+from tests.engine import families
+from tests.engine.trajectory import shard_model
+from tests.worlds import World
+
+STEPS, ROUNDS = 2, 2
+
+
+def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
+    """Case: train two steps of two micro-batches; return what the engine did, in order, and its number of blocks."""
+    model = families.build("llama")
+    units = shard_model(model, Policy(stage=stage, weights=weights))
+    optimizer = ShardedAdamW(units)
+    did: list[str] = []
+    gather, reduce, enter = Transfer.gather, Transfer.reduce, Unit.enter
+
+    def gathers(self: Transfer, slot: Any, flats: Any, number: int) -> None:
+        before = slot.content
+        gather(self, slot, flats, number)
+        if slot.content != before:
+            did.append(f"gather {number}")
+
+    def reduces(self: Transfer, flats: Any, places: Any, number: int) -> None:
+        did.append(f"reduce backward {number}")
+        reduce(self, flats, places, number)
+
+    def enters(self: Unit, *, graph: bool, neighbour: Unit | None) -> None:
+        enter(self, graph=graph, neighbour=neighbour)
+        did.append(f"{'forward' if graph else 'backward'} {self.number}")
+
+    with (
+        mock.patch.object(Transfer, "gather", gathers),
+        mock.patch.object(Transfer, "reduce", reduces),
+        mock.patch.object(Unit, "enter", enters),
+    ):
+        for step in range(STEPS):
+            for micro in range(ROUNDS):
+                chance = torch.Generator().manual_seed(ROUNDS * step + micro)
+                rows = torch.randint(3, families.VOCABULARY, (2, 8), generator=chance)
+                units.model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return did, len(units.units)
+
+
+@pytest.mark.parametrize(("stage", "weights"), [(3, "free"), (3, "hold"), (2, "free")])
+def test_the_engine_does_what_is_simulated(world2: World, stage: int, weights: str) -> None:
+    did, count = world2.run(asked_for, stage, weights)[0]
+    line = (Line(4096, 4, trained=True),)
+    shape = Shape((line,) * count, line, line, 32, 97, 100, 100, 8, 4, 2)
+    events = script(shape, Way(stage=stage, weights=weights), ROUNDS, STEPS).events
+    kinds = ("gather", "forward", "backward", "reduce backward")
+    planned = [event.name for event in events if event.name.startswith(kinds) and event.name.split()[-1].isdigit()]
+    assert did == planned
