@@ -23,6 +23,7 @@ from ftkit.hf.blocks import divisible, find_blocks, model_shape
 from ftkit.hf.loading import load_model
 from ftkit.hf.settings import DTYPES, EngineSettings
 from ftkit.hf.shapes import disk_free, forced_of, limits_here
+from ftkit.plan.architectures import architectures
 from ftkit.plan.choice import Limits, Plan, make_plan
 from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
@@ -126,13 +127,16 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
 
 
 def model_of(recipe: Recipe) -> Any:
-    """Build a recipe's model on the meta device from its configuration alone.
+    """Build a recipe's model on the meta device from its configuration alone, which for some hub names is packaged.
 
     Raises:
         UserError: if there is no configuration, or the loader refuses it.
     """
     told = recipe.model
     config = told.config
+    if config is None and told.revision is None and not Path(told.name).is_dir():
+        known = architectures().get(told.name)
+        config = None if known is None else known.config
     if config is None:
         try:
             config = AutoConfig.from_pretrained(

@@ -1,0 +1,52 @@
+"""The packaged facts are those of the models: their parameters are counted, and each is planned on the project's box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftkit.plan.architectures import Architecture, architectures
+from ftkit.plan.hardware import box
+from ftkit.planning import model_of, plan_recipe, speed_of
+from ftkit.recipe import Recipe, parse
+
+QUICK = ("meta-llama/Llama-2-13b-hf", "google-t5/t5-11b")
+NAMES: list[Any] = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in architectures()]
+
+
+def recipe_of(known: Architecture, folder: Path) -> Recipe:
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    t5 = known.config["model_type"] == "t5"
+    text = f"""
+model: {{name: {known.name}}}
+task: {"seq2seq" if t5 else "causal-lm"}
+data: {{path: {rows}, sequence_tokens: {512 if t5 else 2048}}}
+train: {{batch_tokens: 131072, epochs: 1}}
+optimizer: {{lr: 1.0e-5}}
+output: {{dir: {folder / "run"}}}
+"""
+    return parse(text, "recipe.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packaged_model_has_its_parameters_and_fits_the_box(name: str, tmp_path: Path) -> None:
+    known = architectures()[name]
+    recipe = recipe_of(known, tmp_path)
+    assert sum(each.numel() for each in model_of(recipe).parameters()) == known.parameters
+    eight = box("8xv100-16gb")
+    plan = plan_recipe(recipe, 8, eight)
+    assert plan.shape.trained_numel == plan.shape.numel == known.parameters
+    made = speed_of(plan, eight)
+    assert made is not None
+    assert 2000 < made.tokens_per_s < 9000
+
+
+def test_a_folder_has_its_own_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = architectures()["meta-llama/Llama-2-13b-hf"]
+    (tmp_path / "meta-llama" / "Llama-2-13b-hf").mkdir(parents=True)
+    with pytest.raises(Exception, match="no configuration could be read"):
+        model_of(recipe_of(known, tmp_path))
