@@ -80,8 +80,11 @@ bench-head: setup  ## the memory of a head and its loss, by chunks beside all lo
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
+recipes: setup  ## write the packaged recipes anew, with what the planner says of each
+	$(BIN)/python -m benchmarks.recipes
+
 bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on a CPU
 	$(BIN)/python -m benchmarks.plan_against_runs
 
 .PHONY: help setup demo demo-control test test-all mutants gpu check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	bench-plan bench-head bench-kernels kernels
+	recipes bench-plan bench-head bench-kernels kernels

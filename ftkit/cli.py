@@ -178,7 +178,7 @@ def plan(
 def list_recipes() -> None:
     """List the packaged recipes."""
     for name, path in packaged().items():
-        typer.echo(f"{name:24} {_title(path)}")
+        typer.echo(f"{name:34} {_title(path)}")
 
 
 @recipes_app.command("show")

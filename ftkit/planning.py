@@ -39,7 +39,7 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
         ranks: processes of the run, all on this box. box: a profile; None: this machine.
 
     Raises:
-        DoesNotFit: with numbers and ways out. UserError: if there is no such model.
+        DoesNotFit: with numbers and ways out. UserError: if there is no such model, or the box lacks its dtype.
     """
     model = model_of(recipe)
     if box is None:
@@ -48,12 +48,14 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
         limits = replace(limits, disk_bytes=disk_room(recipe))
         return plan_model(recipe, model, ranks, limits)
     wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
+    if wanted == "bf16" and box.dtype == "fp16":
+        raise UserError(f"train.dtype: the GPUs of {box.name} have no bf16 (they would emulate it); use auto, fp16 or fp32")
     return plan_model(recipe, model, ranks, limits_of(recipe, box, ranks), dtype=wanted)
 
 
 def speed_of(plan: Plan, box: Box | None) -> Speed | None:
-    """Return how long a step of a plan takes on a box; None for one without rates, and for this machine."""
-    rates = None if box is None else box.rates_of_a_rank()
+    """Return how long a step of a plan takes on a box; None without rates for it: of this machine, and of fp32 on GPUs."""
+    rates = None if box is None or plan.shape.itemsize > 2 else box.rates_of_a_rank()
     return None if rates is None else speed(plan.shape, plan.way, rates, accumulation=plan.accumulation)
 
 

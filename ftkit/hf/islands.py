@@ -177,6 +177,7 @@ def restore_islands(units: Units, islands: Islands) -> None:
         UserError: if it has no module of such a name.
     """
     own, modules = islands_of(units), dict(units.model.named_modules())
+    own.looked = True  # by that run
     for name, kind in islands.found.items():
         if name not in modules:
             raise UserError(f"the checkpoint has an fp32 island {name!r:.200}; this model has no such part")

@@ -32,10 +32,10 @@ def time_lines(speed: Speed) -> Iterator[tuple[str, str]]:
     """Yield how long a step takes and what binds, as (name, text)."""
     yield "time", (
         f"{speed.seconds:.2f} s a step of {speed.tokens:,} tokens: {speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} "
-        "TFLOPS a GPU (simulated from published rates, not measured)"
+        "TFLOPS a GPU, recomputation counted (simulated in 16 bits from published rates, not measured)"
     )
     busy = sorted(speed.busy.items(), key=lambda each: -each[1])
-    yield "busy", ", ".join(f"{STREAMS[name]} {share:.0%}" for name, share in busy if share >= 0.005)
+    yield "busy", ", ".join(f"{STREAMS[name]} {share:.0%}" for name, share in busy if share >= 0.005) + " (at the same time)"
 
 
 def _table(plan: Plan) -> Table:

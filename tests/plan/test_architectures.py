@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftkit.errors import UserError
 from ftkit.plan.architectures import Architecture, architectures
 from ftkit.plan.hardware import box
 from ftkit.planning import model_of, plan_recipe, speed_of
@@ -50,3 +51,13 @@ def test_a_folder_has_its_own_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "meta-llama" / "Llama-2-13b-hf").mkdir(parents=True)
     with pytest.raises(Exception, match="no configuration could be read"):
         model_of(recipe_of(known, tmp_path))
+
+
+def test_a_dtype_that_the_box_does_not_have(tmp_path: Path) -> None:
+    recipe = recipe_of(architectures()[QUICK[0]], tmp_path)
+    train = {dtype: recipe.train.model_copy(update={"dtype": dtype}) for dtype in ("bf16", "fp32")}
+    asked = {dtype: recipe.model_copy(update={"train": each}) for dtype, each in train.items()}
+    with pytest.raises(UserError, match="have no bf16"):
+        plan_recipe(asked["bf16"], 8, box("8xv100-16gb"))
+    wide = plan_recipe(asked["fp32"], 8, box("8xv100-32gb"))
+    assert speed_of(wide, box("8xv100-32gb")) is None

@@ -1,0 +1,68 @@
+"""Every packaged recipe says what the planner says of it, fits its box, and trains a narrow copy of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.recipes import METHODS, name_of, text_of
+from ftkit.plan.architectures import architectures
+from ftkit.plan.choice import DoesNotFit
+from ftkit.plan.hardware import box
+from ftkit.planning import plan_recipe
+from ftkit.recipe import packaged, parse
+from tests.jobs import job
+
+ALL = {name_of(model, method): (model, method) for model in architectures() for method in METHODS}
+QUICK = ("llama-2-13b-full-8xv100-16gb", "t5-11b-lora-8xv100-16gb")
+NAMES: list[Any] = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+
+NARROW = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, "vocab_size": 4096, "max_position_embeddings": 256,
+    "word_embed_proj_dim": 32, "ffn_dim": 48, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+
+
+def narrow(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the same flags and small sizes."""
+    heads = config.get("num_attention_heads", 0)
+    made = {key: NARROW[key] if key in NARROW and value is not None else value for key, value in config.items()}
+    if config.get("num_key_value_heads") == heads:
+        made["num_key_value_heads"] = NARROW["num_attention_heads"]
+    return {**made, **TOKENS}
+
+
+def test_all_of_them_are_there() -> None:
+    assert set(packaged()) == {*ALL, "tiny-cpu"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_what_the_planner_says(name: str) -> None:
+    assert packaged()[name].read_text(encoding="utf-8") == text_of(*ALL[name]), "write them again: make recipes"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_a_narrow_copy_of_its_model(name: str, worlds: Any, tmp_path: Path) -> None:
+    facts = yaml.safe_load(packaged()[name].read_text(encoding="utf-8"))
+    rows = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts["model"] = {"config": narrow(architectures()[ALL[name][0]].config), "tokenizer": "bundled/tiny-base"}
+    facts["data"] |= {"path": str(tmp_path / "rows.jsonl"), "sequence_tokens": 64, "cache_dir": str(tmp_path / "cache")}
+    facts["train"] |= {"batch_tokens": 128, "max_steps": 2}
+    facts |= {"ranks": 1, "output": {"dir": str(tmp_path / "run")}}
+    summary = worlds[1].run(job, json.dumps(facts))[0]
+    assert summary["steps"] == 2
+    assert 0 < summary["train_loss"] < 20
+
+
+def test_a_recipe_that_cannot_fit_is_refused() -> None:
+    text = packaged()[QUICK[0]].read_text(encoding="utf-8")
+    with pytest.raises(DoesNotFit, match="host memory"):
+        plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, box("8xv100-16gb"))
