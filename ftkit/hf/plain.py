@@ -153,7 +153,9 @@ def load_scheduler(path: Path, scheduler: Any) -> None:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({odd[0]!r:.80})")
     try:
         scheduler.load_state_dict(state)
-    except (KeyError, TypeError, ValueError) as error:
+        for group, base, rule in zip(inner.optimizer.param_groups, inner.base_lrs, getattr(inner, "lr_lambdas", ())):
+            group["lr"] = base * rule(inner.last_epoch)  # of this run's schedule: the run may be longer than it was to be
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({error})") from error
 
 

@@ -882,4 +882,11 @@ FAULTS = (
         "for name in events[each].work if asked[name] > 9), default=1.0)",
         "tests/plan/test_events.py::test_those_that_share_a_resource_slow_down_while_they_do",
     ),
+    _fault(
+        "a longer run begins at the end of the old schedule",
+        "ftkit/hf/plain.py",
+        '            group["lr"] = base * rule(inner.last_epoch)',
+        '            group["lr"] = group["lr"]',
+        "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
+    ),
 )
