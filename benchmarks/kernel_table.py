@@ -33,7 +33,8 @@ def main() -> None:
         table.add_column(f"sm_{capability}", justify="right")
     with ThreadPoolExecutor(2) as pool:
         rows = pool.map(lambda specimen: [compile_for(specimen, capability) for capability in capabilities], SPECIMENS)
-        for specimen, made in track(zip(SPECIMENS, rows), "compiling", len(SPECIMENS), Console(stderr=True)):
+        told = track(zip(SPECIMENS, rows), "compiling", total=len(SPECIMENS), console=Console(stderr=True))
+        for specimen, made in told:
             table.add_row(
                 specimen.name,
                 str(specimen.warps),
