@@ -54,8 +54,14 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
 
 
 def speed_of(plan: Plan, box: Box | None) -> Speed | None:
-    """Return how long a step of a plan takes on a box; None without rates for it: of this machine, and of fp32 on GPUs."""
+    """Return how long a step of a plan takes on a box; None where no rates are known: of this machine, of fp32 on GPUs, of a
+    drive that the profile does not have; and for all but the state on NVMe, which the schedule does not know.
+    """
     rates = None if box is None or plan.shape.itemsize > 2 else box.rates_of_a_rank()
+    way = plan.way
+    beyond = "nvme" in (way.parameters, way.gradients, way.kept)
+    if rates is not None and (beyond or (way.state == "nvme" and not rates.nvme_read)):
+        return None
     return None if rates is None else speed(plan.shape, plan.way, rates, accumulation=plan.accumulation)
 
 
