@@ -112,7 +112,19 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
 
     Cost: a proof, with a few rows of logits.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    found = proven_head_loss(model, dtype, device)
+    if isinstance(found, str):
+        return found
+    found.attach(_base(model))
+    return None
+
+
+def proven_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> HeadLoss | str:
+    """Return the chunked loss of `model`, attached to nothing, or why it has none; arguments as `attach_head_loss`.
+
+    The model may be on meta: only its configuration and its classes are looked at.
+    """
+    base = _base(model)
     if not isinstance(base, PreTrainedModel):
         return "no model of transformers"
     if "forward" in vars(base):
@@ -128,14 +140,16 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     if not _agrees(base, head, cap, scale, dtype, device):
         return "its loss is more than a head's"
-    HeadLoss(head, cap, scale).attach(base)
-    return None
+    return HeadLoss(head, cap, scale)
+
+
+def _base(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def head_loss(model: nn.Module) -> HeadLoss | None:
     """Return the chunked loss of a model that has one."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    found = getattr(base, "_loss_function", None)
+    found = getattr(_base(model), "_loss_function", None)
     return found if isinstance(found, HeadLoss) else None
 
 
