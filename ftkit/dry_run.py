@@ -1,9 +1,9 @@
 """A dry run: the engine's own code for one rank of W, at the model's full size, with tensors that hold nothing.
 
 The plan counts bytes by formula; this executes what the plan describes and counts what is allocated: `shard`, gathers,
-recomputation, autograd, reductions, the move of gradients, the update. All tensors are torch's fake ones. Those of the
-device are on `meta` (fake CUDA tensors need a torch that was built for CUDA), those that the engine's storage places in
-host memory on `cpu`: so the engine itself tells one tier from the other, and a `Meter` counts both.
+recomputation, autograd, reductions, the move of gradients, the update. Tensors of the device are on `meta` (fake CUDA
+tensors need a torch that was built for CUDA), those that the engine's storage places in host memory are fake ones on `cpu`:
+so the engine itself tells one tier from the other, and a `Meter` counts both.
 
 [Note: what is replaced]
     Communicator   the collectives of one rank among W: they fill nothing and return at once, as NCCL's take no memory here
@@ -187,7 +187,7 @@ def dry_run(
     if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
         raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
     meter = Meter(lambda tensor: "host" if tensor.device.type == "cpu" and device.type != "cpu" else "device")
-    with nothing_behind(), meter, CudaAttentionBackward():
+    with nothing_behind(device), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, dtype, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
         return DryRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)

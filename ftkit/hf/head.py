@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from ftkit.engine.seam import specialise
+from ftkit.engine.unit import autocast_kind
 from ftkit.hf.twins import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
@@ -64,7 +65,7 @@ class HeadLoss:
         plain, own = type(self.head).forward, self
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            if not own.wanted or torch.is_autocast_enabled(input.device.type):
+            if not own.wanted or torch.is_autocast_enabled(autocast_kind(input.device)):
                 return linear_layer(*own.operands(input)) if own.wide else plain(self, own.operands(input)[0])
             own.kept = input
             return input.new_empty(*input.shape[:-1], 0)

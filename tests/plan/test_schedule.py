@@ -49,8 +49,8 @@ def test_a_host_update_that_no_forward_hides() -> None:
 
 
 def test_10b_at_16k_tokens() -> None:
-    """Reductions that the next block's backward waits for cost 2.5 %, less if all micro-batches pass each block together; the
-    goal of 5.6K tokens/s is reached with some blocks' graphs kept."""
+    """Reductions that the next block's backward waits for cost 2.5 %, less if all micro-batches pass each block together;
+    the goal of 5.6K tokens/s is reached with some blocks' graphs kept."""
     made = took(replace(HOST, micro_batch=4), 4, GPT_10B)
     together = took(replace(HOST, micro_batch=4, parts=4), 1, GPT_10B)
     kept = took(replace(HOST, micro_batch=4, activations=9), 4, GPT_10B)
