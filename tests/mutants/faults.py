@@ -987,4 +987,25 @@ FAULTS = (
         '            group["lr"] = group["lr"]',
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
+    _fault(
+        "a plan whose loss needs no logits counts them",
+        "ftkit/plan/memory.py",
+        "    if shape.chunked_loss:  # its",
+        "    if not shape.chunked_loss:  # its",
+        "tests/plan/test_choice.py::test_a_loss_by_chunks_has_no_logits",
+    ),
+    _fault(
+        "whole copies come back for nothing in the plan's seconds",
+        "ftkit/plan/schedule.py",
+        "        stale = (each.line for each in lines if each.line.trained and self.way",
+        "        stale = (each.line for each in lines if each.line.trained and not self.way",
+        "tests/plan/test_schedule.py::test_bytes_between_ranks",
+    ),
+    _fault(
+        "the next best way is the best one with a block less",
+        "ftkit/plan/search.py",
+        "        if kind not in seen:",
+        "        if known[number].way != way:",
+        "tests/plan/test_search.py::test_the_next_best_way_is_of_another_kind",
+    ),
 )

@@ -12,6 +12,7 @@ from ftkit.plan.memory import GIB, memory
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import ALIKE, Candidate, bound, fastest, seconds
+from ftkit.plan.shape import Way
 from ftkit.plan.ways import Forced, order, shortages, with_gradients
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
@@ -77,9 +78,16 @@ def test_as_many_blocks_are_kept_as_fit():
     more = replace(plan.way, activations=kept * 10 // 9 + 2)
     assert shortages(memory(plan.shape, more, cpu=False), limits), "a tenth is left, not more"
     assert plan.runner_up is not None
-    assert plan.runner_up[0] != plan.way
+    assert replace(plan.runner_up[0], activations=kept) != plan.way, "of another kind"
     assert plan.runner_up[1].seconds >= plan.speed.seconds * (1 - ALIKE)
     assert plan.why[0].startswith("the fastest of ")
+
+
+def test_the_next_best_way_is_of_another_kind():
+    way = Way(state="host", deferred=True, activations=10)
+    ways = [way, replace(way, activations=8), replace(way, deferred=False)]
+    found = fastest([Candidate(LLAMA_13B, each, 8) for each in ways], V100)
+    assert [best.way for best, _ in found] == [ways[0], ways[2]]
 
 
 def test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again():
