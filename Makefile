@@ -7,6 +7,7 @@ STAMP := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 

@@ -27,6 +27,8 @@ written is told in [Recipes](recipes.md). `ftkit finetune recipe.yaml --dry-run`
 """
 WORDS = {"string": "text", "boolean": "true or false", "object": "mapping", "integer": "whole number", "number": "number"}
 CONSTRAINTS = {"exclusiveMinimum", "minimum", "exclusiveMaximum"}
+SHORT = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum"}
+"""As pydantic writes a limit that stands beside a validator of its own."""
 UNSAID = {"title", "description", "default", "additionalProperties"}
 
 
@@ -105,6 +107,7 @@ def _type(schema: dict[str, Any]) -> str:
         return f"list of {len(schema['prefixItems'])}: {_type(schema['prefixItems'][0])}"
     if schema.get("type") == "array":
         return f"list of {_type(schema['items'])}"
+    schema = {SHORT.get(name, name): value for name, value in schema.items()}
     told = WORDS[schema["type"]]
     unknown = set(schema) - {"type"} - UNSAID - CONSTRAINTS
     if unknown:

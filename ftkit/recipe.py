@@ -94,6 +94,10 @@ def _list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML 1.1 reads a bare off so
+
+
 _short = PlainSerializer(lambda text: text if text is None else _shorten(text), when_used="always")
 PathText = Annotated[str, AfterValidator(_expand), _short]
 ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
@@ -284,7 +288,9 @@ class Engine(Section):
         None, description="of each rank's state on NVMe, what stays in host memory; default: what is left"
     )
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
-    kernels: Literal["auto", "off"] = Field("auto", description="fused kernels where they agree with the model's modules")
+    kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+        "auto", description="fused kernels where they agree with the model's modules"
+    )
     affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 

@@ -193,7 +193,8 @@ def check(block: Block) -> None:
     except BadBlock:
         raise
     except (Exception, SystemExit) as error:  # typer's and argparse's own among them
-        raise block.bad(f"{type(error).__name__}: {getattr(error, 'message', error)}") from error
+        told = error.format_message() if hasattr(error, "format_message") else error
+        raise block.bad(f"{type(error).__name__}: {told}") from error
 
 
 def lines(text: str) -> list[str]:

@@ -62,9 +62,9 @@ READ = [
     ("```bash\nftkit train recipe.yaml\n```", "no command 'train'"),
     ("```bash\nftkit finetune recipe.yaml --set train.epoch=3\n```", "did you mean"),
     ("```bash\nftkit plan recipe.yaml --hardware 8xv100-16\n```", "8xv100-16gb"),
-    ("```bash\nftkit export checkpoint-1\n```", "OUT"),
+    ("```bash\nftkit export checkpoint-1\n```", "argument 'out'"),
     ("    ftkit reports runs/A", "no command 'reports'"),
-    ("```bash\ntorchrun --nproc-per-nod 2 docs/examples/ftkit_trainer.py --no-such\n```", "SystemExit"),
+    ("```bash\ntorchrun --nodes 2 docs/examples/ftkit_trainer.py\n```", "SystemExit"),
     ("```bash\ntorchrun --nproc-per-node 2 docs/examples/none.py\n```", "there is no docs/examples/none.py"),
     ("```bash\nsrun --ntasks 8 ftkit finetun recipe.yaml\n```", "no command 'finetun'"),
     ("```bash\nmake demos\n```", "demos"),
@@ -139,6 +139,7 @@ def test_the_page_of_keys_is_complete() -> None:
     assert sorted(described) == sorted(known)
 
 
+@pytest.mark.slow
 def test_the_figure_is_that_of_the_plan() -> None:
     assert plan_figure.FILE.read_text() == plan_figure.figure(), "run `make docs`"
 
