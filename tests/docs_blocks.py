@@ -318,7 +318,8 @@ output:    {dir: runs/mine, save_every_steps: 1}
     rows = (HERE / "data" / "python-docs.jsonl").read_text().splitlines(keepends=True)[:48]
     (folder / "my-chats.jsonl").write_text("".join(rows))
     (folder / "held-out.jsonl").write_text("".join(rows[:4]))
-    shutil.copytree(HERE / "data" / "tiny-base", folder / "folder")
+    (folder / "folder").symlink_to(HERE / "data" / "tiny-base")
+    (folder / "docs").symlink_to(HERE / "docs")
     return folder
 
 
