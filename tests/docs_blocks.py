@@ -35,6 +35,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ def check_command(words: list[str]) -> None:
     elif program in ("python", "python3"):
         _check_python(rest)
     elif program == "pip":
-        for option, value in zip(rest, rest[1:]):
+        for option, value in pairwise(rest):
             assert option not in ("-c", "-r") or (HERE / value).is_file(), f"there is no {value}"
     elif program not in SHELL:
         raise ValueError(f"{program!r} is no program that pages may name")

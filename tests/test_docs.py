@@ -1,4 +1,4 @@
-"""The documentation: every code block is read, run or says why not; what is generated is complete; nothing comes from outside."""
+"""The documentation: every block of code is read, and run or says why not; what is generated is whole; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def run_page(page: str, folder: Path, world: World | None, *, slow: bool) -> Non
         if not block.executed or (block.run.slow and not slow):
             continue
         if block.run.ranks > 1:
-            assert world is not None and world.size == block.run.ranks, f"{block.page}:{block.line}: two ranks, marked slow"
+            assert world is not None, f"{block.page}:{block.line}: a block for several ranks is to be marked slow"
+            assert world.size == block.run.ranks
             world.run(on_a_rank, block, str(folder))
         else:
             execute(block, folder, names)
@@ -85,8 +86,7 @@ READ = [
 @pytest.mark.parametrize("text, told", READ)
 def test_a_broken_block_is_found_when_it_is_read(text: str, told: str) -> None:
     with pytest.raises(BadBlock, match=re.escape(told)):
-        for block in blocks("docs/page.md", text):
-            check(block)
+        list(map(check, blocks("docs/page.md", text)))
 
 
 RUN = [
@@ -100,11 +100,11 @@ RUN = [
 @pytest.mark.parametrize("text, told", RUN)
 def test_a_broken_block_is_found_when_it_runs(text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    found = blocks("docs/page.md", text)
+    list(map(check, found))
     names: dict[str, object] = {}
     with pytest.raises(BadBlock, match=re.escape(told)):
-        for block in blocks("docs/page.md", text):
-            check(block)
-            execute(block, tmp_path, names)
+        [execute(block, tmp_path, names) for block in found]
 
 
 def test_what_is_not_run_is_still_read() -> None:
@@ -115,7 +115,7 @@ def test_what_is_not_run_is_still_read() -> None:
 
 
 def test_indented_blocks_and_tables_are_found_as_a_reader_sees_them() -> None:
-    text = "Words.\n\n    ftkit recipes list\n    ftkit doctor\n\n| a |\n|---|\n|     b |\n\n- item\n\n    a paragraph of it\n"
+    text = "Words.\n\n    ftkit recipes list\n    ftkit doctor\n\n| a |\n|---|\n|     b |\n\n- item\n\n    more of it\n"
     (block,) = blocks("docs/page.md", text)
     assert block.line == 3
     assert docs_blocks.lines(block.text) == ["ftkit recipes list", "ftkit doctor"]
@@ -153,7 +153,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 class Resources(HTMLParser):
-    """Collects what a page loads by itself: scripts, styles, pictures, frames. Links that a reader follows are not among them."""
+    """Collects what a page loads by itself: scripts, styles, pictures, frames. Links that a reader follows are not meant."""
 
     LOADED = ("script", "img", "source", "iframe", "audio", "video", "embed")
 

@@ -1,4 +1,4 @@
-"""The documentation as a browser shows it: nothing is asked for elsewhere, nothing sticks out, light and dark, desktop and phone."""
+"""The documentation in a browser: nothing is asked for elsewhere, nothing sticks out, light and dark, desktop and phone."""
 
 from __future__ import annotations
 

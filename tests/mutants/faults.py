@@ -987,4 +987,32 @@ FAULTS = (
         '            group["lr"] = group["lr"]',
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
+    _fault(
+        "the documentation names an option that is gone",
+        "ftkit/cli.py",
+        '"--what-if/--no-what-if"',
+        '"--wonder/--no-wonder"',
+        "tests/test_docs.py::test_every_block_is_what_it_says[docs/tiers.md]",
+    ),
+    _fault(
+        "the documentation's page of keys says what a recipe no longer means",
+        "ftkit/recipe.py",
+        "tokens of one optimizer step, all ranks together",
+        "tokens of one optimizer step, of a rank",
+        "tests/test_docs.py::test_the_page_of_keys_is_that_of_the_recipe",
+    ),
+    _fault(
+        "a command of the documentation fails, and its test does not",
+        "tests/docs_blocks.py",
+        "            if ended.code:",
+        "            if ended.code == 1:",
+        "tests/test_docs.py::test_a_broken_block_is_found_when_it_runs",
+    ),
+    _fault(
+        "the documentation's pages fetch their fonts",
+        "mkdocs.yml",
+        "  font: false",
+        "  font: {text: Roboto}",
+        "tests/test_docs.py::test_the_site_is_built_and_loads_nothing_from_outside",
+    ),
 )
