@@ -1,4 +1,4 @@
-"""The documentation: every block of code is read, and run or says why not; what is generated is whole; nothing is fetched."""
+"""The documentation: each block of code is read, and run or says why not; what is generated is whole; nothing is fetched."""
 
 from __future__ import annotations
 
