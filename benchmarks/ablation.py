@@ -34,6 +34,17 @@ train: {{batch_tokens: 131072, dtype: {dtype}}}
 output: {{dir: runs/ablation}}
 """
 
+LLAMA = parse(
+    """
+model: {name: meta-llama/Llama-2-13b-hf}
+data: {path: bundled/python-docs.jsonl, sequence_tokens: 1024}
+train: {batch_tokens: 16384}
+memory: {host_gib: 300}
+output: {dir: runs/ablation}
+""",
+    "ablation.yaml",
+)
+
 HOST_BYTES = 300e9
 """Of the study's 330 GB, what it counts with ("300GB of memory")."""
 STUDY_BYTES = 20
@@ -76,6 +87,16 @@ def row(name: str, plan: Plan) -> str:
     return f"| {name} | {plan.shape.numel / 1e9:.1f}B | {device:.1f} | {host:.0f} | {speed} | {plan.way} |"
 
 
+def elsewhere() -> Iterator[str]:
+    """Yield lines of two plans on other boxes: the study's largest model on its cluster, and 13B on a single GPU."""
+    larger = GPT.format(dtype="fp16", blocks=480).replace("131072", "393216")
+    cluster = ask(parse(larger, "ablation.yaml"), 64, box("64xv100"))
+    plan = replace(cluster, shape=replace(cluster.shape, fresh=False)).plan()
+    yield row("480 x 4096 on 64 V100-32GB in 8 boxes, 6 sequences a GPU and step", plan)
+    alone = ask(LLAMA, 1, box("1xv100-32gb")).plan()
+    yield row("Llama-2-13B on one V100-32GB, alone in a host of 300 GiB, 16 x 1024 tokens a step", alone)
+
+
 def limit() -> float:
     """Return the parameters at which the study's layout fills its host memory."""
     return HOST_BYTES / STUDY_BYTES
@@ -102,6 +123,7 @@ def text() -> str:
         base_error=data_parallel() / (15e9 / 20) - 1,
         rows="\n".join(rows),
         fifteen=row("15B, all techniques", fifteen),
+        elsewhere="\n".join(elsewhere()),
     )
 
 
@@ -132,6 +154,13 @@ parameters trained with fp32 state. `ftkit plan RECIPE --hardware 8xv100-16gb --
 tokens/s are simulated from published rates (docs/published.md says how far such figures can be trusted); none for fp32, of
 which no published rates of whole blocks on V100s are at hand. Speed was not looked for in the sizes: the largest model is
 nearly always slow for its size.
+
+| on other boxes, full-parameter | size | GiB a GPU | GiB host | tokens/s | way |
+|---|---|---|---|---|---|
+{elsewhere}
+
+(`ftkit plan` with `--hardware 64xv100 --nproc 64`, or `--hardware 1xv100-32gb --set memory.host_gib=300`: an eighth of the
+box, which that profile has otherwise, holds 13B's adapters, and not its 12 bytes of state a parameter.)
 
 What stays on a GPU within a step and what comes and goes, the step's timeline and each tier are drawn by
 `ftkit plan RECIPE --hardware 8xv100-16gb --page FILE.html`.

@@ -47,7 +47,12 @@ SAID = {
 }  # fmt: skip
 SHOWN = {BOX: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
 DOMAIN = ("meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B")
-LONG = {"codellama/CodeLlama-13b-hf": 8192, "meta-llama/Llama-2-13b-hf": 4096}
+LONG = {
+    "codellama/CodeLlama-13b-hf": 16384,
+    "meta-llama/Llama-2-13b-hf": 4096,
+    "Qwen/Qwen2.5-14B": 16384,
+    "mistralai/Mistral-Nemo-Base-2407": 16384,
+}
 GPTS = {"gpt-10b": 50, "gpt-15b": 78}
 GPT = """
   config: {{model_type: gpt2, n_layer: {layers}, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}}

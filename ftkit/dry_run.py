@@ -1,9 +1,9 @@
 """A dry run: the engine's own code for one rank of W, at the model's full size, with tensors that hold nothing.
 
 The plan counts bytes by formula; this executes what the plan describes and counts what is allocated: `shard`, gathers,
-recomputation, autograd, reductions, the move of gradients, the update. All tensors are torch's fake ones. Those of the
-device are on `meta` (fake CUDA tensors need a torch that was built for CUDA), those that the engine's storage places in
-host memory on `cpu`: so the engine itself tells one tier from the other, and a `Meter` counts both.
+recomputation, autograd, reductions, the move of gradients, the update. Tensors of the device are on `meta` (fake CUDA
+tensors need a torch that was built for CUDA), those that the engine's storage places in host memory are fake ones on `cpu`:
+so the engine itself tells one tier from the other, and a `Meter` counts both.
 
 [Note: what is replaced]
     Communicator   the collectives of one rank among W: they fill nothing and return at once, as NCCL's take no memory here
@@ -16,8 +16,9 @@ host memory on `cpu`: so the engine itself tells one tier from the other, and a 
     CUDA           has no streams and events here, so nothing lives longer for the sake of another stream
 
 Steps are those of the Trainer: the loss from the model's own forward with labels, scaled, backward, the norm, the update;
-one micro-batch or two, see `train`. Kernels are off, as the plan counts the model unfused and its logits whole. Rows
-are one sample each, as packing has it at least.
+one micro-batch or two, see `train`. Kernels are off, as the plan counts the model unfused; but the loss is made by chunks
+where the plan says so, with the references' few temporary tensors of a chunk in place of none. Rows are one sample each,
+as packing has it at least.
 
 What it refuses: plans without a GPU, where a run can be had for less, and plans that put anything on NVMe. What it costs:
 some seconds, and a few hundred MiB for torch and the module tree.
@@ -48,6 +49,7 @@ from ftkit.errors import UserError
 from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.blocks import find_blocks, policy_of, shard_as
 from ftkit.hf.fake import CudaAttentionBackward, batch, nothing_behind
+from ftkit.hf.head import attach_head_loss, only_loss
 from ftkit.hf.settings import DTYPES
 from ftkit.meter import Meter
 from ftkit.plan.choice import Plan
@@ -182,8 +184,10 @@ def dry_run(
         raise UserError(f"--dry-run does not know files, and this plan puts something on NVMe ({plan.way})")
     began = time.perf_counter()
     device = device or torch.device("meta")
+    if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
+        raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
     meter = Meter(lambda tensor: "host" if tensor.device.type == "cpu" and device.type != "cpu" else "device")
-    with nothing_behind(), meter, CudaAttentionBackward():
+    with nothing_behind(device), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, dtype, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
         return DryRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)
@@ -219,7 +223,8 @@ def train(plan: Plan, units: Units, optimizer: ShardedAdamW, *, packed: bool) ->
     rows, tokens = plan.way.micro_batch * plan.way.parts, plan.shape.sequence_tokens
     for _ in range(steps):
         for _ in range(passes // steps):
-            loss = units.model(**batch(units.model, rows, tokens, units.comm.device, packed=packed)).loss
+            with only_loss(units.model, wanted=plan.shape.chunked_loss):
+                loss = units.model(**batch(units.model, rows, tokens, units.comm.device, packed=packed)).loss
             optimizer.scale(loss).backward()
             del loss
         optimizer.clip_grad_norm_(1.0)

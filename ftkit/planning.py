@@ -21,6 +21,8 @@ from ftkit.arguments import compute_dtype, engine_settings, lora_config
 from ftkit.errors import UserError
 from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.blocks import divisible, find_blocks, model_shape
+from ftkit.hf.fusing import unusable
+from ftkit.hf.head import HeadLoss, proven_head_loss
 from ftkit.hf.loading import load_model
 from ftkit.hf.settings import DTYPES, EngineSettings
 from ftkit.hf.shapes import disk_free, forced_of, limits_here
@@ -129,13 +131,15 @@ def ask_model(
     micro_batch, accumulation = split_batch(recipe, ranks)
     chosen = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
     sequence_tokens = recipe.data.sequence_tokens
+    computes = DTYPES[dtype or compute_dtype(recipe.train.dtype)]
     shape = model_shape(
         model,
         find_blocks(model),
         ranks,
-        DTYPES[dtype or compute_dtype(recipe.train.dtype)],
+        computes,
         sequence_tokens,
         cpu=limits.cpu,
+        chunked_loss=_makes_loss_by_chunks(recipe, model, computes),
         checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
     )
     forced = forced_of(settings, micro_batch if chosen else None)
@@ -149,6 +153,18 @@ def ask_model(
         preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
         rates=_rates(recipe, box, ranks, cpu=limits.cpu),
     )
+
+
+def _makes_loss_by_chunks(recipe: Recipe, model: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a run of this recipe never has all logits: its Trainer wants losses only, as nothing here asks for metrics.
+
+    A box elsewhere is taken to have what fused kernels need; on this one it is looked for.
+    """
+    if settings_of(recipe).kernels != "auto" or recipe.train.label_smoothing:
+        return False
+    if torch.cuda.is_available() and unusable(torch.device("cuda")) is not None:
+        return False
+    return isinstance(proven_head_loss(model, dtype or torch.float32, torch.device("cpu")), HeadLoss)
 
 
 def _rates(recipe: Recipe, box: Box | None, ranks: int, *, cpu: bool) -> Rates | None:

@@ -461,6 +461,7 @@ def model_shape(
     *,
     cpu: bool,
     checkpoints: int | None = None,
+    chunked_loss: bool = False,
 ) -> Shape:
     """Return what the plan knows of a model, sharded as `shard` does it; see `ftkit.hf.shapes.shape_of`."""
     source = getattr(model, "_ftkit_source", None)
@@ -475,6 +476,7 @@ def model_shape(
         cpu=cpu,
         fresh=source is not None and not source.files,
         checkpoints=checkpoints,
+        chunked_loss=chunked_loss,
     )
 
 

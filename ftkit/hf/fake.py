@@ -1,7 +1,8 @@
 """Models computed with tensors that hold nothing: what of a GPU's memory can be known without one.
 
-Tensors are torch's fake ones. Those of a device are on `meta`, because fake CUDA tensors need a torch that was built for
-CUDA; operations whose memory differs there are given that of the GPU's kernels.
+Tensors of a device are on `meta`, because fake CUDA tensors need a torch that was built for CUDA; operations whose memory
+differs there are given that of the GPU's kernels. Tensors of host memory are torch's fake ones, which cost some 100
+microseconds an operation, where those on `meta` cost ten.
 
 `graph_bytes` says what autograd keeps of a block from forward to backward, measured and not estimated. What it costs: the
 model's forward as far as the block, under a second.
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,12 +30,52 @@ from ftkit.hf.packing import ATTENTION
 
 
 @contextmanager
-def nothing_behind() -> Iterator[None]:
-    """Let all tensors that the body makes be fake ones."""
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        # The engine compares addresses to spare a copy onto itself; of fake tensors they are all 0.
+def nothing_behind(device: torch.device) -> Iterator[None]:
+    """Let the tensors that the body makes hold nothing.
+
+    Args:
+        device: of compute: meta, where only host memory needs fake tensors; or the CPU, where all of them are.
+    """
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), fakes if device.type == "cpu" else HostFakes(fakes):
+        # The engine compares addresses to spare a copy onto itself; of such tensors they are all 0.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
+
+
+class HostFakes(TorchDispatchMode):
+    """Lets operations on host memory be done by fake tensors, and those on `meta` by torch as they are.
+
+    Small constants that are made on the CPU, and never moved there, stay what they are. Whether something is true of what
+    holds nothing is answered with no: transformers asks a mask whether all of it is text, and rows of a batch differ.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, with fake tensors where host memory is read, written or made."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return False
+        makes = "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "cpu"
+        if not (makes and (func in EMPTY or _on_meta(args))) and not any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        with self.fakes:
+            result = func(*args, **kwargs)
+        # What is written in place is the caller's own tensor, and not the fake one that stood for it meanwhile.
+        return args[0] if func._schema.name.endswith("_") else result
+
+
+EMPTY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default})
+"""What makes memory of any size without filling it."""
+
+
+def _on_meta(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, Tensor) and each.device.type == "meta" for each in args)
 
 
 def batch(model: nn.Module, rows: int, tokens: int, device: torch.device, *, packed: bool) -> dict[str, Any]:
@@ -93,7 +134,7 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
         as_computed = dtype if dtype is not None and tensor.is_floating_point() and not wide(name) else tensor.dtype
         return torch.empty(tensor.shape, dtype=as_computed, device=meta).requires_grad_(tensor.requires_grad)
 
-    with nothing_behind(), CudaAttention(grouped=True):
+    with nothing_behind(meta), CudaAttention(grouped=True):
         named = [*model.named_parameters(remove_duplicate=False)]
         weights: dict[str, Tensor] = {name: stand_in(name, parameter) for name, parameter in named}
         weights |= {name: torch.empty_like(buffer, device=meta) for name, buffer in model.named_buffers()}

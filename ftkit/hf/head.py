@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from ftkit.engine.seam import specialise
+from ftkit.engine.unit import autocast_kind
 from ftkit.hf.twins import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
@@ -64,7 +65,7 @@ class HeadLoss:
         plain, own = type(self.head).forward, self
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            if not own.wanted or torch.is_autocast_enabled(input.device.type):
+            if not own.wanted or torch.is_autocast_enabled(autocast_kind(input.device)):
                 return linear_layer(*own.operands(input)) if own.wide else plain(self, own.operands(input)[0])
             own.kept = input
             return input.new_empty(*input.shape[:-1], 0)
@@ -112,7 +113,19 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
 
     Cost: a proof, with a few rows of logits.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    found = proven_head_loss(model, dtype, device)
+    if isinstance(found, str):
+        return found
+    found.attach(_base(model))
+    return None
+
+
+def proven_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> HeadLoss | str:
+    """Return the chunked loss of `model`, attached to nothing, or why it has none; arguments as `attach_head_loss`.
+
+    The model may be on meta: only its configuration and its classes are looked at.
+    """
+    base = _base(model)
     if not isinstance(base, PreTrainedModel):
         return "no model of transformers"
     if "forward" in vars(base):
@@ -128,14 +141,16 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     scale = (getattr(config, "logit_scale", None) or 1.0) / divisor
     if not _agrees(base, head, cap, scale, dtype, device):
         return "its loss is more than a head's"
-    HeadLoss(head, cap, scale).attach(base)
-    return None
+    return HeadLoss(head, cap, scale)
+
+
+def _base(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def head_loss(model: nn.Module) -> HeadLoss | None:
     """Return the chunked loss of a model that has one."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    found = getattr(base, "_loss_function", None)
+    found = getattr(_base(model), "_loss_function", None)
     return found if isinstance(found, HeadLoss) else None
 
 

@@ -71,13 +71,14 @@ def shape_of(
     cpu: bool,
     fresh: bool = False,
     checkpoints: int | None = None,
+    chunked_loss: bool = False,
 ) -> Shape:
     """Return what the plan knows of a model.
 
     Args:
         blocks: its units. dtype: of compute; None: each parameter's own. sequence_tokens: of one sequence.
         whole, wide: see `ftkit.engine.shard.shard`. cpu: ranks compute on the host.
-        fresh: weights will be initialised. checkpoints: kept on disk; None: none are saved.
+        fresh: weights will be initialised. checkpoints: kept on disk; None: none are saved. chunked_loss: see `Shape`.
     """
     members = lines_of(model, blocks, compute_dtype=dtype, whole=whole, wide=wide)
     widest = max((block for _, block in blocks), key=_linear_elements)
@@ -108,6 +109,7 @@ def shape_of(
         fresh=fresh,
         peft=isinstance(model, PeftModel),
         checkpoints=checkpoints,
+        chunked_loss=chunked_loss,
     )
 
 

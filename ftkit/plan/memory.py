@@ -45,6 +45,7 @@ KEPT_STAGING = 4  # kept.STAGING
 KEPT_ROUND_BYTES = 16384  # kept._padded_bytes
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
+LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 KEPT = "kept inputs"
 
@@ -313,8 +314,15 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
     logits = tokens * way.parts * shape.vocabulary
     head, gradient = _leaf_bytes(shape, way)
     hidden = tokens * way.parts * shape.hidden * (shape.itemsize + 4)  # the last norm's, in fp32 too
-    yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
-    yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient}
+    if shape.chunked_loss:  # its backward sums the hidden states' gradient in fp32
+        chunk = min(logits * shape.itemsize, LOSS_CHUNK_BYTES)
+        if cpu:  # by the reference, in fp32, with what softmax makes of it
+            chunk = min(logits, LOSS_CHUNK_BYTES // 4) * LOGIT_BYTES
+        summed = 4 * tokens * way.parts * shape.hidden
+        yield {"logits": chunk + hidden + summed, "leaves": head + gradient}
+    else:
+        yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
+        yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient}
     yield {"leaves": gradient}
 
     graph = graph_bytes(shape, way)

@@ -5,12 +5,15 @@
     forward    gather u+1 while u computes; a gather waits for the slot of u-1, and for its own update where that is
                deferred; what a slot still has of the pass before is not gathered again
     loss       head and loss together
-    backward   gather u-1 while u is computed again and walked back; its gradient is reduced on the collectives' stream, and
-               the next block's backward waits for that, because it has the same gradient slot
-    norm       one small collective, once all gradients are there; whatever reads state waits for it
+    backward   gather u-1 while u is computed again and walked back; its gradient is collected in the slot, reduced on the
+               collectives' stream and added to that of the micro-batches before; the next block's backward waits for the
+               reduction, because it has the same gradient slot
+    norm       what stages 0 and 1 reduce late, a pass over the gradients and one small collective; whatever reads state
+               waits for it
     update     block by block in forward order: gradient down, AdamW over host memory, weight up (state on the host); what
                lies on NVMe read before and written after; or on the device
-    next       begins at once: its gathers wait for their own updates (deferred), or its first event for all of them
+    next       begins at once: its gathers (stages 1 and 2: of whole copies, once a step) wait for their own updates
+               (deferred), or its first event for all of them
 
 Three steps in a row are simulated and the last one counts: a step's end overlaps with the next one's beginning. Rates are
 those of a profile (hardware.yaml), each with its source. What is not in the model: kernel launches, what NCCL takes of a
@@ -24,7 +27,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ftkit.plan.events import Script, Timeline, simulate
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.memory import slot_itemsize
+from ftkit.plan.shape import Line, Placed, Shape, Way
 
 STEPS = 3
 """The first has nothing before it, the last is measured between the ends of the last two."""
@@ -40,6 +44,7 @@ NORM_S = 1e-3
 
 COPY_TRAFFIC = 1
 """Bytes of host memory for a byte that a device copies from or to it."""
+
 
 
 STREAMS = {
@@ -112,6 +117,7 @@ class Rates:
         compute: operations, by hidden size. link: bytes of a collective (bus bandwidth). pcie: bytes each way.
         dram: bytes of host memory. hbm: bytes of device memory. nvme_read, nvme_write: bytes.
         collective_s: latency of a collective. itemsize: bytes of an element that `compute` is of.
+        head: operations of the head and its loss; 0: as in blocks.
         in_order: collectives and updates take turns with the arithmetic, as on CPU ranks, which have no streams.
     """
 
@@ -125,6 +131,7 @@ class Rates:
     collective_s: float = 20e-6
     itemsize: int = 2
     in_order: bool = False
+    head: float = 0.0
 
     def operations(self, hidden: int) -> float:
         """Return the rate of matrix products in blocks of a hidden size: between those that are known, by straight lines."""
@@ -136,7 +143,8 @@ class Rates:
 
     def all(self, hidden: int) -> dict[str, float]:
         """Return the rate of every resource, for a model of a hidden size."""
-        return {**self.resources, "compute": self.operations(hidden)}
+        compute = self.operations(hidden)
+        return {**self.resources, "compute": compute, "head": self.head or compute}
 
     def know(self, shape: Shape, way: Way) -> bool:
         """Whether a step of this can be simulated: in the dtype of the rates, and with rates of a drive where one is used.
@@ -169,7 +177,7 @@ def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Spe
     marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
     first, last = marks[-2], marks[-1]
     tokens = shape.world_size * way.micro_batch * way.parts * accumulation * shape.sequence_tokens
-    operations = sum(event.work.get("compute", 0.0) for event in step.script.events) / STEPS
+    operations = sum(event.work.get(each, 0.0) for event in step.script.events for each in ("compute", "head")) / STEPS
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last))
 
 
@@ -210,7 +218,7 @@ class _Step:
         for round_ in range(self.accumulation):
             self._forward(first=round_ == 0)
             self._loss()
-            self._backward(last=round_ == self.accumulation - 1)
+            self._backward(first=round_ == 0)
         end = self.computed[-1]
         self._update()
         return [end] if self.way.deferred else [end, *self.written.values()]
@@ -223,18 +231,22 @@ class _Step:
         for number in range(len(blocks)):
             if number + 1 < len(blocks):
                 gathered.append(self._gather(number + 1, first=first))
-            outside = self.written.get(-1) if first and number == 0 else None
-            self._compute(f"forward {number}", self._operations(number, forward=True), [gathered[number], outside])
+            outside = self._outside() if first and number == 0 else []
+            self._compute(f"forward {number}", self._operations(number, forward=True), [gathered[number], *outside])
             self._keep("keep", "down", number)
 
     def _loss(self) -> None:
-        """Embedding and head: three products of the head a token; nothing of them is computed twice."""
-        head = 6.0 * self.shape.vocabulary * self.shape.hidden * self.tokens
-        outside = [line for line in self.shape.leaves if self._is_gathered("leaf")]
+        """Embedding and head: three products of the head a token (its own gradient only where it is trained); one of them
+        twice where the loss is made by chunks.
+        """
+        shape = self.shape
+        products = 2 + any(line.trained for line in shape.leaves) + shape.chunked_loss
+        outside = [line for line in shape.leaves if self._is_gathered("leaf")]
         gathered = self._collective("gather head", sum(self._moved(line) for line in outside), [self.computed[-1]])
-        self._compute("loss", head, [gathered])
+        work = {"head": 2.0 * products * shape.vocabulary * shape.hidden * self.tokens}
+        self.computed.append(self.script.add("loss", "compute", work, [gathered]))
 
-    def _backward(self, *, last: bool) -> None:
+    def _backward(self, *, first: bool) -> None:
         blocks = self.shape.blocks
         count = len(blocks)
         again = self._is_gathered("block") and self.way.weights == "free"
@@ -248,14 +260,16 @@ class _Step:
             name, operations = f"backward {number}", self._operations(number, forward=False)
             self._compute(name, operations, [gathered.get(number), self.reduced, brought])
             brought = self._keep("bring", "up", number - 1) if number else None
-            if self.way.stage >= 2 or last:
-                self.reduced = self._reduce(name, blocks[number])
-        outside = sum(self._moved(line, gradient=True) for line in (*self.shape.leaves, *self.shape.whole) if line.trained)
-        if last or self.way.stage == 3:
-            self.reduced = self._collective("reduce outside", outside, [self.computed[-1]])
+            self._collect(name, "block", blocks[number], first=first)
+        self._collect("outside", "leaf", self.shape.leaves, first=first)
 
     def _compute(self, name: str, operations: float, after: Sequence[int | None]) -> None:
         self.computed.append(self.script.add(name, "compute", {"compute": operations}, after))
+
+    def _pass(self, name: str, size: float) -> None:
+        """Let the last computation end with so many bytes of device memory read and written."""
+        if size:
+            self.computed[-1] = self.script.add(name, "compute", {"hbm": size}, [self.computed[-1]])
 
     def _recomputed(self, number: int) -> bool:
         """Whether a block's forward is computed again in its backward."""
@@ -295,7 +309,8 @@ class _Step:
         if self.owners == 1 and not gradient:
             return 0.0
         itemsize = (self.shape.gradient_itemsize or line.itemsize) if gradient else line.itemsize
-        return line.padded_numel(self.world) * min(itemsize, line.itemsize) * (self.world - 1) / self.world
+        times = 2 if self.owners == 1 else 1  # every rank receives all sums
+        return times * line.padded_numel(self.world) * min(itemsize, line.itemsize) * (self.world - 1) / self.world
 
     def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
         if not size:
@@ -321,14 +336,44 @@ class _Step:
                 after.append(self.script.add(f"read weights {number}", "nvme fetch", {"nvme_read": size}, [updated]))
             fetched = self.script.add(f"fetch {number}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, after)
         if not self._is_gathered("block"):
-            return fetched if fetched is not None else updated
+            refreshed = self._refresh(str(number), [Placed(line, "block") for line in lines], updated)
+            return next((each for each in (refreshed, fetched, updated) if each is not None), None)
         return self._collective(f"gather {number}", sum(map(self._moved, lines)), [free, updated, fetched])
 
-    def _reduce(self, name: str, lines: Sequence[Line]) -> int | None:
-        """Reduce a block's gradient, and move this rank's part to its tier."""
+    def _refresh(self, name: str, lines: Sequence[Placed], updated: int | None) -> int | None:
+        """Gather whole copies of lines whose shards were updated."""
+        if updated is None:
+            return None
+        stale = (each.line for each in lines if each.line.trained and self.way.resident(each, self.world))
+        return self._collective(f"refresh {name}", sum(map(self._moved, stale)), [updated])
+
+    def _outside(self) -> list[int | None]:
+        """Return what the first block of a step waits for: parameters outside blocks, updated and whole again."""
+        lines = [Placed(line, "leaf") for line in self.shape.leaves] + [Placed(line, "whole") for line in self.shape.whole]
+        updated = self.written.get(-1)
+        return [updated, self._refresh("outside", lines, updated)]
+
+    def _collect(self, name: str, kind: str, lines: Sequence[Line], *, first: bool) -> None:
+        """Put a gradient where it is summed: whole, until the end of the step, or in the slot, and reduced at once."""
         trained = [line for line in lines if line.trained]
+        late = [each for each in trained if self.way.reduced_late(Placed(each, kind), self.world)]
+        soon = [each for each in trained if each not in late]
+        parts = self.way.parts if kind == "block" else 1  # leaves get the gradient of all parts at once
+        size = sum(_collected(each, slot_itemsize(self.shape, self.way, each), 1, parts - 1) for each in soon)
+        for each in late:
+            size += _collected(each, self.shape.gradient_itemsize or each.itemsize, int(first), parts - first)
+        self._pass(f"collect {name}", size)
+        if soon:
+            self.reduced = self._reduce(name, soon, first=first)
+
+    def _reduce(self, name: str, trained: Sequence[Line], *, first: bool) -> int | None:
+        """Reduce a gradient, and add this rank's part to those of the micro-batches before, or move it to its tier."""
         moved = sum(self._moved(each, gradient=True) for each in trained)
         reduced = self._collective(f"reduce {name}", moved, [self.computed[-1]])
+        if self.way.gradients == "device" and not first:
+            itemsize = self.shape.gradient_itemsize
+            size = sum(each.shard_numel(self.owners) * (each.itemsize + 2 * (itemsize or each.itemsize)) for each in trained)
+            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": float(size)}, [reduced, self.computed[-1]])
         if self.way.gradients != "device" and trained:
             size = float(sum(each.shard_numel(self.owners) * each.itemsize for each in trained))
             after = [reduced, self.computed[-1]]
@@ -341,8 +386,7 @@ class _Step:
     # --- the update
 
     def _update(self) -> None:
-        after = [self.reduced, self.drained, self.computed[-1]]
-        norm = self.script.add("norm", self.beside, {}, after, latency_s=NORM_S)
+        norm = self.script.add("norm", self.beside, self._norm_work(), self._finish(), latency_s=NORM_S)
         outside = [line for line in (*self.shape.leaves, *self.shape.whole) if line.trained]
         self.left = self.way.state_host_bytes
         self.written = {-1: self._update_of("outside", outside, norm)}
@@ -350,6 +394,23 @@ class _Step:
             trained = [line for line in lines if line.trained]
             if trained:
                 self.written[number] = self._update_of(str(number), trained, norm)
+
+    def _finish(self) -> list[int | None]:
+        """Reduce what is whole until the end of the step; return what the norm waits for."""
+        moved = 0.0
+        for placed, count in self.shape.counted:
+            if placed.line.trained and self.way.reduced_late(placed, self.world):
+                moved += count * self._moved(placed.line, gradient=True)
+        late = self._collective("reduce whole", moved, [self.computed[-1]])
+        return [self.reduced, self.drained, late, self.computed[-1]]
+
+    def _norm_work(self) -> dict[str, float]:
+        """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""
+        if self.way.gradients != "device":
+            return {}
+        itemsize = self.shape.gradient_itemsize
+        trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
+        return {"hbm": float(sum(n * line.shard_numel(self.owners) * (itemsize or line.itemsize) for line, n in trained))}
 
     def _update_of(self, name: str, lines: Sequence[Line], norm: int) -> int:
         numel = float(sum(line.shard_numel(self.world) for line in lines))
@@ -380,3 +441,8 @@ class _Step:
     def _wait_for_all(self) -> None:
         """Let the next step begin when everything is written."""
         self.computed.append(self.script.add("wait", "compute", {}, list(self.written.values())))
+
+
+def _collected(line: Line, itemsize: int, copies: int, sums: int) -> float:
+    """Return the bytes that move when a line's gradients are copied, and then added, to elements of `itemsize` bytes."""
+    return float(line.numel * (copies * (line.itemsize + itemsize) + sums * (line.itemsize + 2 * itemsize)))

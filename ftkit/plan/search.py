@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftkit.plan.events import alone
 from ftkit.plan.schedule import Rates, Speed, script, speed
@@ -36,7 +36,10 @@ class Candidate:
 
 
 def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candidate, Speed]]:
-    """Return the way to take and the next best one that differs, with their speeds; none where the rates do not say.
+    """Return the way to take and the next best one of another kind, with their speeds; none where the rates do not say.
+
+    Ways that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block less,
+    which tells nobody anything.
 
     Args:
         candidates: from cheap to dear.
@@ -46,18 +49,36 @@ def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candida
     ordered = sorted(range(len(known)), key=lambda number: bounds[number])
     found: dict[int, float] = {}
     for number in ordered:
-        reached = sorted(found.values())[:2]
-        if len(reached) == 2 and bounds[number] > reached[1] * (1 + ALIKE):
+        if found and bounds[number] > min(found.values()) * (1 + ALIKE):
             break
         found[number] = seconds(known[number], rates)
     ranked = []
     while found and len(ranked) < 2:
         shortest = min(found.values())
-        number = min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))
-        del found[number]
-        best = known[number]
+        best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
         ranked.append((best, speed(best.shape, best.way, rates, accumulation=best.accumulation)))
+        found = _of_other_kinds(best.way, known, bounds, ordered, rates) if len(ranked) == 1 else {}
     return ranked
+
+
+def _of_other_kinds(
+    way: Way, known: Sequence[Candidate], bounds: Sequence[float], ordered: Sequence[int], rates: Rates
+) -> dict[int, float]:
+    """Return seconds of ways of other kinds by their numbers: of each kind the one with the lowest bound, the best kinds."""
+    found: dict[int, float] = {}
+    seen = {_kind(way)}
+    for number in ordered:
+        if found and bounds[number] > min(found.values()):
+            break
+        kind = _kind(known[number].way)
+        if kind not in seen:
+            seen.add(kind)
+            found[number] = seconds(known[number], rates)
+    return found
+
+
+def _kind(way: Way) -> Way:
+    return replace(way, activations="recompute")
 
 
 def seconds(candidate: Candidate, rates: Rates) -> float:

@@ -71,6 +71,7 @@ class Shape:
         fresh: weights are initialised, not read: their exact values are kept until the first step.
         peft: what is saved are adapters.
         checkpoints: kept on disk beside the one being written; None: none are saved.
+        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/head.py).
     """
 
     blocks: tuple[tuple[Line, ...], ...]
@@ -89,6 +90,7 @@ class Shape:
     fresh: bool = False
     peft: bool = False
     checkpoints: int | None = None
+    chunked_loss: bool = False
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[Line, ...], int], ...]:

@@ -315,3 +315,16 @@ def test_the_boxes_are_there():
 def test_an_unknown_box_is_answered_with_the_nearest():
     with pytest.raises(UserError, match="did you mean '8xv100-16gb'"):
         box("8xv100-16g")
+
+
+def test_a_loss_by_chunks_has_no_logits():
+    """With a vocabulary of 128K and 8192 tokens: 128 MiB and the hidden states' sums, not 12 GiB."""
+    wide = llama(5120, 13824, 40, 131072, sequence=8192)
+    whole, chunked = (memory(replace(wide, chunked_loss=each), Way(), cpu=False) for each in (False, True))
+    assert whole.purposes("device")["logits"] > 12 * GIB
+    assert chunked.purposes("device")["logits"] < GIB
+    assert whole.peak("device") - chunked.peak("device") > 6 * GIB
+    short = replace(wide, sequence_tokens=16, chunked_loss=True)
+    assert memory(short, Way(), cpu=True).purposes("host")["logits"] == pytest.approx(
+        memory(replace(short, chunked_loss=False), Way(), cpu=True).purposes("host")["logits"], rel=0.02
+    ), "what is less than a chunk is there at once"

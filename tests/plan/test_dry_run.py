@@ -68,7 +68,7 @@ def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, a
         tiers = tiers | {"kept": "device"}
     plan = planned(llama(), cpu=True, world=1, dtype=torch.float32, stage=stage, activations=activations, **tiers)
     fake, real = Meter(lambda tensor: "device"), Meter(lambda tensor: "device")
-    with nothing_behind(), fake:
+    with nothing_behind(CPU), fake:
         units, optimizer = build(plan, llama(), CPU, torch.float32, 1, packed=False)
         train(plan, units, optimizer, packed=False)
     model = llama()
@@ -88,7 +88,7 @@ def test_without_gpus_or_with_files_it_is_refused():
 
 
 def test_collectives_fill_nothing_and_host_memory_is_none():
-    with nothing_behind():
+    with nothing_behind(torch.device("meta")):
         arena = DryTiers(torch.device("meta"), policy_of(planned(llama(), stage=3, **HOST), None).placement).arena(1 << 44)
         assert arena.take(1 << 40, torch.float32).numel() == 1 << 40
         with pytest.raises(MemoryError):

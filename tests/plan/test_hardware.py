@@ -137,11 +137,14 @@ def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
     assert not rates.know(shape, Way(state="nvme"))
     assert {event.stream for event in script(shape, Way(), 1, in_order=True).events} == {"compute"}
     made = speed(shape, Way(), rates)
-    alone = sum(
-        event.latency_s + max((amount / rates.all(256)[name] for name, amount in event.work.items()), default=0.0)
-        for event in script(shape, Way(), 1, in_order=True).events
+    first, both = (
+        sum(
+            event.latency_s + max((amount / rates.all(256)[name] for name, amount in event.work.items()), default=0.0)
+            for event in script(shape, Way(), 1, steps, in_order=True).events
+        )
+        for steps in (1, 2)
     )
-    assert made.seconds == pytest.approx(alone, rel=0.02), "but for latencies"
+    assert made.seconds == pytest.approx(both - first, rel=0.02), "but for latencies"
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ ROUND = Machine(
 TEN_B = Work(layers=50, hidden=4096, sequences=10, gpus=1)
 EIGHT = replace(TEN_B, gpus=8)
 
-USED = {"V1", "V3", "V11", "V18c", "V18d", "V18e"}
+USED = {"V1", "V15", "V3", "V11", "V18c", "V18d", "V18e"}
 HELD_BACK = {"V7", "V8", "V12", "V14"}
-MISSED = {"V8 Z3 10B", "V8 Z3 13B", "V14"}
+MISSED = {"V8 Z3 10B", "V8 Z3 13B"}
 """Held-back runs outside their tolerance. Why is in docs/published.md; a run may only ever leave this set."""
 
 

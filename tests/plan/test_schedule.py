@@ -8,8 +8,8 @@ import pytest
 
 from ftkit.plan.choice import make_plan
 from ftkit.plan.hardware import boxes
-from ftkit.plan.schedule import ADAM_BYTES, Rates, Speed, speed
-from ftkit.plan.shape import Shape, Way
+from ftkit.plan.schedule import ADAM_BYTES, Rates, Speed, script, speed
+from ftkit.plan.shape import Line, Shape, Way
 from ftkit.plan.ways import Forced
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
@@ -49,11 +49,12 @@ def test_a_host_update_that_no_forward_hides() -> None:
 
 
 def test_10b_at_16k_tokens() -> None:
-    """The goal is 5.6K tokens/s: with all micro-batches through each block together; else reductions that the next block's
-    backward waits for cost 2.5 %."""
+    """Reductions that the next block's backward waits for cost 2.5 %, less if all micro-batches pass each block together;
+    the goal of 5.6K tokens/s is reached with some blocks' graphs kept."""
     made = took(replace(HOST, micro_batch=4), 4, GPT_10B)
     together = took(replace(HOST, micro_batch=4, parts=4), 1, GPT_10B)
-    assert together.tokens_per_s > 5600 > made.tokens_per_s > 5400
+    kept = took(replace(HOST, micro_batch=4, activations=9), 4, GPT_10B)
+    assert kept.tokens_per_s > 5600 > together.tokens_per_s > made.tokens_per_s > 5400
     assert made.operations * 8 / made.tokens == pytest.approx(85.1e9, rel=0.01)
 
 
@@ -113,3 +114,53 @@ def test_the_profiles_plans_in_seconds() -> None:
 def test_rates_between_known_sizes() -> None:
     rates = Rates({2048: 10.0, 4096: 20.0}, 1, 1, 1, 1)
     assert [rates.operations(size) for size in (1024, 2048, 3072, 4096, 9999)] == [10, 10, 15, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("way", "weights", "gradients"),
+    [
+        (Way(stage=0), 0, 2),  # an all-reduce at the end of the step
+        (Way(stage=1), 1, 1),  # a reduction there, and whole copies again in the next forward
+        (Way(stage=2), 1, 3),  # a reduction a micro-batch
+        (Way(stage=3, weights="hold"), 3, 3),
+        (Way(stage=3), 26 / 6, 3),  # of six blocks the last two are still in their slots when a pass turns round
+    ],
+)
+def test_bytes_between_ranks(way: Way, weights: int, gradients: int) -> None:
+    """What a rank sends in a step of three micro-batches, as multiples of its model (arXiv:1910.02054, section 7)."""
+    even = tuple((Line(8 * 4096, 2, trained=True),) for _ in range(6))
+    shape = replace(LLAMA_13B, blocks=even, leaves=(), whole=())
+    events = script(shape, way, 3, steps=2).events
+    model = 2 * shape.numel * 7 / 8
+    sent = sum(event.work.get("link", 0.0) for event in events) / model
+    first = 1 if way.stage in (1, 2) else 0  # nothing is refreshed before the first step
+    assert sent == pytest.approx(2 * (weights + gradients) - first), way
+
+
+def test_memory_that_gradients_move() -> None:
+    """One rank of two; a block of N elements in 32 bits, two micro-batches."""
+    numel = 2 * 4096
+    shape = replace(LLAMA_13B, blocks=((Line(numel, 4, trained=True),),), leaves=(), whole=(), world_size=2, itemsize=4)
+    moved = {
+        event.name: event.work["hbm"] for event in script(shape, Way(state="host"), 2).events if event.work.get("hbm")
+    }
+    assert moved == {"collect backward 0": 2 * 4 * numel, "sum backward 0": 3 * 4 * numel / 2, "norm": 4 * numel / 2}
+    whole = [event for event in script(shape, Way(stage=1, state="host"), 2).events if "collect" in event.name]
+    assert [event.work["hbm"] for event in whole] == [2 * 4 * numel, 3 * 4 * numel], "the second is added to the first"
+
+
+def test_products_of_the_head() -> None:
+    def head(shape: Shape) -> float:
+        (event,) = [event for event in script(shape, HOST, 1).events if event.name == "loss"]
+        return event.work["head"] / (2 * 2 * 2048 * shape.vocabulary * shape.hidden)
+
+    frozen = replace(LLAMA_13B, leaves=tuple(replace(line, trained=False) for line in LLAMA_13B.leaves))
+    assert [head(LLAMA_13B), head(replace(LLAMA_13B, chunked_loss=True))] == [3, 4]
+    assert [head(frozen), head(replace(frozen, chunked_loss=True))] == [2, 3]
+
+
+def test_a_head_has_a_rate_of_its_own() -> None:
+    alike, slow = took(HOST), took(HOST, head=1e12)
+    head = 6 * LLAMA_13B.vocabulary * LLAMA_13B.hidden * 4 * 2 * 2048
+    assert slow.seconds - alike.seconds == pytest.approx(head * (1 / 1e12 - 1 / V100.operations(5120)), rel=0.01)
+    assert slow.operations == alike.operations
