@@ -7,6 +7,7 @@ STAMP := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 
@@ -51,10 +52,19 @@ browser: setup  ## the demo's report in Chromium, light and dark, desktop and ph
 	$(BIN)/ftkit report runs/demo
 	$(BIN)/python -m pytest -m browser tests/browser
 
-check: setup  ## lint, types of the engine, import contract
+check: setup  ## lint, types of the engine, import contract, the documentation
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: setup  ## write the generated pages anew, and build the documentation in site/
+	$(BIN)/python -m docs.recipe_keys
+	$(BIN)/python -m docs.plan_figure
+	$(BIN)/mkdocs build --strict
+
+docs-serve: setup  ## the documentation at http://127.0.0.1:8000, built anew as it is written
+	$(BIN)/mkdocs serve --strict
 
 bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpeed ZeRO-3, in turns
 	$(BIN)/python -m benchmarks.run
@@ -103,5 +113,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: help setup demo demo-control test test-all mutants gpu browser check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels kernels

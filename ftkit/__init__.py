@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ftkit.engine.comm import Communicator
     from ftkit.engine.flat import Policy
     from ftkit.engine.optimizer import LossScale, ShardedAdamW, ShardedSGD
+    from ftkit.engine.saving import save_checkpoint
     from ftkit.engine.shard import Units
     from ftkit.errors import UserError
     from ftkit.hf.accelerator import Accelerator

@@ -94,6 +94,10 @@ def _list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML 1.1 reads a bare off so
+
+
 _short = PlainSerializer(lambda text: text if text is None else _shorten(text), when_used="always")
 PathText = Annotated[str, AfterValidator(_expand), _short]
 ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
@@ -200,7 +204,9 @@ class Eval(Section):
     share: Annotated[Real, Field(gt=0, lt=1)] | None = Field(None, description="share of the rows held out, 0 to 1")
     every_steps: Count | None = Field(None, description="optimizer steps between two evaluations")
     every_epoch: bool = Field(False, description="also at the end of each epoch")
-    metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(_list)] = ("loss",)
+    metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(_list)] = Field(
+        ("loss",), description="what is computed of them; one, or a list"
+    )
     max_rows: Count | None = Field(None, description="use at most so many rows")
 
     @model_validator(mode="after")
@@ -231,8 +237,8 @@ class Optimizer(Section):
     """AdamW and its learning rate."""
 
     lr: Positive = Field(2e-5, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-8
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and of the second moment, a step")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
     warmup_steps: CountOrZero = Field(0, description="optimizer steps to the peak")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
@@ -242,9 +248,9 @@ class Optimizer(Section):
 class Adapter(Section):
     """LoRA instead of all parameters."""
 
-    rank: Count = 16
-    alpha: Positive = 32.0
-    dropout: Fraction = 0.0
+    rank: Count = Field(16, description="inner width of each adapter")
+    alpha: Positive = Field(32.0, description="an adapter's output is multiplied by alpha / rank")
+    dropout: Fraction = Field(0.0, description="share of an adapter's inputs left out in training")
     targets: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", description="modules that get an adapter")
     modules_to_save: Texts = Field((), description="modules trained whole beside the adapters")
 
@@ -282,7 +288,9 @@ class Engine(Section):
         None, description="of each rank's state on NVMe, what stays in host memory; default: what is left"
     )
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
-    kernels: Literal["auto", "off"] = Field("auto", description="fused kernels where they agree with the model's modules")
+    kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+        "auto", description="fused kernels where they agree with the model's modules"
+    )
     affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 
@@ -300,10 +308,10 @@ class Output(Section):
 class Show(Section):
     """Questions answered before and after, for the eye."""
 
-    prompts: Texts = ()
+    prompts: Texts = Field((), description="questions, as a user would ask them")
     path: ExistingPath | None = Field(None, description="take the first rows of a file instead")
     count: Count = Field(3, description="rows taken from `path`")
-    max_new_tokens: Count = 64
+    max_new_tokens: Count = Field(64, description="length of an answer, in tokens")
 
     @model_validator(mode="after")
     def _one(self) -> Show:
@@ -315,7 +323,9 @@ class Show(Section):
 class Recipe(Section):
     """All facts of one run."""
 
-    task: Literal["causal-lm", "seq2seq"] = "causal-lm"
+    task: Literal["causal-lm", "seq2seq"] = Field(
+        "causal-lm", description="decoder that continues a text; or encoder and decoder, such as T5"
+    )
     ranks: Literal["auto"] | Count = Field("auto", description="processes on this box; auto = one a GPU, or 1")
     box: PathText = Field("auto", description="profile by whose rates ways are compared: its name, or a file NAME.yaml")
     model: Model

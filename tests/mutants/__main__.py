@@ -27,7 +27,7 @@ from tests.mutants.faults import FAULTS, Fault
 
 HERE = Path(__file__).parents[2]
 COPIED = ("ftkit", "recipes", "data", "triton_kernels", "tests", "benchmarks", "docs")
-COPIED += ("pyproject.toml", "README.md", "Makefile")
+COPIED += ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")
 MAPPED = {"recipes": "recipes", "bundled": "data", "kernels": "triton_kernels"}
 WORKERS = 2
 FAULT_SECONDS = 180

@@ -1,0 +1,37 @@
+"""Draws docs/plan-memory.svg: a GPU's memory within a step of the packaged recipe that full fine-tuning of Llama-2-13B has.
+
+It is the chart that `ftkit plan llama-2-13b-full-8xv100-16gb --hardware 8xv100-16gb --page FILE.html` has, alone in a file.
+`make docs` runs it; a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ftkit.plan.hardware import box
+from ftkit.planning import plan_recipe
+from ftkit.recipe import load
+from ftkit.report.plan_page import render
+from ftkit.report.style import STYLE
+
+FILE = Path(__file__).parent / "plan-memory.svg"
+RECIPE, BOX, RANKS = "llama-2-13b-full-8xv100-16gb", "8xv100-16gb", 8
+TITLE = "Memory of a GPU within the step"
+
+
+def figure() -> str:
+    """Return the chart as a file of its own: with its style, on a ground of its own, light or dark as the system is."""
+    plan = plan_recipe(load(RECIPE, check_files=False), RANKS, box(BOX))
+    page = render(plan, RECIPE)
+    after = page[page.index(f"<figcaption>{TITLE}") :]
+    found = re.search(r"<svg (.*?)>(.*?)</svg>", after, re.DOTALL)
+    assert found, "the page of a plan has no such chart"
+    attributes, inner = found.groups()
+    inner = re.sub(r'<rect class="hit".*?</rect>', "", inner, flags=re.DOTALL)  # a picture has no pointer over it
+    ground = '<rect width="100%" height="100%" fill="var(--card)"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{STYLE}</style>{ground}{inner}</svg>\n'
+
+
+if __name__ == "__main__":
+    FILE.write_text(figure(), encoding="utf-8")
