@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generation`: tokens a second of a sharded model's answers, held and streamed, beside the whole one's.
+"""`python -m benchmarks.generation`: tokens a second of a sharded model's answers, held and streamed, and the whole's.
 
 Each rank is a process with as many threads as the others. In turns, round by round, all ranks at the same time answer
 prompts of their own: with a whole model of their own, which nobody shares (so the whole model's ranks share the memory's

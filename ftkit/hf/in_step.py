@@ -4,8 +4,8 @@ Where weights come block by block, every forward of one rank is a forward of all
 end at different lengths, or that were given fewer batches, would leave the others waiting, or worse, mix the weights of
 different blocks. So in `in_step` every outermost call of the model, or of a model inside it, first meets the other ranks;
 and a rank that has done its own goes on meeting them, and calls the same with the least input that gathers the same
-weights, until all have done theirs. (transformers' `synced_gpus` lets such a rank go on with its own cache instead, past the last
-position that the model has.)
+weights, until all have done theirs. (transformers' `synced_gpus` lets such a rank go on with its own cache instead, past
+the last position that the model has.)
 
 What it refuses: ranks that call different models inside the model at the same time. What it costs: one exchange of a small
 integer a call, and the spare calls; nothing where all weights are at hand.

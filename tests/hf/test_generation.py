@@ -19,8 +19,8 @@ from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import make_base
 
-ENDS = tuple(range(2, 12))
-"""Tokens that end an answer: of 67, so that answers differ in length."""
+ENDS = (*range(2, 12), 47, 84)
+"""Tokens that end an answer: so many that answers differ in length."""
 MANY = {"max_new_tokens": 9, "batch_size": 2, "eos_token_ids": ENDS, "pad_token_id": 0}
 SAMPLED = {**MANY, "temperature": 1.3, "top_p": 0.9, "seed": 5}
 STREAMED = {"hold": False}
@@ -259,10 +259,10 @@ def asked(hold: bool | str, fits: bool) -> tuple[bool, str]:
     """Whether weights are held, or the refusal."""
     units = ftkit.shard(families.build("llama"), {**SHARDED})
     grant = {True: 1 << 40, False: 1000}[fits if runs.rank() == 1 else True]  # one rank decides for all
+    box = mock.patch.object(room, "usable_host", return_value=(grant, "the box", grant))
     try:
-        with mock.patch.object(room, "usable_host", lambda share: (grant, "the box", grant)):
-            with room.held(units, hold) as whole:
-                return whole, str(units.held_since is not None)
+        with box, room.held(units, hold) as whole:
+            return whole, str(units.held_since is not None)
     except ftkit.UserError as error:
         return False, str(error)
 
@@ -305,7 +305,7 @@ def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
     ("given", "wanted", "told"),
     [
         ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 posi"),
-        ([[]], {}, "prompt 0 has no tokens"),
+        ([[]], {"max_new_tokens": 4}, "prompt 0 has no tokens"),
         ([[3]], {"top_p": 0.0}, "top_p in (0, 1]"),
         ([[3]], {"batch_size": 0}, "at least 1 is needed"),
     ],
