@@ -85,9 +85,10 @@ def test_as_many_blocks_are_kept_as_fit():
 
 def test_the_next_best_way_is_of_another_kind():
     way = Way(state="host", deferred=True, activations=10)
-    ways = [way, replace(way, activations=8), replace(way, deferred=False)]
-    found = fastest([Candidate(LLAMA_13B, each, 8) for each in ways], V100)
-    assert [best.way for best, _ in found] == [ways[0], ways[2]]
+    now = replace(way, deferred=False)
+    ways = [Candidate(LLAMA_13B, each, 8) for each in (now, way, replace(way, activations=8))]
+    assert bound(ways[0], V100) == bound(ways[1], V100), "only simulation tells them apart"
+    assert [best.way for best, _ in fastest(ways, V100)] == [way, now]
 
 
 def test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again():
