@@ -228,6 +228,33 @@ def plan(
         raise typer.Exit(1)
 
 
+@app.command()
+def data(
+    recipe: RecipeName,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Also write it as a page, in light and dark.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, beside one for each kind of warning.")] = 3,
+) -> None:
+    """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
+    from ftkit.data_preview import preview  # here, see the top of this file
+    from ftkit.run_folder import write
+
+    found = preview(recipe, *overrides or (), rows=rows)
+    found.show(Console(soft_wrap=True, highlight=False))
+    if page is not None:
+        try:
+            write(page, found.page())
+        except OSError as error:
+            raise UserError(f"{page} cannot be written ({error.strerror}); name another file with --page") from None
+        _say(f"written: {page}")
+    if found.refused:
+        raise typer.Exit(2)
+
+
 @recipes_app.command("list")
 def list_recipes() -> None:
     """List the packaged recipes, with what the planner says of each on its box."""

@@ -24,7 +24,7 @@ import datasets
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
@@ -32,7 +32,8 @@ from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
 from ftkit.generate import answer
 from ftkit.hf.attention import use_packed_attention
-from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
+from ftkit.hf.data import Collator, check_isolation
+from ftkit.hf.faults import stops_of
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -44,28 +45,14 @@ from ftkit.plan.ways import KINDS
 from ftkit.planning import ask_model, box_here, build, disk_room, plan_recipe, settings_of
 from ftkit.progress import EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
-from ftkit.recipe import Model, Recipe, split_batch
+from ftkit.recipe import Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
 from ftkit.resume import check_noted, first_whole, noted
 from ftkit.run_folder import RunFolder, step_of, write, write_json
+from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
 from ftkit.summary import device_name, show_answers, show_summary, summarise, tokens_until, versions
 from ftkit.words import counted
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The prepared rows of a run.
-
-    Args:
-        train: Data set to train on: input_ids, labels, position_ids if packed.
-        held_out: Data set to evaluate on, or None.
-        prepared: What `train` was made of, with its report and its order.
-    """
-
-    train: Any
-    held_out: Any
-    prepared: Prepared
 
 
 def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
@@ -120,7 +107,8 @@ def _run(
     batches = plan.accumulation * plan.way.parts
     say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
     trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
-    for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences):
+    faults = [] if say.quiet else rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
+    for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences, faults):
         say.print(escape(line))
     if trainer.is_world_process_zero():
         write(folder.recipe, recipe.dump())
@@ -174,52 +162,6 @@ def _run(
         show_summary(say, summary, folder)
     trainer.end()
     return summary
-
-
-def load_tokenizer(model: Model) -> Any:
-    """Load the tokenizer of a recipe.
-
-    Raises:
-        UserError: There is none of that name, or it would need its own code.
-    """
-    revision = model.revision if model.tokenizer is None else None
-    try:
-        return AutoTokenizer.from_pretrained(
-            model.tokenizer_name, revision=revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"no tokenizer could be loaded from {model.tokenizer_name}: {reason}; needed: a folder with "
-            "tokenizer.json, or a hub id; set model.name or model.tokenizer"
-        ) from error
-
-
-def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
-    """Prepare the rows to train on and those held out; one rank of a machine does the work.
-
-    Raises:
-        UserError: See `ftkit.hf.data.prepare`.
-    """
-    data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
-    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task)
-    train, evaluation = prepared.dataset, None
-    if held_out is not None and held_out.share is not None:
-        train, evaluation = split(train, held_out.share, seed)
-    elif held_out is not None:
-        evaluation = prepare(
-            held_out.path,
-            tokenizer,
-            sequence_tokens=data.sequence_tokens,
-            loss_on=data.loss_on,
-            on_bad_row=data.on_bad_row,
-            task=recipe.task,
-            cache_dir=data.cache_dir,
-            workers=data.workers,
-        ).dataset
-    if held_out is not None and held_out.max_rows is not None:
-        evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
-    return Rows(train, evaluation, Prepared(train, prepared.report, prepared.weights))
 
 
 def build_model(recipe: Recipe) -> Any:
@@ -435,6 +377,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
-    for line in notices(recipe, rows.prepared.report, len(order), step_sequences):
+    faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
+    for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults):
         say.print(escape(line))
     say.print("nothing was trained (--dry-run)")

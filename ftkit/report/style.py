@@ -22,13 +22,16 @@ _COLOURED = "".join(
     for n in range(2 * COLOURS)
 )
 
-STYLE = (
-    f"""
-:root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5c6670;--line:#dfe3e8;--grid:#eceff2;
---bad:#c62828;--good:#1a7f4b;--busy:#0a66b7;--hit:#0a66b714;--on:#fff;{_variables(_LIGHT, _MORE_LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{--page:#101317;--card:#181c21;--ink:#e6e9ed;--soft:#97a1ac;--line:#2b3138;
---grid:#242a30;--bad:#ff7b72;--good:#56d38f;--busy:#63b3f5;--hit:#63b3f51f;--on:#101317;{_variables(_DARK, _MORE_DARK)}}}}}
-"""
+_LIGHT_ONES = (
+    "--page:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5c6670;--line:#dfe3e8;--grid:#eceff2;--bad:#c62828;--good:#1a7f4b;"
+    f"--busy:#0a66b7;--hit:#0a66b714;--on:#fff;--learned:#d9f2e6;{_variables(_LIGHT, _MORE_LIGHT)}"
+)
+_DARK_ONES = (
+    "--page:#101317;--card:#181c21;--ink:#e6e9ed;--soft:#97a1ac;--line:#2b3138;--grid:#242a30;--bad:#ff7b72;--good:#56d38f;"
+    f"--busy:#63b3f5;--hit:#63b3f51f;--on:#101317;--learned:#123d2e;{_variables(_DARK, _MORE_DARK)}"
+)
+
+_RULES = (
     """
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%}
@@ -98,3 +101,22 @@ footer{margin-top:40px;color:var(--soft);font-size:13px}
 """
     + _COLOURED
 )
+
+STYLE = (
+    f"\n:root{{color-scheme:light dark;{_LIGHT_ONES}}}\n@media (prefers-color-scheme:dark){{:root{{{_DARK_ONES}}}}}\n" + _RULES
+)
+"""Of a page."""
+
+
+def scoped(name: str, more: str = "") -> str:
+    """Return the style of one element in a page of others, such as a notebook's; its theme is followed where it has one.
+
+    Args:
+        name: the element's class. more: rules beside those of a page.
+    """
+    own = "color:var(--ink);background:var(--page);border-radius:10px;padding:16px;font:14px/1.5 system-ui,sans-serif;"
+    return (
+        f".{name}{{{_LIGHT_ONES}{own}}}\n@media (prefers-color-scheme:dark){{.{name}{{{_DARK_ONES}}}}}\n"
+        f'[data-jp-theme-light="true"] .{name}{{{_LIGHT_ONES}}}\n[data-jp-theme-light="false"] .{name}{{{_DARK_ONES}}}\n'
+        f".{name}{{{_RULES}{more}}}\n"
+    )
