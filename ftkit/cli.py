@@ -243,7 +243,7 @@ def data(
     from ftkit.data_preview import preview  # here, see the top of this file
     from ftkit.run_folder import write
 
-    found = preview(recipe, *overrides or (), rows=rows)
+    found = preview(recipe, settings=overrides or (), rows=rows)
     found.show(Console(soft_wrap=True, highlight=False))
     if page is not None:
         try:

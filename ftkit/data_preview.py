@@ -10,6 +10,9 @@ object itself. All rows are looked at for faults, once, when they are prepared; 
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,7 +29,7 @@ from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.samples import IGNORED_LABEL, Tokenise
 from ftkit.hf.shown import Sample, Shown, row_at, sample_of, sequence_of
-from ftkit.recipe import Recipe, load
+from ftkit.recipe import Recipe, load, parse
 from ftkit.report import data_page, data_screen
 from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
 
@@ -61,10 +64,9 @@ class Preview:
 
     def __repr__(self) -> str:
         """Return it without its rows, as lines."""
-        console = Console(width=110, color_system=None, record=True, file=None, quiet=True)
-        with console.capture() as caught:
-            self.show(console, rows=False)
-        return caught.get() or self.title
+        told = io.StringIO()
+        self.show(Console(file=told, width=110, color_system=None, highlight=False), rows=False)
+        return told.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
         return data_page.fragment(self)
@@ -83,19 +85,21 @@ class Preview:
         return data_page.render(self)
 
 
-def preview(recipe: Recipe | str | Path, *overrides: str, rows: int = ROWS_SHOWN) -> Preview:
+def preview(
+    recipe: Recipe | Mapping[str, Any] | str | Path, *, settings: Sequence[str] = (), rows: int = ROWS_SHOWN
+) -> Preview:
     """Prepare a recipe's data as a run would, and return what a person should see of them.
 
     Args:
-        recipe: A YAML file, the name of a packaged recipe, or a recipe that was read.
-        overrides: `key.sub=value`, laid over the file; only where `recipe` is a file or a name.
+        recipe: A YAML file, the name of a packaged recipe, a dictionary, or a recipe that was read.
+        settings: `key.sub=value`, laid over the recipe in order; not over one that was read.
         rows: How many rows (or packed sequences) to show, beside one for each kind of fault.
 
     Raises:
         UserError: The recipe, the tokenizer or the files cannot be used; see `ftkit.hf.data.prepare`.
     """
-    facts = recipe if isinstance(recipe, Recipe) else load(str(recipe), list(overrides))
-    title = "data of the recipe" if isinstance(recipe, Recipe) else f"data of {Path(recipe).name}"
+    title = f"data of {Path(recipe).name}" if isinstance(recipe, (str, Path)) else "data of a recipe"
+    facts = _facts(recipe, settings)
     tokenizer = load_tokenizer(facts.model)
     marks = Marks.of(tokenizer)
     prepared, refused = _prepared(facts, tokenizer)
@@ -109,6 +113,14 @@ def preview(recipe: Recipe | str | Path, *overrides: str, rows: int = ROWS_SHOWN
     report = prepared.prepared.report
     held_out = None if apart is None else apart.report
     return Preview(title, report, held_out, tuple(faults), refused, shown, facts.data.sequence_tokens, notes)
+
+
+def _facts(recipe: Recipe | Mapping[str, Any] | str | Path, settings: Sequence[str]) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return parse(json.dumps(recipe), "recipe", list(settings))  # JSON is YAML
+    return load(str(recipe), list(settings))
 
 
 def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Rows | None, str]:

@@ -194,7 +194,7 @@ def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
     path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(row) + "\n" for row in (chat("3+1?", "3"), chat("why <pad>?", "to fill"))))
-    found = ftkit.preview(path, f"eval.path={held}")
+    found = ftkit.preview(path, settings=[f"eval.path={held}"])
     assert [fault.text.split(" samples")[0] for fault in found.faults] == ["held out: 1 of 2", "1 of 2 held-out"]
     assert "held.jsonl:1" in found.faults[1].places[0]
     assert "held out: " in printed(found)

@@ -33,8 +33,8 @@ def browser() -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def preview(tmp_path_factory: pytest.TempPathFactory) -> Preview:
-    return ftkit.preview("tiny-cpu", f"data.cache_dir={tmp_path_factory.mktemp('cache')}", "data.sequence_tokens=96",
-                         "train.batch_tokens=1152")
+    cache = f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+    return ftkit.preview("tiny-cpu", settings=[cache, "data.sequence_tokens=96", "train.batch_tokens=1152"])
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
