@@ -51,6 +51,9 @@ browser: setup  ## the demo's report in Chromium, light and dark, desktop and ph
 	$(BIN)/ftkit report runs/demo
 	$(BIN)/python -m pytest -m browser tests/browser
 
+notebooks: setup  ## execute all notebooks on two CPU ranks; fails when one is broken (WRITE=--write puts the outputs in)
+	$(BIN)/python -m notebooks.run $(WRITE)
+
 check: setup  ## lint, types of the engine, import contract
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -103,5 +106,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: help setup demo demo-control test test-all mutants gpu browser check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: notebooks help setup demo demo-control test test-all mutants gpu browser check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels kernels

@@ -74,12 +74,13 @@ def _body(preview: Preview) -> Iterator[str]:
     if preview.report is not None:
         yield "<h2>How long the rows are</h2>"
         yield f'<div class="grid-of-charts">{"".join(_lengths(preview.report, preview.sequence_tokens))}</div>'
-    yield "<h2>Rows as the model gets them</h2>"
-    yield (
-        '<p class="legend-of-tokens tokens"><span><mark>trained on</mark></span><span>read only</span>'
-        "<span><i>&lt;special&gt;</i> a special token</span><span><u>⏎</u> a line break in the text</span></p>"
-    )
-    yield from chain.from_iterable(map(_shown, preview.shown))
+    if preview.shown:
+        yield "<h2>Rows as the model gets them</h2>"
+        yield (
+            '<p class="legend-of-tokens tokens"><span><mark>trained on</mark></span><span>read only</span>'
+            "<span><i>&lt;special&gt;</i> a special token</span><span><u>⏎</u> a line break in the text</span></p>"
+        )
+        yield from chain.from_iterable(map(_shown, preview.shown))
 
 
 def _cards(report: Report) -> Iterator[str]:

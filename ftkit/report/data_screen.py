@@ -38,7 +38,7 @@ def show(preview: Preview, console: Console, *, rows: bool) -> None:
         console.print(Text(f"all of {counted(preview.report.rows, 'row')} were looked at: no warnings", "green"))
     for note in preview.notes:
         console.print(Text(visible(f"note: {note}")))
-    if rows:
+    if rows and preview.shown:
         legend = Text.assemble("\n", ("⟦trained on⟧", LEARNED), "  ", ("read only", READ), "  ", ("<special>", SPECIAL))
         console.print(legend)
         for shown in preview.shown:

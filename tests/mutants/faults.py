@@ -987,4 +987,32 @@ FAULTS = (
         '            group["lr"] = group["lr"]',
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
+    _fault(
+        "an answer that no token ends passes for good",
+        "ftkit/hf/faults.py",
+        'found[name] = any(each < 0 for each in ends)',
+        'found[name] = all(each < 0 for each in ends) and end >= 0',
+        "tests/hf/test_faults.py::test_a_planted_fault_is_found_with_its_row[no_end]",
+    ),
+    _fault(
+        "training on empty answers only is not refused",
+        "ftkit/hf/preparation.py",
+        "    refuse_empty_answers(reports)\n",
+        "",
+        "tests/hf/test_faults.py::test_answers_that_are_all_empty_are_refused",
+    ),
+    _fault(
+        "rows get into the page of a preview as markup",
+        "ftkit/report/data_page.py",
+        "    text = escaped(visible(piece.text))",
+        "    text = visible(piece.text)",
+        "tests/test_data_preview.py::test_hostile_rows_stay_text",
+    ),
+    _fault(
+        "the preview shows what is read as trained on",
+        "ftkit/hf/shown.py",
+        "[label != IGNORED_LABEL for label in labels]",
+        "[label is not None for label in labels]",
+        "tests/test_data_preview.py::test_rows_are_shown_as_they_are_trained_on",
+    ),
 )
