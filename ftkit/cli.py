@@ -240,9 +240,13 @@ def data(
     rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, beside one for each kind of warning.")] = 3,
 ) -> None:
     """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
-    from ftkit.data_preview import preview  # here, see the top of this file
+    import datasets  # here, see the top of this file
+
+    from ftkit.data_preview import preview
     from ftkit.run_folder import write
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     found = preview(recipe, settings=overrides or (), rows=rows)
     found.show(Console(soft_wrap=True, highlight=False))
     if page is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 from rich.console import Console
 from transformers import GenerationConfig
 
-from ftkit.hf.counts import Report
 from ftkit.hf.data import sources_of
 from ftkit.hf.faults import Fault, Marks, stops_of
+from ftkit.hf.findings import Findings
 from ftkit.hf.formats import BadRowError, detect, parse_record, read_row
 from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendering
@@ -38,29 +37,8 @@ FAULTS_SHOWN = 4
 """Kinds of faults of which a row is shown beside the first ones."""
 
 
-@dataclass(frozen=True)
-class Preview:
-    """What is known of a recipe's data before training; a notebook shows it as a picture.
-
-    Args:
-        title: of what.
-        report: What became of the rows; None where no source has a row that can be used.
-        held_out: The same of the held-out file; None where there is none.
-        faults: What is wrong with the rows, the worst first.
-        refused: Why a run would not begin with them, or "".
-        shown: Some rows as the model gets them.
-        sequence_tokens: Room of a sequence.
-        notes: What else is good to know, one sentence each.
-    """
-
-    title: str
-    report: Report | None
-    held_out: Report | None
-    faults: tuple[Fault, ...]
-    refused: str
-    shown: tuple[Shown, ...]
-    sequence_tokens: int
-    notes: tuple[str, ...] = ()
+class Preview(Findings):
+    """What is known of a recipe's data before training; a notebook shows it as a picture."""
 
     def __repr__(self) -> str:
         """Return it without its rows, as lines."""
@@ -153,8 +131,8 @@ def _notes(tokenizer: Any) -> list[str]:
     notes = []
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id) and tokenizer.eos_token_id is not None:
         notes.append(
-            "the tokenizer pads with its end-of-sequence token. ftkit masks padding by its place, so the ends of answers are "
-            "trained on; a collator that masks by token would mask them too"
+            "the tokenizer pads with its end-of-sequence token. ftkit masks padding by its place, so the ends of answers "
+            "are trained on; a collator that masks by token would mask them too"
         )
     return notes
 

@@ -69,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = execute(path, Path(scratch))
             if not outcome.problem and asked.write:
                 outcome = written(path, outcome, Path(scratch))
-            print(f"{outcome.seconds:.0f} s{f': BROKEN{os.linesep}{outcome.problem}' if outcome.problem else ''}", flush=True)
+            print(f"{outcome.seconds:.0f} s{': BROKEN' * bool(outcome.problem)}", flush=True)
+            if outcome.problem:
+                print(outcome.problem, flush=True)
             broken += [path.name] if outcome.problem else []
-    print(f"{len(paths)} notebooks in {time.monotonic() - began:.0f} s, {len(broken)} broken{': ' * bool(broken)}{', '.join(broken)}")
+    names = f": {', '.join(broken)}" if broken else ""
+    print(f"{len(paths)} notebooks in {time.monotonic() - began:.0f} s, {len(broken)} broken{names}")
     return int(bool(broken))
 
 

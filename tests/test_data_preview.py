@@ -87,7 +87,7 @@ def test_rows_are_shown_as_they_are_trained_on(recipe):
     assert "<begin>Q:1+1?<end>A:⟦two\nof them<end>⟧" in text
     assert "2 samples, " in text
     assert "all of 2 rows were looked at: no warnings" in text
-    assert "rows.jsonl:1: 24 tokens, 12 trained on" in text
+    assert "rows.jsonl:1: 22 tokens, 12 trained on" in text
     page = Tags(found.page())
     assert page.marked == "trained on" + "two⏎\nof them<end>" + "four<end>"
 
@@ -162,7 +162,7 @@ def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recip
     assert left.value.code == 2
     said = capsys.readouterr().out
     assert "a run would not begin with these data: 2 of 2 rows cannot be used:" in said
-    assert "rows.jsonl:1: has nothing to learn in its 16 tokens" in said
+    assert "rows.jsonl:1: has nothing to learn in its 14 tokens" in said
     assert "<begin>Q:1+1?<end>Q:two<end>" in said
     assert "⟦" not in said.partition("read only")[2]
     assert "A run would not begin" in path.with_suffix(".html").read_text()

@@ -75,7 +75,8 @@ def test_a_notebook_is_executed_and_cleaned_up_after(tmp_path, capsys):
 def test_broken_notebooks_fail(tmp_path, capsys):
     good = made(tmp_path / "good.ipynb", "import os\nprint(os.getcwd() + '/runs')", "1 + 1")
     raises = made(tmp_path / "raises.ipynb", "1 / 0", "print('not reached')")
-    leaves = made(tmp_path / "leaves.ipynb", "import subprocess\nleft = subprocess.Popen(['sleep', '600'], start_new_session=True)")
+    starts = "import subprocess\nleft = subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    leaves = made(tmp_path / "leaves.ipynb", starts)
     tells = made(tmp_path / "tells.ipynb", "print('/home/somebody/model')")
     assert main([str(path) for path in (raises, good, leaves)]) == 1
     told = capsys.readouterr().out
@@ -84,7 +85,8 @@ def test_broken_notebooks_fail(tmp_path, capsys):
     assert "3 notebooks" in told
     assert "2 broken: raises.ipynb, leaves.ipynb" in told
     assert main(["--write", str(good)]) == 0
-    assert [cell["outputs"] for cell in json.loads(good.read_text())["cells"]][0][0]["text"] == ["runs\n"]
+    first, _ = json.loads(good.read_text())["cells"]
+    assert first["outputs"][0]["text"] == ["runs\n"]
     before = tells.read_bytes()
     assert main(["--write", str(tells)]) == 1
     assert tells.read_bytes() == before

@@ -147,7 +147,7 @@ def prepare(
     try:
         dataset = datasets.load_from_disk(str(folder / "dataset"))
         report = Report.from_json((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(
             f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again."
         ) from error

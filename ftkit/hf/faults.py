@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ class Marks:
         """Return whether an answer says nothing: its end token, and blanks."""
         words = [token for token in span if token not in self.ids]
         alone = len(span) - len(words)
-        return alone <= 1 and len(span) > 0 and len(words) <= FEW_WORDS and not self._says(words)
+        return alone <= 1 and len(words) <= FEW_WORDS and not self._says(words)
 
     def _says(self, ids: Sequence[int]) -> bool:
         """Return whether there is more than blanks and special tokens in some tokens."""
@@ -162,7 +163,7 @@ class Marks:
         bos = self.tokenizer.bos_token_id
         if bos is None or bos == self.tokenizer.eos_token_id or ids.count(bos) < 2:
             return False
-        return any(first == second == bos for first, second in zip(ids, ids[1:]))
+        return any(first == second == bos for first, second in pairwise(ids))
 
     def _left_out(self, text: str, conversation: Conversation) -> bool:
         """Return whether the last words of a system or user turn are missing from a text."""
@@ -252,7 +253,7 @@ def _faults_of(report: Report, stops: Collection[str], shared: bool) -> Iterator
         yield Fault("duplicates", text, report.duplicates.places)
     if report.tokens and report.trained_tokens / report.tokens < LITTLE_TRAINED:
         share = 100 * report.trained_tokens / report.tokens
-        yield Fault("little_trained", f"only {share:.2g} % of the tokens are trained on: the questions are long, the answers short")
+        yield Fault("little_trained", f"only {share:.2g} % of the tokens are trained on: the answers are short")
 
 
 def stops_of(generation: Any) -> tuple[int, ...]:
@@ -270,5 +271,6 @@ def overlap_fault(overlap: Found, held_out: int) -> Fault | None:
     """
     if not overlap.rows:
         return None
-    text = f"{overlap.rows:,} of {counted(held_out, 'held-out sample')} are trained on as well, so that the evaluation flatters"
+    many = counted(held_out, "held-out sample")
+    text = f"{overlap.rows:,} of {many} are trained on as well, so that the evaluation flatters"
     return Fault("overlap", text, overlap.places)

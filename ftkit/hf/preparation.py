@@ -179,8 +179,8 @@ def refuse_empty_answers(reports: Sequence[SourceReport]) -> None:
         if found is not None and found.rows == report.samples:
             raise RefusedError(
                 f"{report.label}: the answers of all {counted(report.samples, 'sample')} hold nothing but their end "
-                f"({', '.join(found.places)}): nothing can be learned from them. Look at `ftkit data`: the chat template leaves "
-                "out what they say, or another template is needed."
+                f"({', '.join(found.places)}), so that nothing can be learned from them. `ftkit data` shows them; the chat "
+                "template leaves out what they say, or another template is needed."
             )
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from ftkit.hf.counts import Lengths, Report
+from ftkit.hf.findings import Findings
 from ftkit.hf.shown import Piece, Sample, Shown
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
 from ftkit.report.style import scoped
 from ftkit.report.text import escaped, visible
 from ftkit.words import counted
-
-if TYPE_CHECKING:
-    from ftkit.data_preview import Preview
 
 CLASSES = 40
 """Of a histogram, about."""
@@ -49,38 +46,38 @@ overflow-wrap:anywhere;color:var(--soft)}
 """
 
 
-def render(preview: Preview) -> str:
-    """Return the page of a preview."""
+def render(found: Findings) -> str:
+    """Return the page of a found."""
     body = [
-        f"<header><h1>{escaped(preview.title)}</h1></header>",
-        *_body(preview),
+        f"<header><h1>{escaped(found.title)}</h1></header>",
+        *_body(found),
         f"<footer>Written by ftkit on {escaped(datetime.now().astimezone().strftime('%Y-%m-%d %H:%M:%S %z'))}. "
         "This file needs no other.</footer>",
     ]
-    return page(f"{preview.title} – ftkit data", body, style=STYLE)
+    return page(f"{found.title} – ftkit data", body, style=STYLE)
 
 
-def fragment(preview: Preview) -> str:
+def fragment(found: Findings) -> str:
     """Return a preview as one element for a page of others."""
-    return f'<div class="{SCOPE}"><style>{scoped(SCOPE, STYLE)}</style>{"".join(_body(preview))}</div>'
+    return f'<div class="{SCOPE}"><style>{scoped(SCOPE, STYLE)}</style>{"".join(_body(found))}</div>'
 
 
-def _body(preview: Preview) -> Iterator[str]:
-    if preview.refused:
-        yield f'<p class="said">A run would not begin with these data.\n{escaped(visible(preview.refused))}</p>'
-    if preview.report is not None:
-        yield from _cards(preview.report)
-    yield from _faults(preview)
-    if preview.report is not None:
+def _body(found: Findings) -> Iterator[str]:
+    if found.refused:
+        yield f'<p class="said">A run would not begin with these data.\n{escaped(visible(found.refused))}</p>'
+    if found.report is not None:
+        yield from _cards(found.report)
+    yield from _faults(found)
+    if found.report is not None:
         yield "<h2>How long the rows are</h2>"
-        yield f'<div class="grid-of-charts">{"".join(_lengths(preview.report, preview.sequence_tokens))}</div>'
-    if preview.shown:
+        yield f'<div class="grid-of-charts">{"".join(_lengths(found.report, found.sequence_tokens))}</div>'
+    if found.shown:
         yield "<h2>Rows as the model gets them</h2>"
         yield (
             '<p class="legend-of-tokens tokens"><span><mark>trained on</mark></span><span>read only</span>'
             "<span><i>&lt;special&gt;</i> a special token</span><span><u>⏎</u> a line break in the text</span></p>"
         )
-        yield from chain.from_iterable(map(_shown, preview.shown))
+        yield from chain.from_iterable(map(_shown, found.shown))
 
 
 def _cards(report: Report) -> Iterator[str]:
@@ -88,7 +85,7 @@ def _cards(report: Report) -> Iterator[str]:
     lengths = report.lengths
     cards = [
         ("rows", f"{report.rows:,}", ", ".join(dict.fromkeys(source.format for source in report.sources))),
-        ("samples", f"{report.samples:,}", f"half of them up to {lengths.at(0.5):,} tokens, 95 % up to {lengths.at(0.95):,}"),
+        ("samples", f"{report.samples:,}", f"half of up to {lengths.at(0.5):,} tokens, 95 % of up to {lengths.at(0.95):,}"),
         ("tokens", f"{report.tokens:,}", f"{trained:.0f} % trained on: {report.trained_tokens:,}"),
         ("cut", f"{report.truncated_rows:,}", f"samples; {report.cut_tokens:,} tokens lost"),
     ]
@@ -101,19 +98,19 @@ def _cards(report: Report) -> Iterator[str]:
     yield "</div>"
 
 
-def _faults(preview: Preview) -> Iterator[str]:
+def _faults(found: Findings) -> Iterator[str]:
     yield "<h2>Warnings</h2>"
-    if not preview.faults:
-        rows = 0 if preview.report is None else preview.report.rows
-        looked_at = f"All of {counted(rows, 'row')} were looked at; nothing was found." if rows else "None: no row can be used."
+    if not found.faults:
+        rows = 0 if found.report is None else found.report.rows
+        looked_at = f"None: all of {counted(rows, 'row')} were looked at." if rows else "No row can be used."
         yield f'<p class="soft">{looked_at}</p>'
     else:
         yield '<ul class="faults">'
-        for fault in preview.faults:
+        for fault in found.faults:
             places = "".join(f"<div>{escaped(visible(place))}</div>" for place in fault.places)
             yield f'<li>⚠ {escaped(visible(fault.text))}<div class="places">{places}</div></li>'
         yield "</ul>"
-    for note in preview.notes:
+    for note in found.notes:
         yield f'<p class="remark">{escaped(visible(note))}</p>'
 
 

@@ -5,18 +5,14 @@ The text of rows is of strangers: what a terminal would obey is printed as a sig
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.text import Text
 
 from ftkit.hf.counts import Lengths
+from ftkit.hf.findings import Findings
 from ftkit.hf.shown import Sample, Shown
 from ftkit.report.text import visible
 from ftkit.words import counted
-
-if TYPE_CHECKING:
-    from ftkit.data_preview import Preview
 
 CLASSES = 12
 BAR = 44
@@ -24,27 +20,27 @@ BAR = 44
 READ, LEARNED, SPECIAL = "dim", "bold underline green", "cyan"
 
 
-def show(preview: Preview, console: Console, *, rows: bool) -> None:
+def show(found: Findings, console: Console, *, rows: bool) -> None:
     """Print a preview; see `Preview.show`."""
-    console.print(Text(visible(preview.title), "bold"))
-    if preview.report is not None:
-        console.print(Text(visible(str(preview.report))))
-        _histogram(console, preview.report.lengths, preview.sequence_tokens)
-    if preview.held_out is not None:
-        console.print(Text(visible(f"held out: {preview.held_out}")))
-    for fault in preview.faults:
+    console.print(Text(visible(found.title), "bold"))
+    if found.report is not None:
+        console.print(Text(visible(str(found.report))))
+        _histogram(console, found.report.lengths, found.sequence_tokens)
+    if found.held_out is not None:
+        console.print(Text(visible(f"held out: {found.held_out}")))
+    for fault in found.faults:
         console.print(Text.assemble(("warning: ", "bold yellow"), visible(str(fault))))
-    if preview.report is not None and not preview.faults:
-        console.print(Text(f"all of {counted(preview.report.rows, 'row')} were looked at: no warnings", "green"))
-    for note in preview.notes:
+    if found.report is not None and not found.faults:
+        console.print(Text(f"all of {counted(found.report.rows, 'row')} were looked at: no warnings", "green"))
+    for note in found.notes:
         console.print(Text(visible(f"note: {note}")))
-    if rows and preview.shown:
+    if rows and found.shown:
         legend = Text.assemble("\n", ("⟦trained on⟧", LEARNED), "  ", ("read only", READ), "  ", ("<special>", SPECIAL))
         console.print(legend)
-        for shown in preview.shown:
+        for shown in found.shown:
             _shown(console, shown)
-    if preview.refused:
-        console.print(Text.assemble(("a run would not begin with these data: ", "bold red"), visible(preview.refused)))
+    if found.refused:
+        console.print(Text.assemble(("a run would not begin with these data: ", "bold red"), visible(found.refused)))
 
 
 def _histogram(console: Console, lengths: Lengths, sequence_tokens: int) -> None:

@@ -102,9 +102,8 @@ footer{margin-top:40px;color:var(--soft);font-size:13px}
     + _COLOURED
 )
 
-STYLE = (
-    f"\n:root{{color-scheme:light dark;{_LIGHT_ONES}}}\n@media (prefers-color-scheme:dark){{:root{{{_DARK_ONES}}}}}\n" + _RULES
-)
+_OF_A_PAGE = f":root{{color-scheme:light dark;{_LIGHT_ONES}}}\n@media (prefers-color-scheme:dark){{:root{{{_DARK_ONES}}}}}\n"
+STYLE = _OF_A_PAGE + _RULES
 """Of a page."""
 
 

@@ -19,7 +19,8 @@ CONTRAST = """(() => {
         const part = one / 255; return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; });
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]; };
     const ratio = (one, other) => (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-    const of = (element, ground) => ratio(light(getComputedStyle(element).color), light(getComputedStyle(ground).backgroundColor));
+    const of = (element, ground) => ratio(
+        light(getComputedStyle(element).color), light(getComputedStyle(ground).backgroundColor));
     const mark = document.querySelector('.shown mark'), read = document.querySelector('.shown .tokens');
     return [of(mark, mark), of(read, document.querySelector('.shown'))]; })()"""
 

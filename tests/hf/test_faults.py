@@ -19,9 +19,7 @@ PLAIN_ROLES = (
 )
 CLOSED = PLAIN_ROLES.replace("END", "eos_token")
 NO_SYSTEM = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' %}")
-END_OUTSIDE = TEMPLATE.replace(
-    "{{- message['content'] + eos_token }}{% endgeneration %}", "{{- message['content'] }}{% endgeneration %}{{- eos_token }}"
-)
+END_OUTSIDE = TEMPLATE.replace(" + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{- eos_token }}")
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "now"}}]}
 
 
@@ -200,7 +198,7 @@ def test_what_was_found_is_kept_with_the_prepared_data(ready):
 
 
 def test_lengths_fall_into_round_classes(ready):
-    rows = [chat("x" * n, "y") for n in (1, 9, 40, 200)]
+    rows = [chat("x", "y" * n) for n in (1, 9, 40, 200)]
     _, prepared = ready(rows, sequence_tokens=128)
     lengths = prepared.report.lengths
     assert lengths.unit == 1
