@@ -31,9 +31,9 @@ from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
 from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
-from ftkit.generate import answer
 from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
+from ftkit.hf.generation import generate
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -41,7 +41,7 @@ from ftkit.notices import notices
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
-from ftkit.plan.ways import KINDS
+from ftkit.plan.ways import KINDS, Limits
 from ftkit.planning import ask_model, box_here, build, disk_room, plan_recipe, settings_of
 from ftkit.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
@@ -185,7 +185,7 @@ class Job:
             say.print(escape(line))
         if trainer.is_world_process_zero():
             write(folder.recipe, recipe.dump())
-        shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
+        shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
         memory.attach(trainer)
         first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
         first += [shown] if asked and checkpoint is None else []
@@ -425,11 +425,13 @@ class ShowAnswers(TrainerCallback):
         asked: The questions.
         tokenizer: Of the model.
         max_new_tokens: Length of an answer.
+        limits: Memory granted to the run.
     """
 
     asked: list[Question]
     tokenizer: Any
     max_new_tokens: int
+    limits: Limits | None = None
     before: list[str] = field(default_factory=list)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -438,14 +440,14 @@ class ShowAnswers(TrainerCallback):
 
     def answers(self, model: Any) -> list[str]:
         """Answer every question; all ranks of a sharded model take part."""
-        was_training = model.training
-        model.eval()
-        given = [
-            answer(model, self.tokenizer, each.turns, max_new_tokens=self.max_new_tokens, glue=each.glue)
-            for each in self.asked
-        ]
-        model.train(was_training)
-        return given
+        return generate(
+            model,
+            self.tokenizer,
+            [each.turns for each in self.asked],
+            max_new_tokens=self.max_new_tokens,
+            glue=[each.glue for each in self.asked],
+            limits=self.limits,
+        )
 
     def known(self) -> list[dict[str, str]]:
         """Return what is known while the run goes on: `records` without the answers after it."""

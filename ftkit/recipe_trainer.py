@@ -23,8 +23,9 @@ import torch
 
 from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
-from ftkit.held_out import HeldOut, row_statistics, write_rows
+from ftkit.held_out import HeldOut, write_rows
 from ftkit.hf.attention import is_packed
+from ftkit.hf.evaluation import row_statistics
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.samples import IGNORED_LABEL
