@@ -17,7 +17,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import ftkit
@@ -124,7 +124,7 @@ def frames_of(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
 
 def failure_of(error: BaseException) -> dict[str, Any]:
     """Return an error as it goes to the kernel: `kind`, `message`, and `lines`, the user's own calls that led to it."""
-    told = {"kind": type(error).__name__, "message": _message(error), "lines": _lines(error.__traceback__)}
+    told = {"kind": type(error).__name__, "message": _message(error), "lines": _lines(error)}
     if isinstance(error, UserError):
         told |= {"refused": str(error), "exit_code": error.exit_code}
     return told
@@ -141,9 +141,13 @@ def _message(error: BaseException) -> str:
     return "\n".join([*lines[:MOST_LINES], *cut, *because])
 
 
-def _lines(found: TracebackType | None) -> list[str]:
+def _lines(error: BaseException) -> list[str]:
     """Return the user's calls, and beneath them the library's that raised, a line each."""
-    frames = frames_of(traceback.walk_tb(found))
+    frames = frames_of(traceback.walk_tb(error.__traceback__))
+    first = next((place for place, frame in enumerate(frames) if frame.file.startswith("<cell")), None)
+    if first is None and isinstance(error, SyntaxError):
+        return []  # of the cell itself, whose message says it all
+    frames = frames[first or 0 :]  # what lies before a cell ran it
     own = [frame for frame in frames if frame.own]
     lines = [f"  {frame.place}, in {frame.function}: {frame.text}" for frame in own]
     if frames and not frames[-1].own and not frames[-1].file.endswith("notebook/cell.py"):

@@ -132,7 +132,8 @@ def _join(listener: Listener, rank: int, ranks: int) -> Any:
 
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device = PartialState(cpu=not torch.cuda.is_available()).device  # makes the process group
+    state = PartialState(cpu=not torch.cuda.is_available())  # makes the process group
+    device = state.device if state.device.type == "cuda" else torch.device("cpu")
     listener.stop = _stop(listener.channel, rank)
     return Session(listener.stop, ranks, device, listener.channel.send)
 

@@ -12,7 +12,7 @@ WITH_HTML = "class Table:\n    def _repr_html_(self):\n        return '<b>3</b>'
 
 
 def failed(source):
-    with pytest.raises(BaseException) as caught:  # noqa: PT011  (whatever it raises is looked at)
+    with pytest.raises(BaseException) as caught:
         run_cell(source, "cell 3", {})
     return failure_of(caught.value)
 
