@@ -82,6 +82,9 @@ kernels: setup  ## what each fused kernel becomes on four generations of GPUs: r
 bench-kernels: setup  ## fused kernels on a GPU beside eager PyTorch, torch.compile and Liger-Kernel
 	$(BIN)/python -m benchmarks.kernels
 
+bench-generate: setup  ## tokens a second of answers, of a sharded model held and streamed, beside the whole model
+	$(BIN)/python -m benchmarks.generation
+
 bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
 	$(BIN)/python -m benchmarks.head
 
@@ -107,4 +110,4 @@ bench-seconds: setup  ## the plan's seconds of five runs, on this box's own meas
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
 .PHONY: notebooks help setup demo demo-control test test-all mutants gpu browser check bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels kernels
+	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels

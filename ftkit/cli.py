@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ftkit.begin import checkpoints_to_try
 from ftkit.errors import EndedEarly, UserError
 from ftkit.outer import outer_job
 from ftkit.plan.hardware import box as find_box
@@ -37,7 +38,6 @@ from ftkit.plan.show import show_answers, show_plan
 from ftkit.plan.what_if import what_if
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.recipe_list import planned_of, show_recipes
-from ftkit.resumed import check_resumed
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 from ftkit.words import counted
@@ -115,13 +115,7 @@ def _train(
 ) -> None:
     """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
-    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
-    if resume == "auto" and not checkpoints:
-        _say(f"no checkpoint in {folder.path}: starting from the beginning")
-    if checkpoints:
-        changed = check_resumed(facts, checkpoints[0].resolve().parent / folder.recipe.name)
-        if changed and first:
-            _say(changed)
+    checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
     from ftkit import launch  # here, see the top of this file
     from ftkit.report.page import note_end
 
@@ -436,14 +430,28 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Default: lines of stdin.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability, above 0 to 1.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws: the same seed gives the same answers.")] = 0,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks on this box that share the model, one a GPU.")] = 1,
 ) -> None:
     """Answer prompts with a base or fine-tuned model."""
     asked = prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not asked:
         raise UserError("no prompt was given: name one or more after the folder, or write them to stdin, one a line")
-    from ftkit.generate import answers  # here, see the top of this file
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    if nproc > 1:
+        import torch  # here, see the top of this file
 
-    for prompt, answer in answers(folder, asked, max_new_tokens=max_new_tokens, temperature=temperature):
+        from ftkit import launch
+
+        launch.check_ranks(nproc, torch.cuda.device_count())
+        entry = "ftkit.generate:sharded_answers"
+        given = zip(asked, launch.start(entry, (folder, asked, settings), nproc, environ=os.environ, say=_say))
+    else:
+        from ftkit.generate import answers
+
+        given = answers(folder, asked, **settings)
+    for prompt, answer in given:
         typer.echo(answer if len(asked) == 1 else f"> {prompt}\n{answer}\n")
 
 

@@ -1,11 +1,11 @@
-"""Answers to prompts: from a base model, a fine-tuned folder or an adapter folder, whole on one device.
+"""Answers to prompts: from a base model, a fine-tuned folder or an adapter folder.
 
 A tokenizer with a chat template gets the prompt as a user's turn, another one as plain text: the tokens are those that
-stood before an answer in training (`ftkit.hf.data.prompt_tokens`). An adapter folder names its base model, which is
-loaded beneath it.
+stood before an answer in training (`ftkit.hf.generation`). An adapter folder names its base model, which is loaded beneath
+it. One process loads the model whole on one device; several ranks shard it, and no rank loads more than its share.
 
-It refuses code that comes with a model, and folders that are no model. What it costs: the whole model in memory, in
-the dtype it is stored in; this is for a look at the answers, not for serving.
+It refuses code that comes with a model, folders that are no model, and adapters on several ranks. What it costs: the model
+in memory, in the dtype it is stored in; this is for a look at the answers, not for serving.
 """
 
 from __future__ import annotations
@@ -18,70 +18,73 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from ftkit.errors import UserError
-from ftkit.hf.data import prompt_tokens
-from ftkit.hf.formats import Conversation
-from ftkit.hf.rendering import Rendering
+from ftkit.hf.blocks import shard
+from ftkit.hf.generation import generate
+from ftkit.hf.loading import load_model
+from ftkit.launch import Stop
 from ftkit.recipe import looks_like_a_path
 
+READ_ERRORS = (OSError, ValueError, ImportError)
+"""What transformers raises for folders that it cannot read."""
 
-def answers(
-    folder: str, prompts: Sequence[str], *, max_new_tokens: int = 128, temperature: float = 0.0
-) -> Iterator[tuple[str, str]]:
-    """Yield each prompt with the model's answer.
+
+def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tuple[str, str]]:
+    """Yield each prompt with the model's answer, as soon as there is one.
 
     Args:
         folder: A model folder, an adapter folder, or a hub id.
         prompts: Questions, one a turn.
-        max_new_tokens: Length of an answer.
-        temperature: 0 takes the likeliest token each time.
+        settings: See `ftkit.hf.generation.generate`.
 
     Raises:
         UserError: The folder is no model, or its tokenizer refuses the prompt.
     """
     model, tokenizer = load(folder)
     for prompt in prompts:
-        turns = [{"role": "user", "content": prompt}]
-        yield prompt, answer(model, tokenizer, turns, max_new_tokens=max_new_tokens, temperature=temperature)
+        yield prompt, generate(model, tokenizer, [prompt], **settings)[0]
 
 
-def answer(
-    model: Any, tokenizer: Any, turns: Sequence[dict], *, max_new_tokens: int, temperature: float = 0.0, glue: str = ""
-) -> str:
-    """Return the model's next turn.
+def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """Answer prompts as one of several ranks, which share the model; return all answers.
 
     Args:
-        model: Of transformers or peft; a sharded one answers on all ranks alike.
-        tokenizer: Its tokenizer.
-        turns: Dictionaries with role and content, the last to be answered.
-        max_new_tokens: Length of the answer.
-        temperature: 0 takes the likeliest token each time.
-        glue: What stood between question and answer in training where there is no chat template.
+        stop: Of this rank. folder, prompts: See `answers`. settings: See `ftkit.hf.generation.generate`.
+
+    Raises:
+        UserError: See `answers`; or the folder is an adapter.
     """
-    if model.config.is_encoder_decoder:
-        asked = Conversation((*turns, {"role": "assistant", "content": "."}), glue=glue)
-        ids, _ = Rendering.of(tokenizer).pair(asked)
-    else:
-        ids = prompt_tokens(tokenizer, turns, glue=glue)
-    tokens = torch.tensor([ids], device=model.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    if temperature == 0:  # what the folder's own settings say about sampling does not apply
-        sampling.update(temperature=None, top_p=None, top_k=None)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            **sampling,
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(stop.rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if cuda else "gloo")
+    folder = os.path.expanduser(folder)
+    _check_folder(folder)
+    if _adapter(folder):
+        raise UserError(
+            f"{folder}: is an adapter, and several ranks load whole models only: add it to its base first "
+            "(ftkit export CHECKPOINT OUT --merge-adapter), or leave --nproc out"
         )
-    start = 0 if model.config.is_encoder_decoder else tokens.shape[1]
-    return tokenizer.decode(out[0, start:], skip_special_tokens=True).strip()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = load_model(folder, task="seq2seq" if config.is_encoder_decoder else "causal-lm")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except READ_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise _unreadable(folder, error) from error
+    model.requires_grad_(False)  # then there is neither gradient nor state to shard
+    old = cuda and torch.cuda.get_device_capability()[0] < 8 and model.dtype == torch.bfloat16
+    shard(
+        model,
+        {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "fp16" if old else "auto", "affinity": False},
+    )
+    return generate(model, tokenizer, prompts, **settings)
 
 
 def load(folder: str) -> tuple[Any, Any]:
@@ -106,14 +109,17 @@ def load(folder: str) -> tuple[Any, Any]:
             model = PeftModel.from_pretrained(model, folder)
         named = folder if _has_tokenizer(folder) else base
         tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        beneath = f" (the base model of {folder})" if adapter else ""
-        raise UserError(
-            f"{base}{beneath}: cannot be loaded: {first}; needed: a model folder with config.json and safetensors, "
-            "an adapter folder, or a hub id"
-        ) from error
+    except READ_ERRORS as error:
+        raise _unreadable(f"{base} (the base model of {folder})" if adapter else base, error) from error
     return model.to(device).eval(), tokenizer
+
+
+def _unreadable(folder: str, error: Exception) -> UserError:
+    first = str(error).strip().splitlines()[0]
+    return UserError(
+        f"{folder}: cannot be loaded: {first}; needed: a model folder with config.json and safetensors, an adapter folder, "
+        "or a hub id"
+    )
 
 
 def _check_folder(folder: str) -> None:

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch.nn.functional import cross_entropy
 
-from ftkit.hf.samples import IGNORED_LABEL
+from ftkit.hf.evaluation import Evaluation
 from ftkit.run_folder import write_json
 
 
@@ -41,12 +39,17 @@ class HeldOut:
     @property
     def loss(self) -> float:
         """Mean loss of all label tokens, nats."""
-        return float(self.loss_sums.sum() / max(self.tokens.sum(), 1))
+        return self.all_tokens.loss
 
     @property
     def perplexity(self) -> float:
         """The exponential of the loss."""
-        return math.exp(min(self.loss, 700.0))
+        return self.all_tokens.perplexity
+
+    @property
+    def all_tokens(self) -> Evaluation:
+        """What all label tokens together gave."""
+        return Evaluation.of(self.loss_sums.sum(), self.tokens.sum())
 
     @property
     def accuracy(self) -> float:
@@ -59,9 +62,9 @@ class HeldOut:
         return self.loss_sums / np.maximum(self.tokens, 1)
 
     def metrics(self, wanted: tuple[str, ...]) -> dict[str, float]:
-        """Return the metrics a recipe asks for."""
-        values = {"perplexity": self.perplexity, "accuracy": self.accuracy}
-        return {"token_loss": self.loss, **{name: values[name] for name in wanted if name in values}}
+        """Return loss and perplexity, and what else a recipe asks for."""
+        accuracy = {"accuracy": self.accuracy} if "accuracy" in wanted else {}
+        return {"token_loss": self.loss, "perplexity": self.perplexity, **accuracy}
 
     def summary(self) -> dict[str, float]:
         """Return loss, its mean over rows and the standard error of that mean."""
@@ -77,31 +80,6 @@ class HeldOut:
             "row_loss_mean": float(rows.mean()),
             "row_loss_standard_error": error,
         }
-
-
-def row_statistics(logits: torch.Tensor, labels: torch.Tensor, *, shifted: bool) -> torch.Tensor:
-    """Reduce logits to three numbers a row.
-
-    Args:
-        logits: (B, T, V) floating, on any device.
-        labels: (B, T) int64; -100 does not count.
-        shifted: The logits at t predict the label at t + 1 (causal), not that at t (encoder-decoder).
-
-    Returns:
-        (B, 3) float32: sum of losses, label tokens, hits.
-
-    Cost: the logits of one row in fp32 at a time.
-    """
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    rows = []
-    for row_logits, row_labels in zip(logits, labels):
-        counted = row_labels != IGNORED_LABEL
-        row_logits, row_labels = row_logits[counted].float(), row_labels[counted]
-        loss_sum = cross_entropy(row_logits, row_labels, reduction="sum")
-        hits = (row_logits.argmax(-1) == row_labels).sum()
-        rows.append(torch.stack([loss_sum, counted.sum().to(loss_sum), hits.to(loss_sum)]))
-    return torch.stack(rows)
 
 
 def write_rows(path: Path, before: HeldOut | None, after: HeldOut | None) -> None:

@@ -23,8 +23,9 @@ import torch
 
 from ftkit.divergence import LossWindow
 from ftkit.errors import UserError
-from ftkit.held_out import HeldOut, row_statistics, write_rows
+from ftkit.held_out import HeldOut, write_rows
 from ftkit.hf.attention import is_packed
+from ftkit.hf.evaluation import row_statistics
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.samples import IGNORED_LABEL
@@ -106,6 +107,23 @@ class RecipeTrainer(Trainer):
         trained = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
         return trained
+
+    _only_restores = False
+
+    def restore(self, checkpoint: str) -> None:
+        """Bring model, optimizer and schedule of a checkpoint into memory, and train nothing."""
+        self._only_restores = True
+        try:
+            self.train(resume_from_checkpoint=checkpoint)
+        finally:
+            self._only_restores = False
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch as the Trainer does, unless nothing is to be trained."""
+        if self._only_restores:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> WholeSteps:
         return self.order

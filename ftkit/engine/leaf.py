@@ -53,11 +53,14 @@ class Leaf:
         self.attribute = attribute
         self.running = running
         self.gathered: Tensor | None = None
+        self.whole: Tensor | None = None  # while all weights of the model are held (holding.py)
         self.sharing = False
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
     def read(self) -> Tensor:
-        """Return the parameter's value where it has one to give: gathered while the model runs, else absent."""
+        """Return the parameter's value where it has one to give: held, or gathered while the model runs, else absent."""
+        if self.whole is not None and not torch.is_grad_enabled():
+            return self.whole
         if self.sharing:
             wants_graph = torch.is_grad_enabled() and self.parameter.requires_grad
             if self.gathered is None or (wants_graph and not self.gathered.requires_grad):
@@ -86,7 +89,7 @@ class Leaf:
         if torch.is_grad_enabled() and self.parameter.requires_grad:
             gathered: Tensor = _Gather.apply(self.flat, self.anchor)
             return gathered
-        return _whole(self.flat)
+        return gather_whole(self.flat)
 
 
 class _Gather(torch.autograd.Function):
@@ -95,7 +98,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: FlatParameter, anchor: Tensor) -> Tensor:
         ctx.flat = flat
-        return _whole(flat)
+        return gather_whole(flat)
 
     @staticmethod
     @once_differentiable
@@ -107,7 +110,8 @@ class _Gather(torch.autograd.Function):
         return None, None
 
 
-def _whole(flat: FlatParameter) -> Tensor:
+def gather_whole(flat: FlatParameter) -> Tensor:
+    """Return the one tensor on `flat`, whole. A collective. Cost: one all-gather, and its bytes on every rank."""
     full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
     flat.gather(full)
     return full[: flat.layout.numel].view(flat.layout.segments[0].shape)

@@ -84,6 +84,9 @@ class Units:
         self.islands: Any = None  # what of it computes in fp32 where the rest does in fp16, by whoever found it
         self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
+        self.leaves: list[Leaf] = []
+        self.meeting: Any = None  # of ranks that call the model at their own length, by whoever keeps them in step
+        self.held_since: int | None = None  # while all weights are held (holding.py): updates before that
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self._registered: tuple[object, ...] = ()
 
@@ -134,11 +137,24 @@ class Units:
             self.transfer.side.wait(flat.refreshed)
 
     def begin_call(self) -> None:
-        """Make ready for a call of the model: whole copies outside blocks, and the first blocks' weights on their way."""
+        """Make ready for a call of the model: whole copies outside blocks, and the first blocks' weights on their way.
+
+        Raises:
+            RuntimeError: if the model's parameters changed (`check_unchanged`), or held weights are out of date.
+        """
+        if self.held_since is not None:  # looked at when they came
+            if self.held_since != self.transfer.updates:
+                raise RuntimeError("the weights were updated while they are held: leave the `hold` context before a step")
+            return
+        self.check_unchanged()
         self.transfer.refresh(self.outside)
         self._await_outside()
         if self.units:
             self.transfer.read_ahead([unit.gathered for unit in self.units[:2]])
+
+    def stop_holding(self) -> None:
+        """Take note that weights come and go again, block by block."""
+        self.held_since = None
 
     def settle(self) -> None:
         """Wait for updates under way.
@@ -438,7 +454,9 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
             receive(flat)
         return
     for place in bindings[id(flat.parameters[0])]:
-        _specialise_leaf(place.module, Leaf(flat, place.module, place.attribute, units.running), place.attribute)
+        leaf = Leaf(flat, place.module, place.attribute, units.running)
+        units.leaves.append(leaf)
+        _specialise_leaf(place.module, leaf, place.attribute)
 
 
 def _make_units(
@@ -519,7 +537,6 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
 
         def call(self: nn.Module, *args: Any, _entry_call: Any = entry_call, **kwargs: Any) -> Any:
             if units.running.depth == 0:
-                units.check_unchanged()
                 units.begin_call()
             with units.running.call():
                 return _entry_call(self, *args, **kwargs)

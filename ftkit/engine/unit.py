@@ -223,6 +223,7 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         self.held: WeightSlot | None = None
+        self.whole: WeightSlot | None = None  # while all weights of the model are held (holding.py)
         self.kept: list[list[weakref.ref[Ticket]]] = []  # of each forward whose backward is to come
         self.pending = 0  # forwards since zero_grad that wait for their backward: counted, so alike on all ranks
         self.receiving: dict[FlatParameter, Tensor] = {}  # open gradient buffers, while this unit's backward runs
@@ -269,7 +270,16 @@ class Unit:
         self.transfer.gather(self.slot, self.gathered, self.number)
 
     def enter(self, *, graph: bool, neighbour: Unit | None) -> None:
-        """Make the weights usable, and start the neighbour's gather. `graph`: a backward will follow."""
+        """Make the weights usable, and start the neighbour's gather. `graph`: a backward will follow.
+
+        Raises:
+            RuntimeError: if all weights are held for forwards without gradients.
+        """
+        if self.whole is not None:
+            raise RuntimeError(
+                f"{self.name} was used for training while its weights are held for generation: leave the `hold` context "
+                "first, or compute under torch.no_grad()"
+            )
         self.fetch(graph=graph)
         for flat in self.resident:
             self.transfer.side.wait(flat.refreshed)
@@ -293,6 +303,17 @@ class Unit:
             self.transfer.free(self.slot, self.gathered, for_good=self.held is None)
             if self.pending == 0:
                 self.held = None
+
+    def hold_whole(self) -> None:
+        """Gather the weights into a buffer of their own, where calls without gradients find them until `give_back`."""
+        self.whole = self.transfer.lend(self.gathered)
+        self.transfer.take(self.whole, self.gathered, self.number)
+
+    def give_back(self) -> None:
+        """Let the buffer of `hold_whole` go; the parameters become absent."""
+        if self.whole is not None:
+            self.transfer.free(self.whole, self.gathered, for_good=True)
+            self.whole = None
 
     def forget(self) -> None:
         """Let a held buffer go; a backward that comes all the same gathers again."""
@@ -357,11 +378,11 @@ class Unit:
     def use(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the block's own `function` on these arguments, with weights that are here only meanwhile."""
         if not torch.is_grad_enabled():
+            if self.whole is not None:
+                return self._without_cast_cache(function, args, kwargs)
             self.enter(graph=False, neighbour=self.after)
             try:
-                kind = autocast_kind(self.device)
-                with uncached_autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
-                    return function(*args, **kwargs)
+                return self._without_cast_cache(function, args, kwargs)
             finally:
                 self.leave()
         arguments = self.arguments(args, kwargs)
@@ -379,6 +400,11 @@ class Unit:
             return put_tensors(call.result, results)
         with torch.no_grad():
             return self.use(function, *arguments)
+
+    def _without_cast_cache(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = autocast_kind(self.device)
+        with uncached_autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
+            return function(*args, **kwargs)
 
     def _world(self) -> World:
         return World(self.module, self.device, self.fingerprint)

@@ -35,6 +35,7 @@ from ftkit.errors import UserError
 from ftkit.hf.flat_kernels import FLAT_KERNELS
 from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
+from ftkit.hf.in_step import let_generate
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.shapes import common_limits, forced_of, shape_of
@@ -273,9 +274,10 @@ def shard(
         units.flat_kernels = FLAT_KERNELS
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
-            module._is_fsdp_managed_module = True  # transformers' own mark: generate() then keeps ranks in step
+            module._is_fsdp_managed_module = True  # transformers' own mark, for methods of theirs that would go alone
         if isinstance(module, PreTrainedModel) and cut:
             module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
+    let_generate(units)
     if source is not None:
         load_weights(units)
     return units

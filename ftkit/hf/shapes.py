@@ -139,7 +139,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
     """
     own = ranks_per_box * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
     cpu = device.type == "cpu"
-    usable, source, free = _usable_host(CPU_SHARE if cpu else HOST_SHARE)
+    usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
     host, host_name = usable + own, f"what is free of {source}"
     asked = {"memory.host_gib": settings.host_gib}
     if cpu and settings.device_gib:
@@ -172,7 +172,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
     )
 
 
-def _usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
+def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
     """Return the bytes of host memory that may be planned with, which limit says so, and all that is free below it.
 
     Args:

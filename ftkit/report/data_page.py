@@ -16,13 +16,29 @@ from ftkit.hf.findings import Findings
 from ftkit.hf.shown import Piece, Sample, Shown
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
-from ftkit.report.style import scoped
+from ftkit.report.style import embedded
 from ftkit.report.text import escaped, visible
 from ftkit.words import counted
 
 CLASSES = 40
 """Of a histogram, about."""
 SCOPE = "ftkit-data"
+
+BOX = """
+.box{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:2px 18px 16px;
+font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+h2{font-size:15px;font-weight:650;margin:22px 0 10px}
+h3{margin:0 0 4px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:16px}
+.card,figure{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:10px 14px}
+.card .name,.card .note,.remark{color:var(--soft);font-size:12.5px}
+.card .value{font-size:20px;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
+.said{background:var(--card);padding:10px 16px;margin:14px 0 0;border:1px solid var(--line);border-left:4px solid var(--bad);
+border-radius:10px;overflow-wrap:anywhere;white-space:pre-wrap}
+.soft{color:var(--soft)}
+"""
+"""Of the element in a notebook, where the style sheet of a page is not."""
 
 STYLE = """
 .legend-of-tokens{display:flex;flex-wrap:wrap;gap:6px 22px;margin:0 0 12px;color:var(--soft);font-size:13px}
@@ -59,7 +75,8 @@ def render(found: Findings) -> str:
 
 def fragment(found: Findings) -> str:
     """Return a preview as one element for a page of others."""
-    return f'<div class="{SCOPE}"><style>{scoped(SCOPE, STYLE)}</style>{"".join(_body(found))}</div>'
+    style = embedded(f".{SCOPE}", BOX + STYLE)
+    return f'<div class="{SCOPE}"><style>{style}</style><div class="box">{"".join(_body(found))}</div></div>'
 
 
 def _body(found: Findings) -> Iterator[str]:

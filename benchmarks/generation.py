@@ -1,0 +1,122 @@
+"""`python -m benchmarks.generation`: tokens a second of answers, of a sharded model held and streamed, beside the whole model.
+
+Each rank is a process with as many threads as the others. In turns, round by round, all ranks at the same time answer
+prompts of their own: with a whole model of their own, which nobody shares (so the whole model's ranks share the memory's
+bandwidth as the sharded one's do); with the sharded model, its weights gathered once, held for all tokens and given back,
+the gathering included; the same within an outer `hold`, the gathering left out; and with weights that come block by block
+for each token. Prompts differ in length, so ranks are done at different times in none but the streamed way.
+
+Reported are medians over rounds of a rank's tokens a second (the slowest rank's), and the ratio of the whole model's time:
+1.3 is the most that held weights may take. The machine should be otherwise idle: the share of CPU time that went to others
+is printed. The result is also written as JSON to runs/bench/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaForCausalLM
+
+import ftkit
+from benchmarks.run import ROOT, busy_s
+from benchmarks.shapes import SHAPES, VOCABULARY, llama
+from ftkit import launch
+from ftkit.hf.generation import generate_ids
+from ftkit.hf.room import held
+
+WAYS = ("whole", "held", "held before", "streamed")
+LIMIT = 1.3
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="134m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--prompts", type=int, default=2, help="of each rank, answered together")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    return parser.parse_args()
+
+
+def rank(stop: launch.Stop, asked: dict[str, Any]) -> dict[str, list[float]]:
+    """Measure as one of the ranks; return the slowest rank's seconds of each way, round by round."""
+    torch.set_num_threads(asked["threads"])
+    dist.init_process_group("gloo")
+    config = llama(asked["model"])
+    config.eos_token_id = None
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[asked["dtype"]]
+    torch.manual_seed(0)
+    whole = LlamaForCausalLM(config).to(dtype).requires_grad_(False).eval()
+    torch.manual_seed(0)
+    sharded = LlamaForCausalLM(config).to(dtype).requires_grad_(False).eval()
+    units = ftkit.shard(
+        sharded, {"stage": 3, "activations": "recompute", "weights": "free", "kernels": "off", "affinity": False}
+    )
+    random = torch.Generator().manual_seed(stop.rank)
+    lengths = range(16 + 8 * stop.rank, 16 + 8 * stop.rank + asked["prompts"])
+    prompts = [torch.randint(9, VOCABULARY, (length,), generator=random).tolist() for length in lengths]
+    told = {"max_new_tokens": asked["tokens"], "pad_token_id": 0, "batch_size": asked["prompts"]}
+
+    def answer(way: str) -> float:
+        model = whole if way == "whole" else sharded
+        with held(units) if way == "held before" else nullcontext():
+            units.comm.barrier()
+            start = time.perf_counter()
+            found = generate_ids(model, prompts, **told, hold=way != "streamed")
+            seconds = time.perf_counter() - start
+        assert all(len(each) == asked["tokens"] for each in found)
+        answers.setdefault(way, found)
+        assert answers[way] == found
+        return max(units.comm.all(seconds))
+
+    answers: dict[str, list[list[int]]] = {}
+    for way in WAYS:  # not counted: pages, caches, compiled kernels
+        answer(way)
+    assert dtype != torch.float32 or all(found == answers["whole"] for found in answers.values())
+    rounds = [{way: answer(way) for way in WAYS} for _ in range(asked["rounds"])]
+    return {way: [each[way] for each in rounds] for way in WAYS}
+
+
+def main() -> None:
+    """Measure and report."""
+    asked = vars(parse())
+    start, busy, own = time.perf_counter(), busy_s(), sum(os.times()[:4])
+    seconds = launch.start("benchmarks.generation:rank", (asked,), asked["ranks"], environ=os.environ)
+    others = busy_s() - busy - (sum(os.times()[:4]) - own)
+    others = max(others, 0.0) / ((time.perf_counter() - start) * (os.cpu_count() or 1))
+    tokens = asked["prompts"] * asked["tokens"]
+    table = Table("weights", "tokens/s a rank", "time of the whole model's", "lowest and highest")
+    result = {}
+    for way in WAYS:
+        ratios = [mine / base for mine, base in zip(seconds[way], seconds["whole"])]
+        result[way] = {"tokens_per_second": tokens / statistics.median(seconds[way]), "ratio": statistics.median(ratios)}
+        told = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        table.add_row(way, f"{result[way]['tokens_per_second']:.1f}", f"{result[way]['ratio']:.2f} x", told)
+    console = Console()
+    console.print(f"{asked['model']}, {asked['dtype']}, {asked['ranks']} ranks of {asked['threads']} threads, medians of "
+                  f"{asked['rounds']} rounds; others had {100 * others:.0f} % of the CPU time")  # fmt: skip
+    console.print(table)
+    folder = ROOT / "runs" / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"generation-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+    (folder / name).write_text(json.dumps({"asked": asked, "seconds": seconds, "result": result, "others": others}, indent=1))
+    if result["held"]["ratio"] > LIMIT:
+        raise SystemExit(f"held weights take {result['held']['ratio']:.2f} times the whole model's time; {LIMIT} is allowed")
+
+
+if __name__ == "__main__":
+    main()

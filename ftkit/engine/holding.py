@@ -1,0 +1,70 @@
+"""Holding all weights for a while: gathered once, used by many forwards without gradients, given back.
+
+A token of an answer is one small forward through the whole model. Where every block's weights come and go with it, the
+answer waits for the wire; where there is room for all of them they are gathered once, each line into a buffer of its own,
+and blocks and leaves find them there. Nothing that training uses is touched meanwhile: the slots, the shards, the
+gradients and the state stay what they are, so training goes on afterwards as if nobody had asked.
+
+What it refuses: a forward with gradients, or a backward, while weights are held, and a forward after they were updated.
+What it costs: the bytes that `gathered_bytes` says, on the device, on every rank, and one all-gather a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ftkit.engine.leaf import Leaf, gather_whole
+from ftkit.engine.shard import Units
+
+
+def gathered_bytes(units: Units) -> int:
+    """Return what `hold` takes on each rank's device, in bytes; 0 where all weights are whole already."""
+    return sum(flat.layout.padded_numel * flat.dtype.itemsize for flat in units.flats if not flat.resident)
+
+
+@contextmanager
+def hold(units: Units) -> Iterator[None]:
+    """Hold all weights of a model in the body. A collective: all ranks enter it; inside none waits for another.
+
+    A `hold` inside another one does nothing.
+
+    Raises:
+        RuntimeError: if an update that is under way fails.
+    """
+    if units.held_since is not None:
+        yield
+        return
+    units.check_unchanged()
+    units.settle()
+    transfer = units.transfer
+    transfer.refresh([flat for flat in units.flats if flat.resident])
+    with ExitStack() as stack:
+        gathered = [unit for unit in units.units if unit.gathered]
+        for number, unit in enumerate(gathered):
+            transfer.read_ahead([other.gathered for other in gathered[number : number + 3]])
+            stack.callback(unit.give_back)
+            unit.hold_whole()
+        lines = dict.fromkeys(leaf.flat for leaf in units.leaves)
+        for flat in lines:
+            _hold_leaves(units, [leaf for leaf in units.leaves if leaf.flat is flat], stack)
+        transfer.settle()
+        units.held_since = transfer.updates
+        stack.callback(units.stop_holding)
+        yield
+
+
+def _hold_leaves(units: Units, leaves: list[Leaf], stack: ExitStack) -> None:
+    """Give the readers of one line its whole tensor, until `stack` is left."""
+    whole = gather_whole(leaves[0].flat)
+    for leaf in leaves:
+        leaf.whole = whole
+
+    def give_back() -> None:
+        for leaf in leaves:
+            leaf.whole = None
+        if units.policy.debug:
+            whole.fill_(math.nan)
+
+    stack.callback(give_back)

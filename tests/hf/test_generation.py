@@ -1,0 +1,315 @@
+"""Answers of sharded models are those of the whole model, token for token, however many ranks and however held."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ftkit
+from ftkit.hf import room
+from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
+from tests.engine import families
+from tests.engine.families import VOCABULARY, token_loss
+from tests.hf import runs
+from tests.tiny import make_base
+
+ENDS = tuple(range(2, 12))
+"""Tokens that end an answer: of 67, so that answers differ in length."""
+MANY = {"max_new_tokens": 9, "batch_size": 2, "eos_token_ids": ENDS, "pad_token_id": 0}
+SAMPLED = {**MANY, "temperature": 1.3, "top_p": 0.9, "seed": 5}
+STREAMED = {"hold": False}
+HELD = {"hold": True}
+SHARDED = {"stage": 3, "affinity": False}
+
+
+def prompts(count: int = 7) -> list[list[int]]:
+    """Prompts of 1 to 11 tokens."""
+    random = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 12, (count,), generator=random).tolist()
+    return [torch.randint(12, VOCABULARY, (length,), generator=random).tolist() for length in lengths]
+
+
+def lora(family: str) -> nn.Module:
+    torch.manual_seed(7)
+    adapter = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(families.build(family), adapter)
+
+
+MODELS: dict[str, Any] = {"llama, LoRA": lambda: lora("llama"), "t5": runs.t5}
+
+
+def build(name: str) -> nn.Module:
+    return MODELS[name]() if name in MODELS else families.build(name)
+
+
+def sharded(name: str, settings: dict[str, Any], wanted: dict[str, Any]) -> list[list[int]]:
+    """On every rank: all answers of the sharded model, which draws nothing of torch's random numbers."""
+    model = build(name)
+    ftkit.shard(model, {**SHARDED, **settings})
+    before = torch.get_rng_state()
+    found = generate_everywhere(model, prompts(), **wanted)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
+
+
+def whole(name: str, wanted: dict[str, Any]) -> list[list[int]]:
+    return generate_everywhere(build(name), prompts(), **wanted)
+
+
+def one_by_one(name: str) -> list[list[int]]:
+    """What transformers' own generate gives for each prompt alone."""
+    model = build(name).eval()
+    found = []
+    for prompt in prompts():
+        made = model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0
+        )
+        found.append(made[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist())
+    return found
+
+
+QUICK = [
+    (2, "llama", {"debug": True}, STREAMED),
+    (2, "llama", {}, HELD),
+    (3, "t5", {}, STREAMED),
+    (3, "gpt2", {}, HELD),
+]
+SLOW = [
+    *((world, family, {"debug": True}, hold) for world in (2, 3) for family in ("gemma3", "t5", "llama, LoRA", "opt", "gpt2")
+      for hold in (STREAMED, HELD)),
+    *((2, "qwen3", {"stage": stage}, {}) for stage in (0, 1, 2)),
+    *((world, "llama", {"parameters": "host", "gradients": "host", "state": "host", "debug": True}, hold)
+      for world in (1, 2) for hold in (STREAMED, HELD)),
+    *((world, "t5", {"parameters": "nvme", "gradients": "nvme", "state": "nvme"}, hold)
+      for world in (1, 2) for hold in (STREAMED, HELD)),
+    (1, "llama", {}, HELD),
+    (3, "gpt_neox", {"weights": "hold", "activations": "keep"}, STREAMED),
+]  # fmt: skip
+
+
+def check(worlds, tmp_path, world, name, settings, hold):
+    if "nvme" in settings.values():
+        settings = {**settings, "nvme_dir": str(tmp_path)}
+    for wanted in (MANY, SAMPLED):
+        expected = whole(name, wanted)
+        assert worlds[world].run(sharded, name, settings, {**wanted, **hold}) == [expected] * world
+        assert len({len(answer) for answer in expected}) > 1  # some ranks are done before others
+
+
+@pytest.mark.parametrize(("world", "name", "settings", "hold"), QUICK, ids=str)
+def test_the_same_tokens_as_of_the_whole_model(worlds, tmp_path, world, name, settings, hold):
+    check(worlds, tmp_path, world, name, settings, hold)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name", "settings", "hold"), SLOW, ids=str)
+def test_the_same_tokens_as_of_the_whole_model_in_more_settings(worlds, tmp_path, world, name, settings, hold):
+    check(worlds, tmp_path, world, name, settings, hold)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5"])
+def test_greedy_answers_are_those_of_transformers(name):
+    assert whole(name, MANY) == one_by_one(name)
+
+
+# --- sampling
+
+
+def test_a_prompt_draws_from_its_own_stream():
+    model = families.build("llama")
+    every = {**SAMPLED, "batch_size": 1}
+    found = generate_everywhere(model, prompts(), **every)
+    assert found != generate_everywhere(model, prompts(), **{**every, "seed": 6})
+    for number, prompt in enumerate(prompts()):  # whoever else was asked
+        assert generate_ids(model, [prompt], numbers=[number], **every) == [found[number]]
+    other = generate_ids(model, [prompts()[0]] * 2, numbers=[0, 1], **every)
+    assert other[0] == found[0] != other[1]
+
+
+def test_draws_follow_the_probabilities():
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(2000, 1)
+    for top_p, expected in ((1.0, [0.5, 0.3, 0.15, 0.05]), (0.7, [0.625, 0.375, 0, 0])):
+        draw = Draw(1.0, top_p, 0, range(2000))
+        picked = draw(torch.zeros(2000, 1), scores).argmax(-1)
+        shares = torch.bincount(picked, minlength=4) / 2000
+        assert torch.allclose(shares, torch.tensor(expected), atol=0.04)
+        assert ((shares > 0) == (torch.tensor(expected) > 0)).all()
+    cold = Draw(0.01, 1.0, 0, range(50))(torch.zeros(50, 1), scores[:50])
+    assert (cold.argmax(-1) == 0).all()
+
+
+# --- ranks with prompts of their own
+
+
+def own_prompts(hold: bool, counts: list[int]) -> list[list[int]]:
+    model = families.build("gpt2")
+    ftkit.shard(model, {**SHARDED, "debug": True})
+    rank = runs.rank()
+    given = prompts()[: counts[rank]]
+    return generate_ids(model, given, **{**MANY, "max_new_tokens": [9, 3, 1][rank]}, hold=hold)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_each_rank_may_have_prompts_of_its_own(world3, hold):
+    expected = [
+        generate_ids(families.build("gpt2"), prompts()[:count], **{**MANY, "max_new_tokens": tokens})
+        for count, tokens in ((1, 9), (5, 3), (0, 1))
+    ]
+    assert world3.run(own_prompts, hold, [1, 5, 0]) == expected
+
+
+def plainly(name: str, fits: bool) -> list[list[int]]:
+    """transformers' own `generate` on ranks whose prompts and answers differ in length, the first up to the last position."""
+    model = build(name)
+    ftkit.shard(model, {**SHARDED, "debug": True})
+    with mock.patch.object(room, "usable_host", room.usable_host if fits else lambda share: (0, "nothing", 0)):
+        return by_transformers(model.eval(), runs.rank())
+
+
+def by_transformers(model: nn.Module, rank: int) -> list[list[int]]:
+    ids = torch.tensor([prompts()[rank] * 4])[:, : [26, 3][rank]]
+    tokens = [6, 20][rank]
+    return model.generate(input_ids=ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
+
+
+@pytest.mark.parametrize(("name", "fits"), [("gpt2", False), ("gpt2", True), ("t5", False), ("llama, LoRA", False)])
+def test_transformers_own_generate(world2, name, fits):
+    assert world2.run(plainly, name, fits) == [by_transformers(build(name).eval(), rank) for rank in (0, 1)]
+
+
+# --- training, and caches
+
+
+def trains_generates_trains(name: str, wanted: dict[str, Any] | None) -> list[float]:
+    """Losses of steps with answers in between, and of steps without."""
+    model = build(name).train()
+    units = ftkit.shard(model, {**SHARDED, "debug": True, "update": "deferred", "state": "host"})
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-3)
+    losses = []
+    for step in range(3):
+        rows = families.batch("llama", step)
+        loss = token_loss(model, rows, families.label_tokens(rows))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if wanted is not None:
+            generate_everywhere(model, prompts(), **wanted)
+            assert model.training
+    return losses
+
+
+def test_training_goes_on_after_answers(world2):
+    expected = world2.run(trains_generates_trains, "llama", None)
+    for wanted in ({**MANY, "hold": True}, {**SAMPLED, "hold": False}):
+        assert world2.run(trains_generates_trains, "llama", wanted) == expected
+
+
+def with_a_cache(hold: bool | str) -> list[bool]:
+    """Logits of one text in three calls that share a cache, beside those of one call of the whole model."""
+    model, plain = families.build("gemma3").eval(), families.build("gemma3").eval()
+    units = ftkit.shard(model, {**SHARDED, "debug": True})
+    ids = torch.tensor([prompts()[0] * 3])[:, :12]
+    expected, cache, found = plain(input_ids=ids).logits, None, []
+    with torch.no_grad():
+        for part, wanted in zip(ids.split(4, dim=1), (hold, False, hold)):
+            with room.held(units, wanted):
+                out = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+    return torch.allclose(torch.cat(found, dim=1), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_cache_lives_across_calls(world2, hold):
+    assert world2.run(with_a_cache, hold) == [True, True]
+
+
+# --- what fits
+
+
+def asked(hold: bool | str, fits: bool) -> tuple[bool, str]:
+    """Whether weights are held, or the refusal."""
+    units = ftkit.shard(families.build("llama"), {**SHARDED})
+    grant = {True: 1 << 40, False: 1000}[fits if runs.rank() == 1 else True]  # one rank decides for all
+    try:
+        with mock.patch.object(room, "usable_host", lambda share: (grant, "the box", grant)), room.held(units, hold) as whole:
+            return whole, str(units.held_since is not None)
+    except ftkit.UserError as error:
+        return False, str(error)
+
+
+def test_weights_are_held_where_they_fit_on_every_rank(world2):
+    assert world2.run(asked, "auto", True) == [(True, "True")] * 2
+    assert world2.run(asked, "auto", False) == [(False, "False")] * 2
+    assert world2.run(asked, False, True) == [(False, "False")] * 2
+    for held, text in world2.run(asked, True, False):
+        assert not held
+        assert "all weights take 0.00 GiB on rank 1" in text
+        assert "the box" in text
+    assert "one of 'auto', True, False" in world2.run(asked, "yes", True)[0][1]
+
+
+def granted() -> str:
+    """What a grant by number, less what the ranks take, says to weights that would fit the box."""
+    units = ftkit.shard(families.build("llama"), {**SHARDED, "host_gib": 6.0})
+    taken = sum(units.comm.all(room.psutil.Process().memory_info().rss))
+    found = room.room_for(units)
+    assert found.free_bytes <= (6 * 2**30 - taken + 2**26) // 2
+    return found.where
+
+
+def test_what_was_granted_counts(world2):
+    assert world2.run(granted) == ["its share of host memory (memory.host_gib)"] * 2
+
+
+def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
+    model = families.build("gpt2")
+    ftkit.shard(model, {**SHARDED})
+    try:
+        generate_ids(model, given if runs.rank() == 1 else [[3]], **wanted)
+    except ftkit.UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "told"),
+    [
+        ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 positions"),
+        ([[]], {}, "prompt 0 has no tokens"),
+        ([[3]], {"top_p": 0.0}, "top_p in (0, 1]"),
+        ([[3]], {"batch_size": 0}, "at least 1 is needed"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_on_all_ranks(world2, given, wanted, told):
+    for text in world2.run(refused, given, wanted):
+        assert told in text
+
+
+# --- texts
+
+
+def texts(folder: str, shards: bool, wanted: dict[str, Any]) -> list[str]:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    if shards:
+        ftkit.shard(model, {**SHARDED})
+    asked = ["1+1?", "22+22?", "3?"]
+    turns = [[{"role": "user", "content": text}] for text in asked]
+    answers = generate(model, tokenizer, asked, max_new_tokens=8, **wanted)
+    assert answers == generate(model, tokenizer, turns, max_new_tokens=8, **wanted)
+    return answers
+
+
+def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
+    make_base(tmp_path)
+    for wanted in ({"batch_size": 1}, {"temperature": 1.0, "seed": 3, "batch_size": 2}):
+        expected = world1.run(texts, str(tmp_path), False, wanted)[0]
+        assert world2.run(texts, str(tmp_path), True, wanted) == [expected] * 2
+        assert len(set(expected)) == 3
