@@ -43,7 +43,7 @@ class Preview(Findings):
     def __repr__(self) -> str:
         """Return it without its rows, as lines."""
         told = io.StringIO()
-        self.show(Console(file=told, width=110, color_system=None, highlight=False), rows=False)
+        self.show(Console(file=told, width=110, color_system=None, highlight=False, force_jupyter=False), rows=False)
         return told.getvalue().rstrip()
 
     def _repr_html_(self) -> str:

@@ -27,12 +27,20 @@ import nbformat
 import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from traitlets.config import Config
 
 HERE = Path(__file__).resolve().parent
 CELL_SECONDS = 300
 TOKEN = "FTKIT_NOTEBOOK"
 """In the environment of a notebook's kernel and of all that it starts."""
-QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "110"}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # a bar in a committed output is noise
+    "PYTHONWARNINGS": "ignore:IProgress not found",
+    "COLUMNS": "110",
+}
 LEFT_SECONDS = 10
 """That processes have to end after their kernel."""
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -94,6 +102,7 @@ def execute(path: Path, scratch: Path) -> Outcome:
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
         store_widget_state=False,
+        config=Config({"KernelManager": {"transport_encryption": "auto"}}),
     )
     began = time.monotonic()
     problem = ""

@@ -102,7 +102,7 @@ def _cards(report: Report) -> Iterator[str]:
     lengths = report.lengths
     cards = [
         ("rows", f"{report.rows:,}", ", ".join(dict.fromkeys(source.format for source in report.sources))),
-        ("samples", f"{report.samples:,}", f"half of up to {lengths.at(0.5):,} tokens, 95 % of up to {lengths.at(0.95):,}"),
+        ("samples", f"{report.samples:,}", f"median {lengths.at(0.5):,} tokens; 95 % up to {lengths.at(0.95):,}"),
         ("tokens", f"{report.tokens:,}", f"{trained:.0f} % trained on: {report.trained_tokens:,}"),
         ("cut", f"{report.truncated_rows:,}", f"samples; {report.cut_tokens:,} tokens lost"),
     ]
