@@ -38,6 +38,7 @@ QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # a bar in a committed output is noise
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore:IProgress not found",
     "COLUMNS": "110",
 }
@@ -105,12 +106,13 @@ def execute(path: Path, scratch: Path) -> Outcome:
         config=Config({"KernelManager": {"transport_encryption": "auto"}}),
     )
     began = time.monotonic()
-    problem = ""
+    problem, left = "", []
     try:
         client.execute(env={**os.environ, **QUIET, **own})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = COLOURS.sub("", str(error)).strip()
-    left = ended(token)
+    finally:  # also where the user interrupts it
+        left = ended(token)
     if left and not problem:
         problem = f"left {len(left)} processes behind: {'; '.join(left)}"
     return Outcome(notebook, time.monotonic() - began, problem)
