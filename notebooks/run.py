@@ -48,6 +48,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 OF_A_MACHINE = (
     re.compile(r"(?<![\w.<:/])/(?:tmp|home|root|usr|opt|work|var|mnt)/\S+"),
     re.compile(r"\b[012]\d:[0-5]\d:[0-5]\d\b"),
+    re.compile(r"\bat 0x[0-9a-f]{6,}"),
 )
 
 
