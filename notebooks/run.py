@@ -39,7 +39,7 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # a bar in a committed output is noise
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTHONWARNINGS": "ignore:IProgress not found",
+    "PYTHONWARNINGS": "ignore:IProgress not found,ignore::FutureWarning",
     "COLUMNS": "110",
 }
 LEFT_SECONDS = 10

@@ -200,6 +200,16 @@ def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
     assert "held out: " in printed(found)
 
 
+def test_an_encoder_decoder_gets_question_and_answer_apart(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "")]), settings=["task=seq2seq"])
+    text = printed(found)
+    assert "<begin>Q:1+1?<end>A:\n" in text
+    assert "── the answer: 4 tokens, 4 trained on\n⟦two<end>⟧" in text
+    assert "rows.jsonl:2: the assistant content of `messages`, turn 2 is empty" in found.refused
+    alone = ftkit.preview(recipe([chat("2+2?", "")]), settings=["task=seq2seq"])
+    assert "is empty" in printed(alone)
+
+
 def test_pieces_are_whole_characters_and_keep_their_blanks(tmp_path):
     marks = Marks.of(make_tokenizer(tmp_path))
     ids = marks.tokenizer("<begin>a é 漢 b<end>")["input_ids"]
