@@ -47,10 +47,14 @@ mutants: setup  ## plant each committed fault; each must turn a test red
 gpu: setup  ## the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-browser: setup  ## the demo's report in Chromium, light and dark, desktop and phone; writes docs/report-*.png
+browser: setup  ## the demo's report, and a notebook in JupyterLab, in Chromium, light and dark; writes docs/{report,notebook}-*.png
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	test -f runs/demo/summary.json || $(MAKE) demo
 	$(BIN)/ftkit report runs/demo
 	$(BIN)/python -m pytest -m browser tests/browser
+
+notebooks: setup  ## execute all notebooks on two CPU ranks; fails when one is broken (WRITE=--write puts the outputs in)
+	$(BIN)/python -m notebooks.run $(WRITE)
 
 check: setup  ## lint, types of the engine, import contract, the documentation
 	$(BIN)/ruff check .
@@ -116,5 +120,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels

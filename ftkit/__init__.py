@@ -4,6 +4,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ftkit.data_preview import preview
     from ftkit.engine.checkpoint import load_checkpoint
     from ftkit.engine.comm import Communicator
     from ftkit.engine.flat import Policy
@@ -36,6 +37,7 @@ _HOMES = {
     "load_checkpoint": "ftkit.engine.checkpoint",
     "load_model": "ftkit.hf.loading",
     "load_weights": "ftkit.hf.loading",
+    "preview": "ftkit.data_preview",
     "save_checkpoint": "ftkit.engine.saving",
     "save_model": "ftkit.hf.saving",
     "shard": "ftkit.hf.blocks",
@@ -59,6 +61,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "load_weights",
+    "preview",
     "save_checkpoint",
     "save_model",
     "shard",

@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ftkit.begin import checkpoints_to_try
 from ftkit.errors import EndedEarly, UserError
 from ftkit.outer import outer_job
 from ftkit.plan.hardware import box as find_box
@@ -37,7 +38,6 @@ from ftkit.plan.show import show_answers, show_plan
 from ftkit.plan.what_if import what_if
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.recipe_list import planned_of, show_recipes
-from ftkit.resumed import check_resumed
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 from ftkit.words import counted
@@ -115,13 +115,7 @@ def _train(
 ) -> None:
     """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
-    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
-    if resume == "auto" and not checkpoints:
-        _say(f"no checkpoint in {folder.path}: starting from the beginning")
-    if checkpoints:
-        changed = check_resumed(facts, checkpoints[0].resolve().parent / folder.recipe.name)
-        if changed and first:
-            _say(changed)
+    checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
     from ftkit import launch  # here, see the top of this file
     from ftkit.report.page import note_end
 
@@ -226,6 +220,37 @@ def plan(
             done.show(console)
     if done is not None and not done.agrees:
         raise typer.Exit(1)
+
+
+@app.command()
+def data(
+    recipe: RecipeName,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Also write it as a page, in light and dark.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, beside one for each kind of warning.")] = 3,
+) -> None:
+    """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
+    import datasets  # here, see the top of this file
+
+    from ftkit.data_preview import preview
+    from ftkit.run_folder import write
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # a bar in a log file is a line a tick
+    found = preview(recipe, settings=overrides or (), rows=rows)
+    found.show(Console(soft_wrap=True, highlight=False))
+    if page is not None:
+        try:
+            write(page, found.page())
+        except OSError as error:
+            raise UserError(f"{page} cannot be written ({error.strerror}); name another file with --page") from None
+        _say(f"written: {page}")
+    if found.refused:
+        raise typer.Exit(2)
 
 
 @recipes_app.command("list")

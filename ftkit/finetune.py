@@ -1,8 +1,8 @@
 """The job of one rank: rows, model, training, and what is left of it in the run's folder.
 
-`run` is what the launcher calls in every rank. It prepares the data before the ranks wait for each other, loads the
-model without a whole copy anywhere, evaluates and answers the recipe's questions, trains, does both again, and writes
-the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end, by the user or by the memory guard
+`run` is what the launcher calls in every rank; a `Job` is the same for ranks that live on. It prepares the data before the
+ranks wait for each other, loads the model without a whole copy anywhere, evaluates and answers the recipe's questions,
+trains, does both again, and writes the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end, by the user or by the memory guard
 (`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not done.
 
 It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
 from ftkit.engine.comm import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.attention import use_packed_attention
-from ftkit.hf.data import Collator, Prepared, check_isolation, prepare, prepare_section, split
+from ftkit.hf.data import Collator, check_isolation
+from ftkit.hf.faults import stops_of
 from ftkit.hf.generation import generate
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
@@ -42,34 +44,20 @@ from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
 from ftkit.plan.ways import KINDS, Limits
 from ftkit.planning import ask_model, box_here, build, disk_room, plan_recipe, settings_of
-from ftkit.progress import EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
+from ftkit.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
-from ftkit.recipe import Model, Recipe, split_batch
+from ftkit.recipe import Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
 from ftkit.resume import check_noted, first_whole, noted
 from ftkit.run_folder import RunFolder, step_of, write, write_json
+from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
 from ftkit.summary import device_name, show_answers, show_summary, summarise, tokens_until, versions
 from ftkit.words import counted
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The prepared rows of a run.
-
-    Args:
-        train: Data set to train on: input_ids, labels, position_ids if packed.
-        held_out: Data set to evaluate on, or None.
-        prepared: What `train` was made of, with its report and its order.
-    """
-
-    train: Any
-    held_out: Any
-    prepared: Prepared
-
-
 def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
-    """Fine-tune as a recipe says, as one of the ranks of the run.
+    """Fine-tune as a recipe says, as one of the ranks of the run, and leave the ranks' process group.
 
     Args:
         stop: Says whether the user asked this rank to end.
@@ -84,142 +72,157 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
         UserError: The recipe, the data or the model cannot be used. Where host memory runs out the process ends with
             `MemoryShort` and does not return.
     """
-    folder = RunFolder(Path(recipe.output.dir))
-    with MemoryStop(folder, stop.rank, stop.leave) as memory, ExitStack() as stack:
-        return _run(stop, recipe, checkpoints, ranks, folder, memory, stack)
-
-
-def _run(
-    stop: Stop,
-    recipe: Recipe,
-    checkpoints: list[str],
-    ranks: int,
-    folder: RunFolder,
-    memory: MemoryStop,
-    stack: ExitStack,
-) -> dict[str, Any]:
-    """Do the work of `run` while the memory is guarded; what is to be told of an error's end is entered into `stack`."""
-    split_batch(recipe, ranks)
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()  # a bar in a log file is a line a tick
-    tokenizer = load_tokenizer(recipe.model)
-    arguments = training_arguments(recipe, ranks)
-    model = build_model(recipe)
-    check_fit(model, tokenizer, recipe.data.sequence_tokens)
-    plan = follow_plan(recipe, model, arguments, ranks)
-    rows = prepare_rows(recipe, tokenizer)
-    asked = questions(recipe.show) if recipe.show else []
-    say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
-    [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
-    checkpoint = first_whole(checkpoints, Communicator(arguments.device), lambda line: say.print(escape(line)))
-    if checkpoint is not None:
-        check_noted(checkpoint, recipe, rows.prepared.report.digest)
-        say.print(escape(f"resuming from {checkpoint}"))
-    arguments.eval_on_start = rows.held_out is not None and checkpoint is None
-    say.print(escape(str(rows.prepared.report)))
-    batches = plan.accumulation * plan.way.parts
-    say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
-    trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
-    for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences):
-        say.print(escape(line))
-    if trainer.is_world_process_zero():
-        write(folder.recipe, recipe.dump())
-    shown = ShowAnswers(asked, tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
-    memory.attach(trainer)
-    first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
-    first += [shown] if asked and checkpoint is None else []
-    if checkpoint is not None:
-        trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
-    watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
-    end = add_callbacks(trainer, recipe, folder, lambda: stop.asked or memory.asked, say, first, watch)
-    report = RunReport(
-        folder,
-        trainer.is_world_process_zero(),
-        report_facts(recipe, plan, checkpoint),
-        lambda: trainer.units,
-        shown.known,
-        lambda: len(watch.found),
-        say,
-    )
-    trainer.add_callback(report)
-    stack.enter_context(report)
-    tokens_before = tokens_until(checkpoint)
-    began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    while watch.ended_by is not None:
-        checkpoint = watch.way_back()
-        arguments.eval_on_start = False
-        trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - began
-    if end.ended_at_step is not None:
-        memory.leave_if_asked()
-        trainer.end()
-        if trainer.save_problem is not None:
-            raise UserError(f"ended at step {end.ended_at_step}, without a checkpoint of it: {trainer.save_problem}")
-        report.end(f"ended at step {end.ended_at_step}, because it was asked to")
-        return {"stopped": f"ended at step {end.ended_at_step} with a checkpoint; --resume auto continues from it"}
-    made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
-    done = [path for path in made if path not in trainer.damaged]
-    if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
-        trainer.retire_checkpoints(done[-1])
-    if rows.held_out is not None:
-        trainer.evaluate()
-    after = shown.answers(trainer.model) if asked else []
-    trainer.save_model(str(folder.model))
-    summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, tokens_before)
-    if trainer.is_world_process_zero():
-        write_json(folder.summary, {**summary, "answers": shown.records(after)})
-        report.end()
-        show_answers(say, shown.records(after))
-        show_summary(say, summary, folder)
-    trainer.end()
+    job = Job(stop, recipe, ranks)
+    summary = job.run(checkpoints)
+    job.trainer.end()
+    if not summary.get("saved", True):
+        raise UserError(summary["stopped"])
     return summary
 
 
-def load_tokenizer(model: Model) -> Any:
-    """Load the tokenizer of a recipe.
+class Job:
+    """One run of a recipe, as one of its ranks; what it made stays at hand for whoever lives on after it.
 
-    Raises:
-        UserError: There is none of that name, or it would need its own code.
+    Args:
+        stop: Says whether the user asked this rank to end.
+        recipe: The facts.
+        ranks: Processes of the whole run.
+        bar: Makes what shows the steps, from the console that it may write to.
+
+    Attributes:
+        trainer: Of the run, with the model. tokenizer: Of the model. rows: The prepared rows. None until they are made.
     """
-    revision = model.revision if model.tokenizer is None else None
-    try:
-        return AutoTokenizer.from_pretrained(
-            model.tokenizer_name, revision=revision, trust_remote_code=model.trust_remote_code
+
+    def __init__(
+        self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar
+    ) -> None:
+        self.stop, self.recipe, self.ranks, self.bar = stop, recipe, ranks, bar
+        self.folder = RunFolder(Path(recipe.output.dir))
+        self.trainer: Any = None
+        self.tokenizer: Any = None
+        self.rows: Rows | None = None
+        self.checkpoint: str | None = None  # that it goes on from
+
+    def run(self, checkpoints: list[str]) -> dict[str, Any]:
+        """Train, and leave the run's folder; all ranks take part.
+
+        Args:
+            checkpoints: As in `run`.
+
+        Returns:
+            As `run`; where it was ended on request also `saved`: whether there is a checkpoint of its last step.
+
+        Raises:
+            UserError: As `run`.
+        """
+        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
+            plan = self._build(checkpoints)
+            return self._train(plan, checkpoints, memory, stack)
+
+    def restore(self, checkpoints: list[str]) -> int:
+        """Bring the first whole one of some checkpoints into memory, train nothing and write nothing; returns its step.
+
+        Raises:
+            UserError: As `run`.
+        """
+        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory:
+            plan = self._build(checkpoints)
+            memory.attach(self.trainer)
+            self.trainer.add_callback(LookAtFp16(self.trainer, plan))
+            self.trainer.args.eval_on_start = False
+            self.trainer.restore(self.checkpoint)
+            return self.trainer.state.global_step
+
+    def _build(self, checkpoints: list[str]) -> Plan:
+        """Make the model, the rows and the Trainer, and find what to go on from."""
+        recipe = self.recipe
+        split_batch(recipe, self.ranks)
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()  # a bar in a log file is a line a tick
+        GradientState().dataloader_references = [None]  # of a run of this process that was cut off
+        tokenizer = self.tokenizer = load_tokenizer(recipe.model)
+        arguments = training_arguments(recipe, self.ranks)
+        model = build_model(recipe)
+        check_fit(model, tokenizer, recipe.data.sequence_tokens)
+        plan = follow_plan(recipe, model, arguments, self.ranks)
+        rows = self.rows = prepare_rows(recipe, tokenizer)
+        say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
+        [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
+        comm = Communicator(arguments.device)
+        checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(escape(line)))
+        if checkpoint is not None:
+            check_noted(checkpoint, recipe, rows.prepared.report.digest)
+            say.print(escape(f"resuming from {checkpoint}"))
+        arguments.eval_on_start = rows.held_out is not None and checkpoint is None
+        say.print(escape(str(rows.prepared.report)))
+        batches = plan.accumulation * plan.way.parts
+        say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
+        self.trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
+        if checkpoint is not None:
+            self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
+        return plan
+
+    def _train(self, plan: Plan, checkpoints: list[str], memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
+        """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
+        recipe, trainer, rows, say, folder = self.recipe, self.trainer, self.rows, self.say, self.folder
+        assert rows is not None
+        asked = questions(recipe.show) if recipe.show else []
+        checkpoint = self.checkpoint
+        stops = stops_of(getattr(trainer.model, "generation_config", None))
+        faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
+        for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences, faults):
+            say.print(escape(line))
+        if trainer.is_world_process_zero():
+            write(folder.recipe, recipe.dump())
+        shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
+        memory.attach(trainer)
+        first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
+        first += [shown] if asked and checkpoint is None else []
+        watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
+        end = add_callbacks(
+            trainer, recipe, folder, lambda: self.stop.asked or memory.asked, say, first, watch, self.bar(say)
         )
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"no tokenizer could be loaded from {model.tokenizer_name}: {reason}; needed: a folder with "
-            "tokenizer.json, or a hub id; set model.name or model.tokenizer"
-        ) from error
-
-
-def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
-    """Prepare the rows to train on and those held out; one rank of a machine does the work.
-
-    Raises:
-        UserError: See `ftkit.hf.data.prepare`.
-    """
-    data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
-    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task)
-    train, evaluation = prepared.dataset, None
-    if held_out is not None and held_out.share is not None:
-        train, evaluation = split(train, held_out.share, seed)
-    elif held_out is not None:
-        evaluation = prepare(
-            held_out.path,
-            tokenizer,
-            sequence_tokens=data.sequence_tokens,
-            loss_on=data.loss_on,
-            on_bad_row=data.on_bad_row,
-            task=recipe.task,
-            cache_dir=data.cache_dir,
-            workers=data.workers,
-        ).dataset
-    if held_out is not None and held_out.max_rows is not None:
-        evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
-    return Rows(train, evaluation, Prepared(train, prepared.report, prepared.weights))
+        report = RunReport(
+            folder,
+            trainer.is_world_process_zero(),
+            report_facts(recipe, plan, checkpoint),
+            lambda: trainer.units,
+            shown.known,
+            lambda: len(watch.found),
+            say,
+        )
+        trainer.add_callback(report)
+        stack.enter_context(report)
+        tokens_before = tokens_until(checkpoint)
+        began = time.perf_counter()
+        trainer.train(resume_from_checkpoint=checkpoint)
+        while watch.ended_by is not None:
+            checkpoint = watch.way_back()
+            trainer.args.eval_on_start = False
+            trainer.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - began
+        if end.ended_at_step is not None:
+            memory.leave_if_asked()
+            problem, step = trainer.save_problem, end.ended_at_step
+            report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
+            if problem is not None:
+                return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
+            return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+        made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
+        done = [path for path in made if path not in trainer.damaged]
+        if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
+            trainer.retire_checkpoints(done[-1])
+        if rows.held_out is not None:
+            trainer.evaluate()
+        after = shown.answers(trainer.model) if asked else []
+        trainer.save_model(str(folder.model))
+        summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, tokens_before)
+        if trainer.is_world_process_zero():
+            write_json(folder.summary, {**summary, "answers": shown.records(after)})
+            report.end()
+            show_answers(say, shown.records(after))
+            show_summary(say, summary, folder)
+        return summary
 
 
 def build_model(recipe: Recipe) -> Any:
@@ -337,9 +340,9 @@ def add_callbacks(
     say: Console,
     first: list[TrainerCallback],
     watch: DivergenceWatch,
+    bar: Bar,
 ) -> EndOnRequest:
     """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
-    bar = ProgressBar(say)
     end = EndOnRequest(end_asked, trainer.any_rank, trainer.finish_save)
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
@@ -437,6 +440,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
         f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
-    for line in notices(recipe, rows.prepared.report, len(order), step_sequences):
+    faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
+    for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults):
         say.print(escape(line))
     say.print("nothing was trained (--dry-run)")

@@ -138,13 +138,13 @@ def start(
     with tempfile.TemporaryDirectory(prefix="ftkit-ranks-") as name, _quiet_launcher(), counted_signals() as asked:
         folder = Path(name)
         _start_resource_tracker()
-        store = _loopback_store()
+        store = loopback_store()
         with _deaf_to_interrupts():
             context = start_processes(
                 name="rank",
                 entrypoint=_rank,
                 args={rank: (entry, args, rank, folder, threads) for rank in range(ranks)},
-                envs={rank: _environment(rank, ranks, store.port, threads, environ) for rank in range(ranks)},
+                envs={rank: environment(rank, ranks, store.port, threads, environ) for rank in range(ranks)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
                 start_method="spawn",
             )
@@ -159,7 +159,7 @@ def start(
             context.close(signal.SIGKILL, timeout=10)
 
 
-def _loopback_store() -> TCPStore:
+def loopback_store() -> TCPStore:
     """Return a store that this machine alone can reach: left to itself it listens on every interface, to anyone.
 
     (Ranks exchange pickles through it.)
@@ -201,7 +201,12 @@ def _deaf_to_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one rank of this box, beside those of `environ`.
+
+    Args:
+        port: Of the store, on the loopback. threads: Of a rank; None where the user said how many.
+    """
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -6,13 +6,17 @@ It refuses nothing: what must not run is refused where it is read. What it costs
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ftkit.hf.counts import Report
+from ftkit.hf.faults import Fault
 from ftkit.recipe import Recipe
 from ftkit.words import counted
 
 
-def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int) -> list[str]:
+def notices(
+    recipe: Recipe, report: Report, sequences: int, step_sequences: int, faults: Sequence[Fault] = ()
+) -> list[str]:
     """Return the lines to show before the first step.
 
     Args:
@@ -20,8 +24,9 @@ def notices(recipe: Recipe, report: Report, sequences: int, step_sequences: int)
         report: What became of the rows.
         sequences: Of one epoch.
         step_sequences: Of one optimizer step, all ranks together.
+        faults: What is wrong with the rows, though they can be trained on.
     """
-    lines = []
+    lines = [f"warning: {fault}" for fault in faults if fault.kind != "unusable"]  # those the report names
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
         glue = "glue (a line break; nothing for prompt/completion)"
         lines.append(f"no chat template: question, {glue} and answer as plain text")

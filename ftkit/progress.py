@@ -187,7 +187,19 @@ class LookAtFp16(TrainerCallback):
             self.plan.check_wide_inputs()
 
 
-class ProgressBar(TrainerCallback):
+class Bar(TrainerCallback):
+    """What shows the steps of a run; called on rank 0 alone, but for the Trainer's own calls."""
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Show the numbers of a logging step."""
+        raise NotImplementedError
+
+    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
+        """Show what the held-out rows gave: loss, and of perplexity and accuracy those that were asked for."""
+        raise NotImplementedError
+
+
+class ProgressBar(Bar):
     """Show the steps on rank 0's terminal.
 
     Args:

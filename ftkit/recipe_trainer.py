@@ -108,6 +108,23 @@ class RecipeTrainer(Trainer):
         self.state.compute_steps(self.args, max_steps)
         return trained
 
+    _only_restores = False
+
+    def restore(self, checkpoint: str) -> None:
+        """Bring model, optimizer and schedule of a checkpoint into memory, and train nothing."""
+        self._only_restores = True
+        try:
+            self.train(resume_from_checkpoint=checkpoint)
+        finally:
+            self._only_restores = False
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run an epoch as the Trainer does, unless nothing is to be trained."""
+        if self._only_restores:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> WholeSteps:
         return self.order
 

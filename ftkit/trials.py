@@ -32,7 +32,7 @@ from ftkit.arguments import lora_config, training_arguments
 from ftkit.engine.comm import Communicator
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.finetune import build_model, check_fit, follow_plan, load_tokenizer, make_trainer, prepare_rows
+from ftkit.finetune import build_model, check_fit, follow_plan, make_trainer
 from ftkit.hf.blocks import units_of
 from ftkit.hf.loading import TASKS
 from ftkit.launch import Stop
@@ -40,6 +40,7 @@ from ftkit.recipe import Recipe
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.resume import first_whole
 from ftkit.run_folder import RunFolder
+from ftkit.run_rows import load_tokenizer, prepare_rows
 
 
 @dataclass(frozen=True)

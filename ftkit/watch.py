@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ TRACEBACK_LINES = 12
 
 RESUME = "resume with --resume auto if checkpoints were saved (output.save_every_steps)"
 
-_LOST_CONNECTION = re.compile(
+LOST_CONNECTION = re.compile(
     r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote process|NCCL communicator|"
     r"ncclRemoteError|DistNetworkError|DistStoreError",
     re.IGNORECASE,
@@ -98,9 +98,13 @@ class Asked:
     times: int = 0
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals by which a user asks a run to end."""
+
+
 @contextmanager
-def counted_signals() -> Iterator[Asked]:
-    """Count SIGINT, SIGTERM, SIGUSR1 and SIGHUP instead of dying of them, and restore the handlers afterwards."""
+def counted_signals(numbers: Sequence[signal.Signals] = ENDING) -> Iterator[Asked]:
+    """Count signals instead of dying of them, and restore the handlers afterwards; not SIGHUP where nohup silenced it."""
     asked = Asked()
     if threading.current_thread() is not threading.main_thread():  # a notebook's thread: signals are not ours
         yield asked
@@ -109,10 +113,8 @@ def counted_signals() -> Iterator[Asked]:
     def count(number: int, frame: Any) -> None:
         asked.times += 1
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, count) for number in numbers}
+    silenced = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else []  # nohup
+    before = {number: signal.signal(number, count) for number in numbers if number not in silenced}
     try:
         yield asked
     finally:
@@ -171,7 +173,7 @@ class Watch:
         for rank, pid in self.context.pids().items():
             if rank in self.exit_codes:
                 continue
-            code = _exit_code(pid) if hasattr(os, "waitid") else self._launchers_exit_code(pid)
+            code = exit_code(pid) if hasattr(os, "waitid") else self._launchers_exit_code(pid)
             if code is not None:
                 self.exit_codes[rank] = code
 
@@ -221,7 +223,7 @@ class Watch:
             silent_seconds = now - self.beats[rank][1]
             if silent_seconds < STOPPED_SECONDS:
                 continue
-            state = _state(pid)
+            state = state_of(pid)
             if state == psutil.STATUS_STOPPED or (beat and silent_seconds > SILENT_SECONDS):
                 raise RankError(
                     rank,
@@ -242,7 +244,7 @@ class Watch:
                     os.kill(pid, signal.SIGINT)
 
 
-def _exit_code(pid: int) -> int | None:
+def exit_code(pid: int) -> int | None:
     """Return the exit code of a child, negative for a signal, without reaping it; None while it runs."""
     try:
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -253,19 +255,21 @@ def _exit_code(pid: int) -> int | None:
     return -end.si_status if end.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else end.si_status
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """Return what a process does, in psutil's words, or 'gone'."""
     try:
         return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
 
 
-def explain(failures: Mapping[int, Failure], pids: Mapping[int, int]) -> Exception:
+def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: str = RESUME) -> Exception:
     """Choose the rank whose failure is the cause, and say it as the error to raise.
 
     Args:
         failures: Of the ranks that ended.
         pids: Process number of each rank.
+        way_out: What the user may do now.
 
     Returns:
         A `UserError` if that rank refused the user's input, else a `RankError`.
@@ -278,7 +282,7 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int]) -> Excepti
             # Without a word: killed from outside, or it left; torch's own watchdog aborts because another rank is gone.
             kind = 0 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 2
         else:
-            kind = 3 if _LOST_CONNECTION.search(failure.message) and not failure.refusal else 1
+            kind = 3 if LOST_CONNECTION.search(failure.message) and not failure.refusal else 1
         if isinstance(refusal(failure.refusal, failure.exit_code), MemoryShort) and failure.refusal:
             kind = -1  # whoever the kernel killed then, died of the same
         return kind, failure.time_ns, rank
@@ -288,17 +292,18 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int]) -> Excepti
     if failure.refusal:
         return refusal(failure.refusal, failure.exit_code)
     name = f"rank {rank} (pid {pids[rank]})"
-    resume = f"The other ranks were ended; {RESUME}."
+    resume = f"The other ranks were ended; {way_out}."
     if failure.message:
         tail = failure.traceback.rstrip().splitlines()[-TRACEBACK_LINES:]
         return RankError(rank, "\n".join([f"{name} raised {failure.message}", "", *tail, "", resume]))
     if failure.exit_code < 0:
         hint = " (the kernel does that when host memory runs out)" if failure.exit_code == -signal.SIGKILL else ""
-        return RankError(rank, f"{name} was killed by {_signal_name(-failure.exit_code)}{hint}. {resume}")
+        return RankError(rank, f"{name} was killed by {signal_name(-failure.exit_code)}{hint}. {resume}")
     return RankError(rank, f"{name} ended with exit code {failure.exit_code} before its work was done. {resume}")
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return what a signal is called."""
     try:
         return signal.Signals(number).name
     except ValueError:

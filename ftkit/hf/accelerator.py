@@ -154,10 +154,20 @@ class Accelerator(accelerate.Accelerator):
     # --- prepare
 
     def sharded(self, model: nn.Module) -> Units:
-        """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in."""
+        """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
+
+        Raises:
+            UserError: If the loader would not deal the rows out among the ranks that share the weights.
+        """
         units = units_of(model)
         if units is None:
-            units = shard(model, self.settings, device=self.device, comm=Communicator(self.device), **self.shard_options)
+            comm = Communicator(self.device)
+            if comm.world_size != self.num_processes:
+                raise UserError(
+                    f"the ranks share the weights by {comm.world_size}, and accelerate counts {self.num_processes}: each would "
+                    "train on the same rows. Without a GPU say so: use_cpu=True (TrainingArguments), cpu=True (Accelerator)"
+                )
+            units = shard(model, self.settings, device=self.device, comm=comm, **self.shard_options)
         return units
 
     def prepare(self, *things: Any, device_placement: list[bool] | None = None) -> Any:

@@ -8,9 +8,74 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ftkit.words import counted
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows that have something in common.
+
+    Args:
+        rows: how many
+        places: where the first of them stand
+    """
+
+    rows: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the samples of a source are, before anything was cut.
+
+    Args:
+        unit: width of a class, in tokens
+        counts: (class, samples) by class, ascending: the class n is of n * unit to (n + 1) * unit - 1 tokens
+    """
+
+    unit: int
+    counts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def sum(cls, parts: list[Lengths]) -> Lengths:
+        """Return those of several sources, whose classes are the same."""
+        both: dict[int, int] = {}
+        for part in parts:
+            for number, count in part.counts:
+                both[number] = both.get(number, 0) + count
+        return cls(parts[0].unit, tuple(sorted(both.items())))
+
+    def classes(self, most: int) -> list[tuple[int, int, int]]:
+        """Return (low, high, samples) of at most about so many classes of a round width: from low up to high, in tokens."""
+        widest = (self.most + 1) / most
+        wide = next(step * self.unit for step in _round_steps() if step * self.unit >= widest)
+        found: dict[int, int] = {}
+        for number, count in self.counts:
+            place = number * self.unit // wide
+            found[place] = found.get(place, 0) + count
+        return [(place * wide, (place + 1) * wide, found.get(place, 0)) for place in range(max(found, default=-1) + 1)]
+
+    @property
+    def most(self) -> int:
+        """The longest, in tokens, to its class."""
+        return (self.counts[-1][0] + 1) * self.unit - 1 if self.counts else 0
+
+    def at(self, share: float) -> int:
+        """Return the length, to its class, that a share of the samples does not exceed."""
+        left = share * sum(count for _, count in self.counts)
+        for number, count in self.counts:
+            left -= count
+            if left <= 0:
+                return (number + 1) * self.unit - 1
+        return self.most
+
+
+def _round_steps() -> Iterator[int]:
+    yield from (step * 10**power for power in itertools.count() for step in (1, 2, 5))
 
 
 @dataclass(frozen=True)
@@ -28,6 +93,10 @@ class SourceReport:
         trained_tokens: tokens that count in the loss
         truncated_rows: samples that were cut
         cut_tokens: tokens cut off
+        found: what `ftkit.hf.faults` found in the rows, by the names of its `KINDS`
+        ends: the tokens that end answers, as text, and how many samples they end
+        lengths: of the samples
+        trained_lengths: of what is trained on in each sample
     """
 
     label: str
@@ -40,6 +109,20 @@ class SourceReport:
     trained_tokens: int
     truncated_rows: int
     cut_tokens: int
+    found: dict[str, Found]
+    ends: dict[str, int]
+    lengths: Lengths
+    trained_lengths: Lengths
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> SourceReport:
+        """Return what `dataclasses.asdict` made plain, once it was JSON."""
+        found = {name: Found(each["rows"], tuple(each["places"])) for name, each in fields["found"].items()}
+        lengths = {
+            name: Lengths(fields[name]["unit"], tuple(tuple(pair) for pair in fields[name]["counts"]))
+            for name in ("lengths", "trained_lengths")
+        }
+        return cls(**{**fields, "bad_examples": tuple(fields["bad_examples"]), "found": found, **lengths})
 
 
 @dataclass(frozen=True)
@@ -51,6 +134,7 @@ class Report:
         rendering: marked | prefix | plain, see `ftkit.hf.rendering`
         sequences: rows of the prepared data set: samples, or packed sequences of them
         packing_efficiency: share of the packed sequences' room that holds tokens, or None
+        duplicates: samples that are the same as an earlier one, each place `file:9, as file:2`
         digest: checksum of all tokens and labels in their order; empty where an earlier version of ftkit prepared them
         cached: whether the prepared data were there already
     """
@@ -59,6 +143,7 @@ class Report:
     rendering: str
     sequences: int
     packing_efficiency: float | None
+    duplicates: Found
     digest: str = ""
     cached: bool = False
 
@@ -120,6 +205,16 @@ class Report:
             lines.append(f"packed into {counted(self.sequences, 'sequence')}, {100 * self.packing_efficiency:.1f} % full")
         return "\n".join(lines)
 
+    @property
+    def lengths(self) -> Lengths:
+        """How long the samples of all sources are."""
+        return Lengths.sum([source.lengths for source in self.sources])
+
+    @property
+    def trained_lengths(self) -> Lengths:
+        """How much is trained on in each sample of all sources."""
+        return Lengths.sum([source.trained_lengths for source in self.sources])
+
     def to_json(self) -> str:
         """Return the report as JSON text."""
         return json.dumps(asdict(self), indent=1)
@@ -128,5 +223,6 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Read what `to_json` wrote."""
         fields = json.loads(text)
-        sources = [{**source, "bad_examples": tuple(source["bad_examples"])} for source in fields.pop("sources")]
-        return cls(sources=tuple(SourceReport(**source) for source in sources), **fields)
+        sources = tuple(SourceReport.of(source) for source in fields.pop("sources"))
+        duplicates = fields.pop("duplicates")
+        return cls(sources=sources, duplicates=Found(duplicates["rows"], tuple(duplicates["places"])), **fields)

@@ -13,7 +13,7 @@ that while preparing, and reading each local file once to name the result.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,11 @@ import pyarrow
 from ftkit.errors import UserError
 from ftkit.hf.batches import Collator, StepOrder
 from ftkit.hf.counts import Report, SourceReport
+from ftkit.hf.faults import Fault, faults_of, overlap_fault, overlap_of
 from ftkit.hf.formats import BadRowError, Conversation
 from ftkit.hf.once import build_once
 from ftkit.hf.packing import check_isolation
-from ftkit.hf.preparation import Settings, build, fingerprint
+from ftkit.hf.preparation import DIGESTS, Settings, build, fingerprint
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.rows import Source
 
@@ -59,15 +60,36 @@ class Prepared:
             packed, and source (int16, which source a row came from) if there are several
         report: what became of the rows
         weights: one a source, or None where every row comes once an epoch
+        folder: where it lies on the disk, with the checksums of its samples; None where that is not known
     """
 
     dataset: datasets.Dataset
     report: Report
     weights: tuple[float, ...] | None = None
+    folder: Path | None = None
 
     def order(self, seed: int) -> StepOrder:
         """Return the order of samples, a function of (seed, epoch)."""
         return StepOrder.of(self.dataset, seed=seed, weights=self.weights)
+
+    def faults(self, tokenizer: Any, stops: Collection[int] = (), *, shared: bool = False) -> list[Fault]:
+        """Return what is wrong with the data, though they can be trained on.
+
+        Args:
+            tokenizer: the one that they were prepared with
+            stops: token ids at which generation stops, beside the tokenizer's end of sequence
+            shared: whether a share of the rows is held out
+        """
+        known = {token for token in (tokenizer.eos_token_id, *stops) if token is not None and token < len(tokenizer)}
+        names = {str(name) for name in tokenizer.convert_ids_to_tokens(sorted(known))}
+        return faults_of(self.report, names, shared=shared)
+
+    def overlap(self, held_out: Prepared) -> Fault | None:
+        """Return the fault of samples of `held_out`, not packed, that are in these as well, or None."""
+        if self.folder is None or held_out.folder is None:
+            return None
+        ours, theirs = (np.load(each.folder / DIGESTS, mmap_mode="r") for each in (self, held_out))
+        return overlap_fault(overlap_of(ours, theirs, held_out.dataset["place"]), len(theirs))
 
 
 def prepare(
@@ -125,11 +147,11 @@ def prepare(
     try:
         dataset = datasets.load_from_disk(str(folder / "dataset"))
         report = Report.from_json((folder / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(
             f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again."
         ) from error
-    return Prepared(dataset, replace(report, cached=cached), None if None in weights else weights)
+    return Prepared(dataset, replace(report, cached=cached), None if None in weights else weights, folder)
 
 
 def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "causal-lm") -> Prepared:
@@ -141,18 +163,8 @@ def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "cau
         seed: the run's seed
         task: causal-lm | seq2seq
     """
-    sources = [
-        Source(
-            path=source.path,
-            name=source.name,
-            split=source.split,
-            format=source.format,
-            weight=source.weight if "weight" in source.model_fields_set else None,
-        )
-        for source in section.all_sources
-    ]
     return prepare(
-        sources,
+        sources_of(section),
         tokenizer,
         sequence_tokens=section.sequence_tokens,
         packing=section.packing,
@@ -163,6 +175,20 @@ def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "cau
         cache_dir=section.cache_dir,
         workers=section.workers,
     )
+
+
+def sources_of(section: Any) -> list[Source]:
+    """Return the data sets that a recipe's `data` section names; a weight counts only where the recipe states it."""
+    return [
+        Source(
+            path=source.path,
+            name=source.name,
+            split=source.split,
+            format=source.format,
+            weight=source.weight if "weight" in source.model_fields_set else None,
+        )
+        for source in section.all_sources
+    ]
 
 
 def split(dataset: datasets.Dataset, share: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:

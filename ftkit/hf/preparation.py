@@ -29,20 +29,28 @@ import transformers
 import xxhash
 
 from ftkit.errors import UserError
-from ftkit.hf.counts import Report, SourceReport
+from ftkit.hf.counts import Lengths, Report, SourceReport
+from ftkit.hf.faults import Marks, duplicates_of, found_of
 from ftkit.hf.formats import BadRowError, detect, parse_record
 from ftkit.hf.once import RefusedError
 from ftkit.hf.packing import PACKED_COLUMNS, best_fit, fill
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.rows import Source
 from ftkit.hf.samples import SAMPLE_COLUMNS, Tokenise
+from ftkit.words import counted
 
-CACHE_LAYOUT = 2  # raise it when the same settings come to mean other tokens
+CACHE_LAYOUT = 3  # raise it when the same settings come to mean other tokens, or the folder holds something else
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200
 ROWS_PER_WORKER = 500
 EXAMPLES_SHOWN = 5
+LENGTH_CLASSES = 256
+"""At least so many of lengths up to a long sequence's; longer ones have classes as wide, up to `LONGEST` sequences."""
+LONGEST = 4
+ENDS_KEPT = 8
+DIGESTS = "digests.npy"
+"""The checksum of each sample, in their order; int64."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,11 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     made = [samples_of(source, rendering, settings, workers, place) for source, place in zip(sources, places)]
     parts, reports = [part for part, _ in made], tuple(report for _, report in made)
     refuse_bad_rows(reports, settings.on_bad_row)
+    refuse_empty_answers(reports)
+    samples = datasets.concatenate_datasets([part.select_columns(["place", "digest"]) for part in parts])
+    digests = samples.with_format("numpy")["digest"][:]
+    np.save(folder / DIGESTS, digests)
+    duplicates = duplicates_of(digests, samples["place"])
     if settings.packing:
         parts = [
             packed(part, settings, workers, place, source.label) for part, place, source in zip(parts, places, sources)
@@ -121,7 +134,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     dataset.save_to_disk(str(folder / "dataset"))
     tokens = sum(report.tokens for report in reports)
     efficiency = tokens / (len(dataset) * settings.sequence_tokens) if settings.packing else None
-    report = Report(reports, rendering.way, len(dataset), efficiency, digest_of(dataset))
+    report = Report(reports, rendering.way, len(dataset), efficiency, duplicates, digest_of(dataset))
     (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
     shutil.rmtree(scratch)
 
@@ -155,6 +168,22 @@ def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
     raise RefusedError(f"{bad_rows} of {rows} rows cannot be used:\n{shown}{more}\n{advice}")
 
 
+def refuse_empty_answers(reports: Sequence[SourceReport]) -> None:
+    """Stop where all that a source would teach is to say nothing.
+
+    Raises:
+        RefusedError: with the first rows of it
+    """
+    for report in reports:
+        found = report.found.get("only_end")
+        if found is not None and found.rows == report.samples:
+            raise RefusedError(
+                f"{report.label}: the answers of all {counted(report.samples, 'sample')} hold nothing but their end "
+                f"({', '.join(found.places)}), so that nothing can be learned from them. `ftkit data` shows them; the chat "
+                "template leaves out what they say, or another template is needed."
+            )
+
+
 def samples_of(
     source: Source, rendering: Rendering, settings: Settings, workers: int, scratch: Path
 ) -> tuple[datasets.Dataset, SourceReport]:
@@ -168,13 +197,14 @@ def samples_of(
     if not len(rows):
         raise UserError(f"{source.label}: holds no rows; at least one is needed")
     format_name = format_of(source, rows)
+    marks = Marks.of(rendering.tokenizer)
     tokenise = Tokenise(
-        rendering, format_name, settings.sequence_tokens, settings.loss_on, settings.task, settings.long_text
+        rendering, marks, format_name, settings.sequence_tokens, settings.loss_on, settings.task, settings.long_text
     )
     samples = mapped(
         rows, tokenise, SAMPLE_COLUMNS, workers, scratch / "samples.arrow", f"Tokenising {Path(source.label).name}"
     )
-    numbers = samples.select_columns(["tokens", "trained_tokens", "cut_tokens"]).with_format("numpy")[:]
+    numbers = samples.select_columns(["tokens", "trained_tokens", "cut_tokens", "faults", "end"]).with_format("numpy")[:]
     good, bad = np.flatnonzero(numbers["tokens"]), np.flatnonzero(numbers["tokens"] == 0)
     report = SourceReport(
         label=source.label,
@@ -187,9 +217,37 @@ def samples_of(
         trained_tokens=int(numbers["trained_tokens"].sum()),
         truncated_rows=int((numbers["cut_tokens"] > 0).sum()),
         cut_tokens=int(numbers["cut_tokens"].sum()),
+        found=found_of(numbers["faults"], samples["place"]),
+        ends=ends_of(numbers["end"], marks),
+        lengths=lengths_of((numbers["tokens"] + numbers["cut_tokens"])[good], settings.sequence_tokens),
+        trained_lengths=lengths_of(numbers["trained_tokens"][good], settings.sequence_tokens),
     )
     kept = samples if len(good) == len(samples) else samples.select(good)
-    return kept.select_columns(["input_ids", "labels", "place", "tokens"]), report
+    return kept.select_columns(["input_ids", "labels", "place", "tokens", "digest"]), report
+
+
+def ends_of(ends: np.ndarray, marks: Marks) -> dict[str, int]:
+    """Return the tokens that end answers, as text, and how many samples they end; the most frequent ones.
+
+    Args:
+        ends: (rows,) token ids; -1 where no token is known
+        marks: of the tokenizer
+    """
+    tokens, rows = np.unique(ends[ends >= 0], return_counts=True)
+    most = np.argsort(-rows, kind="stable")[:ENDS_KEPT]
+    return {marks.name(int(tokens[place])): int(rows[place]) for place in most}
+
+
+def lengths_of(tokens: np.ndarray, sequence_tokens: int) -> Lengths:
+    """Return how often each length comes; what is longer than `LONGEST` sequences is in the last class.
+
+    Args:
+        tokens: (samples,) lengths
+        sequence_tokens: of a sequence
+    """
+    unit = 10 ** (len(str(max(1, sequence_tokens // LENGTH_CLASSES))) - 1)
+    classes, counts = np.unique(np.minimum(tokens, LONGEST * sequence_tokens) // unit, return_counts=True)
+    return Lengths(unit, tuple(zip(classes.tolist(), counts.tolist())))
 
 
 def write_rows(source: Source, file: Path) -> datasets.Dataset:

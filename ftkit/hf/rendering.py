@@ -20,7 +20,7 @@ The cost: with `prefix`, a conversation of n answers is rendered and cut into to
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jinja2
@@ -39,10 +39,14 @@ class Rendered:
     Args:
         ids: token ids of the whole, T of them
         answers: spans [start, stop) of ids, in tokens, that the assistant said
+        text: what a chat template made of it; "" where there is none
+        doubled_bos: whether a second beginning-of-sequence token was dropped
     """
 
     ids: list[int]
     answers: list[tuple[int, int]] = field(default_factory=list)
+    text: str = ""
+    doubled_bos: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Rendering:
         ids = [*self.lead, *self.cut(text)]
         if tuple(ids[-len(self.tail) :]) != self.tail:
             ids += self.tail
-        ids = self.without_double_bos(Rendered(ids)).ids
-        return Rendered(ids, [(0, len(ids))])
+        found = self.without_double_bos(Rendered(ids))
+        return replace(found, answers=[(0, len(found.ids))])
 
     def conversation(self, conversation: Conversation, *, find_answers: bool = True) -> Rendered:
         """Return a conversation as tokens, with the spans of its answers.
@@ -106,9 +110,13 @@ class Rendering:
         """
         try:
             if not find_answers:
-                ids = self.plain(conversation).ids if self.way == "plain" else self.cut(self.whole(conversation))
-                ids = self.without_double_bos(Rendered(ids)).ids
-                return Rendered(ids, [(0, len(ids))])
+                if self.way == "plain":
+                    whole = self.plain(conversation)
+                else:
+                    text = self.whole(conversation)
+                    whole = Rendered(self.cut(text), [], text)
+                found = self.without_double_bos(whole)
+                return replace(found, answers=[(0, len(found.ids))])
             render = {"marked": self.marked, "prefix": self.prefix, "plain": self.plain}[self.way]
             return self.without_double_bos(render(conversation))
         except (jinja2.TemplateError, TypeError, UnicodeError) as error:
@@ -180,7 +188,7 @@ class Rendering:
         if bos is None or ids[:2] != [bos, bos] or bos == self.tokenizer.eos_token_id:
             return rendered
         spans = [(max(start - 1, 0), max(stop - 1, 0)) for start, stop in rendered.answers]
-        return self.without_double_bos(Rendered(ids[1:], spans))
+        return self.without_double_bos(Rendered(ids[1:], spans, rendered.text, True))
 
     def marked(self, conversation: Conversation) -> Rendered:
         """Take the answers from the template's own marks; a token belongs to a mark that it overlaps."""
@@ -200,7 +208,7 @@ class Rendering:
             inside = [i for i, (start, stop) in enumerate(offsets) if start < last and stop > first]
             if inside:
                 answers.append((inside[0], inside[-1] + 1))
-        return Rendered(encoded["input_ids"], answers)
+        return Rendered(encoded["input_ids"], answers, whole)
 
     def prefix(self, conversation: Conversation) -> Rendered:
         """Find the answers by rendering the conversation up to each of them and through it."""
@@ -215,7 +223,7 @@ class Rendering:
             asked = self.render(conversation, number, ask=True)
             end = self.end_of_answer(conversation, number, whole, asked)
             answers.append((self.tokens_before(len(asked), whole, ids), self.tokens_before(end, whole, ids)))
-        return Rendered(ids, answers)
+        return Rendered(ids, answers, whole)
 
     def end_of_answer(self, conversation: Conversation, number: int, whole: str, asked: str) -> int:
         """Return where, in characters of the whole, the answer `number` ends, its end-of-turn token included.

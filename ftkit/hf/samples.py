@@ -15,10 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import datasets
+import numpy as np
+import xxhash
 
 from ftkit.errors import UserError
+from ftkit.hf.faults import Marks
 from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row
-from ftkit.hf.rendering import Rendering
+from ftkit.hf.rendering import Rendered, Rendering
 
 IGNORED_LABEL = -100
 SAMPLE_COLUMNS = datasets.Features(
@@ -30,6 +33,9 @@ SAMPLE_COLUMNS = datasets.Features(
         "trained_tokens": datasets.Value("int32"),
         "cut_tokens": datasets.Value("int32"),
         "problem": datasets.Value("string"),
+        "faults": datasets.Value("int32"),
+        "end": datasets.Value("int32"),
+        "digest": datasets.Value("int64"),
     }
 )
 
@@ -40,6 +46,7 @@ class Tokenise:
 
     Args:
         rendering: how the tokenizer makes tokens of conversations
+        marks: how rows are looked at for faults
         format_name: a name of `ftkit.hf.formats.FORMATS`
         sequence_tokens: longest sample, in tokens
         loss_on: answers | all
@@ -48,6 +55,7 @@ class Tokenise:
     """
 
     rendering: Rendering
+    marks: Marks
     format_name: str
     sequence_tokens: int
     loss_on: str = "answers"
@@ -70,8 +78,7 @@ class Tokenise:
                     raise BadRowError(problem)
                 samples += [{**made, "place": place} for made in self.samples(record)]
             except BadRowError as error:
-                empty = {"input_ids": [], "labels": [], "tokens": 0, "trained_tokens": 0, "cut_tokens": 0}
-                samples.append({**empty, "place": place, "problem": f"{place}: {error}"})
+                samples.append({**sample([], [], 0, 0, 0), "place": place, "problem": f"{place}: {error}"})
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
         return {column: [sample[column] for sample in samples] for column in SAMPLE_COLUMNS}
@@ -85,6 +92,24 @@ class Tokenise:
         content = read_row(parse_record(record), self.format_name)
         if self.task == "seq2seq":
             return [self.pair(content)]
+        rendered, labels = self.labelled(content)
+        if all(label == IGNORED_LABEL for label in labels[1:]):
+            raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
+        step, size = self.sequence_tokens, len(labels)
+        if isinstance(content, str) and self.long_text == "split":
+            starts = [start for start in range(0, size, step) if size - start > 1]
+        else:
+            starts, step = [0], size
+        made = [self.causal(rendered.ids[start : start + step], labels[start : start + step]) for start in starts]
+        faults, end = self.marks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on == "answers")
+        return [{**each, "faults": faults, "end": end} for each in made]
+
+    def labelled(self, content: Conversation | str) -> tuple[Rendered, list[int]]:
+        """Return a row for a causal model as tokens, whole, and the label of each token.
+
+        Raises:
+            BadRowError: the chat template refuses it
+        """
         if isinstance(content, Conversation):
             rendered = self.rendering.conversation(content, find_answers=self.loss_on == "answers")
         else:
@@ -92,15 +117,7 @@ class Tokenise:
         labels = [IGNORED_LABEL] * len(rendered.ids)
         for start, stop in rendered.answers:
             labels[start:stop] = rendered.ids[start:stop]
-        if any(label != IGNORED_LABEL for label in labels[1:]):
-            step = self.sequence_tokens
-            if isinstance(content, str) and self.long_text == "split":
-                starts = [start for start in range(0, len(labels), step) if len(labels) - start > 1]
-                return [
-                    self.causal(rendered.ids[start : start + step], labels[start : start + step]) for start in starts
-                ]
-            return [self.causal(rendered.ids, labels)]
-        raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
+        return rendered, labels
 
     def causal(self, ids: list[int], labels: list[int]) -> dict:
         """Cut one sample of a causal model to its length.
@@ -138,7 +155,8 @@ class Tokenise:
 
 
 def sample(ids: list[int], labels: list[int], tokens: int, trained_tokens: int, cut_tokens: int) -> dict:
-    """Return the columns of one sample, but its place."""
+    """Return the columns of one sample, but its place; no faults are known of it."""
+    content = np.asarray([len(ids), *ids, *labels], np.int32).tobytes()
     return {
         "input_ids": ids,
         "labels": labels,
@@ -146,4 +164,7 @@ def sample(ids: list[int], labels: list[int], tokens: int, trained_tokens: int, 
         "trained_tokens": trained_tokens,
         "cut_tokens": cut_tokens,
         "problem": "",
+        "faults": 0,
+        "end": -1,
+        "digest": int.from_bytes(xxhash.xxh3_64_digest(content), "big", signed=True),
     }

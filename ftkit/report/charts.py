@@ -197,6 +197,42 @@ def line_chart(
     return f"<figure><figcaption>{escaped(title)}</figcaption>{legend}{svg}</figure>"
 
 
+def histogram(
+    title: str,
+    x: tuple[str, str],
+    y: tuple[str, str],
+    classes: Sequence[tuple[float, float, int]],
+    limit: tuple[float, str] | None = None,
+) -> str:
+    """Return a figure of upright bars, one a class, with a heading.
+
+    Args:
+        title: above it. x, y: name and unit of the axes. classes: (low, high, count), from low up to high.
+        limit: where a mark stands, with what it is; None for none.
+    """
+    ends = [end for low, high, _ in classes for end in (low, high)]
+    across = replace(axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True), room=1e6)
+    up = axis_of([count for _, _, count in classes], from_zero=True, whole=True)
+    x_title, y_title = across.title(*x), up.title(*y)
+    parts = [*_grid(across, up, x_title, y_title)]
+    for low, high, count in classes:
+        left, right, top = _x(across, low), _x(across, high), _y(up, count)
+        told = escaped(f"{short(low)} to {short(high)} {x[1]}: {short(count)} {y[1]}")
+        parts.append(
+            f'<rect class="p0" x="{left + 0.5:.1f}" y="{top}" width="{max(right - left - 1, 0.6):.1f}" '
+            f'height="{HEIGHT - BOTTOM - top:.1f}"><title>{told}</title></rect>'
+        )
+    if limit is not None:
+        at, told = _x(across, limit[0]), escaped(f"{limit[1]}: {short(limit[0])}")
+        anchor = "end" if at > (LEFT + WIDTH) / 2 else "start"
+        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"><title>{told}</title></path>')
+        text = f'x="{at + (-5 if anchor == "end" else 5)}" y="{TOP - 3}" text-anchor="{anchor}"'
+        parts.append(f'<text class="tick name" {text}>{told}</text>')
+    label = escaped(f"{title}: {y_title} over {x_title}")
+    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{escaped(title)}</figcaption>{svg}</figure>"
+
+
 def _x(axis: Axis, value: float) -> float:
     return round(LEFT + axis.share(value) * (WIDTH - LEFT - RIGHT), 1)
 

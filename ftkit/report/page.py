@@ -74,15 +74,15 @@ def rewrite(reader: Reader) -> None:
     write(reader.folder.report, render(reader.read()))
 
 
-def page(title: str, body: Iterable[str], *, refreshes: bool = False) -> str:
-    """Return a whole page."""
+def page(title: str, body: Iterable[str], *, refreshes: bool = False, style: str = "") -> str:
+    """Return a whole page; `style` is added to that of a report."""
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if refreshes else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
         f'<meta name="referrer" content="no-referrer">{again}<link rel="icon" href="data:,">'
-        f"<title>{escaped(title, 200)}</title><style>{STYLE}</style></head>"
+        f"<title>{escaped(title, 200)}</title><style>{STYLE}{style}</style></head>"
         f"\n<body><main>{''.join(body)}\n</main></body></html>\n"
     )
 

@@ -22,33 +22,16 @@ _COLOURED = "".join(
     for n in range(2 * COLOURS)
 )
 
-STYLE = (
-    f"""
-:root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5c6670;--line:#dfe3e8;--grid:#eceff2;
---bad:#c62828;--good:#1a7f4b;--busy:#0a66b7;--hit:#0a66b714;--on:#fff;{_variables(_LIGHT, _MORE_LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{--page:#101317;--card:#181c21;--ink:#e6e9ed;--soft:#97a1ac;--line:#2b3138;
---grid:#242a30;--bad:#ff7b72;--good:#56d38f;--busy:#63b3f5;--hit:#63b3f51f;--on:#101317;{_variables(_DARK, _MORE_DARK)}}}}}
-"""
-    """
-*{box-sizing:border-box}
-html{-webkit-text-size-adjust:100%}
-body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
-main{max-width:1240px;margin:0 auto;padding:32px 24px 64px}
-header{display:flex;flex-wrap:wrap;align-items:center;gap:6px 14px;margin-bottom:4px}
-h1{font-size:26px;font-weight:650;letter-spacing:-.015em;line-height:1.2;margin:0;overflow-wrap:anywhere;min-width:0}
-h2{font-size:17px;font-weight:650;letter-spacing:-.005em;margin:40px 0 12px}
-.status{font-size:13px;font-weight:600;padding:2px 10px;border-radius:99px;border:1px solid currentColor;white-space:nowrap}
-.status.good{color:var(--good)}.status.busy{color:var(--busy)}.status.early{color:var(--bad)}
-.under{color:var(--soft);margin:0 0 24px;overflow-wrap:anywhere}
-.under b{font-weight:500;color:var(--ink)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:14px}
-.card,figure,.sample,.sheet,.said{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.card{padding:14px 18px}
-.card .name{color:var(--soft);font-size:13px}
-.card .value{font-size:25px;font-weight:600;letter-spacing:-.02em;line-height:1.3;font-variant-numeric:tabular-nums}
-.card .value small{font-size:14px;font-weight:500;letter-spacing:0;color:var(--soft)}
-.card .note{color:var(--soft);font-size:13px}
+_LIGHT_VARIABLES = (
+    "--page:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5c6670;--line:#dfe3e8;--grid:#eceff2;--bad:#c62828;--good:#1a7f4b;"
+    f"--busy:#0a66b7;--hit:#0a66b714;--on:#fff;--learned:#d9f2e6;{_variables(_LIGHT, _MORE_LIGHT)}"
+)
+_DARK_VARIABLES = (
+    "--page:#101317;--card:#181c21;--ink:#e6e9ed;--soft:#97a1ac;--line:#2b3138;--grid:#242a30;--bad:#ff7b72;--good:#56d38f;"
+    f"--busy:#63b3f5;--hit:#63b3f51f;--on:#101317;--learned:#123d2e;{_variables(_DARK, _MORE_DARK)}"
+)
+
+_CHARTS = """
 .grid-of-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:14px}
 figure{margin:0;padding:14px 14px 8px;min-width:0;display:flex;flex-direction:column}
 figure>svg{margin-top:auto!important}
@@ -71,6 +54,36 @@ color:var(--soft)}
 .key{flex:none;width:14px;height:3px;border-radius:2px;background:var(--own)}
 .key.part{width:11px;height:11px;border-radius:3px}.key.dots{width:8px;height:8px;border-radius:50%}
 .key.level{background:none;height:0;border-top:2px dashed var(--own);border-radius:0}
+"""
+
+STYLE = (
+    f"""
+:root{{color-scheme:light dark;{_LIGHT_VARIABLES}}}
+@media (prefers-color-scheme:dark){{:root{{{_DARK_VARIABLES}}}}}
+"""
+    """
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%}
+body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+main{max-width:1240px;margin:0 auto;padding:32px 24px 64px}
+header{display:flex;flex-wrap:wrap;align-items:center;gap:6px 14px;margin-bottom:4px}
+h1{font-size:26px;font-weight:650;letter-spacing:-.015em;line-height:1.2;margin:0;overflow-wrap:anywhere;min-width:0}
+h2{font-size:17px;font-weight:650;letter-spacing:-.005em;margin:40px 0 12px}
+.status{font-size:13px;font-weight:600;padding:2px 10px;border-radius:99px;border:1px solid currentColor;white-space:nowrap}
+.status.good{color:var(--good)}.status.busy{color:var(--busy)}.status.early{color:var(--bad)}
+.under{color:var(--soft);margin:0 0 24px;overflow-wrap:anywhere}
+.under b{font-weight:500;color:var(--ink)}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:14px}
+.card,figure,.sample,.sheet,.said{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:14px 18px}
+.card .name{color:var(--soft);font-size:13px}
+.card .value{font-size:25px;font-weight:600;letter-spacing:-.02em;line-height:1.3;font-variant-numeric:tabular-nums}
+.card .value small{font-size:14px;font-weight:500;letter-spacing:0;color:var(--soft)}
+.card .note{color:var(--soft);font-size:13px}
+"""
+    + _CHARTS
+    + """
 .said{padding:10px 16px;margin:0 0 14px;border-left:4px solid var(--bad);overflow-wrap:anywhere;white-space:pre-wrap}
 .samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(360px,100%),1fr));gap:14px}
 .sample{padding:14px 18px;min-width:0}
@@ -98,3 +111,27 @@ footer{margin-top:40px;color:var(--soft);font-size:13px}
 """
     + _COLOURED
 )
+
+
+def embedded(root: str, rules: str = "") -> str:
+    """Return the style sheet of charts inside an element of a page that is not ours, such as a notebook's.
+
+    JupyterLab and VS Code say on `body` whether they are dark; elsewhere the system does.
+
+    Args:
+        root: the element's selector. rules: more of them, flat: without @media.
+    """
+    flat = (*_rules(_CHARTS), *_rules(_COLOURED), *_rules(rules))
+    own = "".join(f"{','.join(f'{root} {each}' for each in selectors.split(','))}{{{body}}}" for selectors, body in flat)
+    told_dark = ",".join(f"{where} {root}" for where in ('[data-jp-theme-light="false"]', ".vscode-dark"))
+    untold = f"body:not([data-jp-theme-light]):not(.vscode-light) {root}"
+    return (
+        f"{root}{{{_LIGHT_VARIABLES}}}{told_dark}{{{_DARK_VARIABLES}}}"
+        f"@media (prefers-color-scheme:dark){{{untold}{{{_DARK_VARIABLES}}}}}{own}"
+    )
+
+
+def _rules(sheet: str) -> list[tuple[str, str]]:
+    """Return the selectors and the body of each rule of a flat sheet."""
+    parts = (rule.partition("{") for rule in sheet.replace("\n", "").split("}"))
+    return [(selectors, body) for selectors, brace, body in parts if brace]

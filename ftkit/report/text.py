@@ -24,6 +24,15 @@ def escaped(value: Any, most: int = MOST_CHARACTERS) -> str:
     return html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
+def visible(text: str) -> str:
+    """Return text in which what a terminal would obey, or nobody would see, stands as a sign; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else _sign(ord(c)) for c in text)
+
+
+def _sign(code: int) -> str:
+    return chr(0x2400 + code) if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else f"\\u{code:04x}"
+
+
 def number(value: Any) -> float | None:
     """Return what JSON holds as a float (NaN and infinity too), None for anything that is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

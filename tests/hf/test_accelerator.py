@@ -174,6 +174,18 @@ def test_a_state_that_is_not_whole_is_refused(world2, tmp_path):
     world2.run(loop, "ours", {"stage": 3}, None, str(folder))
 
 
+def on_no_device() -> None:
+    """Share weights with a rank of which accelerate knows nothing: on a CPU, without saying that it is one."""
+    make("ours", {"stage": 3}, cpu=False).prepare(runs.llama())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU accelerate counts the ranks")
+def test_ranks_that_would_all_train_on_the_same_rows_are_refused(world2):
+    for words in world2.run(refusal_of, on_no_device):
+        assert "share the weights by 2, and accelerate counts 1" in words
+        assert "use_cpu=True" in words
+
+
 class Number:
     """Something whose state is a number."""
 

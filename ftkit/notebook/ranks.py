@@ -1,0 +1,356 @@
+"""`Ranks`: workers behind one notebook, as one object in the kernel.
+
+What is asked for is checked here first, as `ftkit finetune` does it, and then done by all ranks together. Between cells they
+keep model, optimizer and the user's names. They end with `shutdown`, with the kernel, or when one of them is lost;
+`restart` starts them anew, with the model of the last checkpoint in memory.
+
+It refuses a second request while one is on its way, and more ranks than GPUs. What it costs: starting takes as long as
+torch and transformers are imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ftkit.begin import checkpoints_to_try
+from ftkit.errors import UserError
+from ftkit.notebook.crew import Crew
+from ftkit.notebook.exchange import Exchange, View
+from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
+from ftkit.notebook.live import LiveRun, Output
+from ftkit.recipe import Recipe, load, parse
+from ftkit.report.page import note_end
+from ftkit.run_folder import RunFolder
+from ftkit.watch import signal_name
+from ftkit.words import counted
+
+HANG_SECONDS = 60.0
+AT_THE_NEXT_STEP = "stopping after this step, with a checkpoint; interrupt again to end the ranks at once"
+AT_THE_END = "the ranks finish this first; interrupt again to end them at once"
+
+
+class Value:
+    """What rank 0 showed of a value that is no plain data: its repr, and what it shows richly.
+
+    Args:
+        data: MIME types to texts.
+    """
+
+    def __init__(self, data: Mapping[str, str]) -> None:
+        self.data = dict(data)
+
+    def __repr__(self) -> str:
+        return self.data["text/plain"]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return self.data
+
+
+class Summary(dict):
+    """What summary.json holds of a run; shown as a line."""
+
+    def __repr__(self) -> str:
+        told = [counted(self["steps"], "step"), f"{self['seconds']:.0f} s"]
+        if self.get("train_loss") is not None:
+            told.append(f"training loss {self['train_loss']:.4f}")
+        if self.get("eval_loss_after") is not None:
+            before = self.get("eval_loss_before")
+            first = f"{before:.4f} -> " if before is not None else ""
+            told.append(f"held-out loss {first}{self['eval_loss_after']:.4f}")
+        return f"<run: {', '.join(told)}>"
+
+
+class Ranks:
+    """Workers, one a device or on the CPU, that live until `shutdown`.
+
+    Args:
+        n: Their number; default: one a GPU, or 1 on a CPU.
+        hang_seconds: How long a rank may wait for another that will not come, before that is called a hang.
+
+    Raises:
+        UserError: More ranks than GPUs.
+    """
+
+    def __init__(self, n: int | None = None, *, hang_seconds: float = HANG_SECONDS) -> None:
+        if n is not None and n < 1:
+            raise Refused(f"Ranks: {n} ranks were asked for; needed: at least 1")
+        if not hang_seconds > 0:
+            raise Refused(f"Ranks: hang_seconds is {hang_seconds}; needed: more than 0")
+        self.n, self.hang_seconds = n, hang_seconds
+        self._crew: Crew | None = None
+        self._recipe: Recipe | None = None  # of the last run
+        self._cells = 0
+        self._busy = False
+
+    # --- life
+
+    def start(self) -> Ranks:
+        """Start the workers, unless they run; returns this object.
+
+        Raises:
+            Refused: More ranks than GPUs. RankFailed: One could not start.
+        """
+        if self._crew is not None and not self._crew.dead():
+            return self
+        self._lose()
+        import torch  # here: it takes seconds, and who only reads the help should not wait
+
+        from ftkit import launch
+
+        gpus = torch.cuda.device_count()
+        number = self.n or max(1, gpus)
+        try:
+            launch.check_ranks(number, gpus)
+        except UserError as error:
+            raise Refused(in_notebook(str(error))) from None
+        self._crew = Crew(number, os.environ, self._gone)
+        atexit.register(self.shutdown)
+        try:
+            Exchange(self._crew, Output(), self.hang_seconds, lambda: "mend that and start them again").wait()
+        except BaseException:
+            self._lose()
+            raise
+        self._offer_magic()
+        return self
+
+    def shutdown(self) -> None:
+        """End the workers; what they hold in memory is lost."""
+        atexit.unregister(self.shutdown)
+        if self._crew is not None:
+            crew, self._crew = self._crew, None
+            crew.end()
+
+    def restart(self, *, restore: bool = True) -> Ranks:
+        """Start the workers anew, and bring the newest whole checkpoint of the last run into their memory; returns this.
+
+        Args:
+            restore: Whether to read the checkpoint.
+
+        Raises:
+            Refused: No checkpoint is whole. RankFailed: As `start`.
+        """
+        self.shutdown()
+        self.start()
+        if restore and self._checkpoints():
+            assert self._recipe is not None
+            checkpoints = [str(path) for path in self._checkpoints()[::-1]]
+            step = self._ask("restore", recipe=self._recipe.model_dump(mode="json"), checkpoints=checkpoints)
+            print(f'the model of step {step} is in memory; ranks.finetune(resume="auto") goes on from there')
+        return self
+
+    def __enter__(self) -> Ranks:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process number of each rank; empty where none run."""
+        return {} if self._crew is None else self._crew.pids
+
+    def __repr__(self) -> str:
+        if self._crew is None:
+            return "<Ranks: not started>"
+        dead = self._crew.dead()
+        return f"<Ranks: {counted(self._crew.ranks, 'rank')}{f', {len(dead)} of them ended' if dead else ''}>"
+
+    # --- what they do
+
+    def finetune(
+        self,
+        recipe: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        *,
+        settings: Sequence[str] = (),
+        resume: str | None = None,
+        overwrite: bool = False,
+    ) -> Summary:
+        """Fine-tune as a recipe says; the trained model, its tokenizer and trainer stay on the ranks.
+
+        Args:
+            recipe: A YAML file, the name of a packaged recipe, or a dictionary; default: that of the last run.
+            settings: `key.sub=value`, laid over the recipe in order.
+            resume: "auto", or a checkpoint's folder, to continue from.
+            overwrite: Remove what an earlier run left in output.dir, and start anew.
+
+        Returns:
+            What summary.json holds.
+
+        Raises:
+            Refused: The recipe, the data or the folder cannot be used. RankFailed: A rank was lost or raised.
+            Interrupted: The user interrupted the kernel: the run has ended after a step, with a checkpoint.
+        """
+        facts = self._facts(recipe, settings)
+        folder = RunFolder(Path(facts.output.dir))
+        view = LiveRun(folder, folder.path.name)
+        try:
+            with folder.lock():
+                found = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=True, say=print)
+                self._recipe = facts
+                return self._finetune(facts, folder, view, [str(path) for path in found])
+        except UserError as error:
+            raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
+
+    def _finetune(self, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]) -> Summary:
+        """Run it, and show and note how it ended."""
+        status = "early"
+        try:
+            told = self._ask(
+                "finetune",
+                view,
+                AT_THE_NEXT_STEP,
+                recipe=facts.model_dump(mode="json"),
+                checkpoints=checkpoints,
+            )
+            if "stopped" in told:
+                raise Interrupted(in_notebook(told["stopped"]))
+            status = "good"
+        except (RankFailed, Refused, Interrupted) as error:
+            note_end(folder, str(error))
+            raise
+        finally:
+            view.end(status)
+        return Summary(told)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Answer prompts with the model on the ranks.
+
+        Args:
+            prompts: Questions, or conversations (lists of dictionaries with role and content).
+            max_new_tokens: Length of an answer. temperature: 0 takes the likeliest token each time.
+            top_p: Draw from the likeliest tokens that together have this probability. seed: Of drawing.
+
+        Returns:
+            An answer a prompt.
+
+        Raises:
+            Refused: There is no model yet. RankFailed: A rank was lost or raised.
+        """
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        asked = [prompts] if isinstance(prompts, str) else [_plain_prompt(each) for each in prompts]
+        return self._ask("generate", None, AT_THE_END, prompts=asked, options=options)
+
+    def evaluate(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Return the loss (nats a label token), the perplexity and the label tokens of held-out rows.
+
+        Args:
+            path: A file of rows; default: what the recipe of the run holds out.
+
+        Raises:
+            Refused: There is no model, or no rows. RankFailed: A rank was lost or raised.
+        """
+        return self._ask("evaluate", None, AT_THE_END, path=None if path is None else os.path.abspath(path))
+
+    def save(self, folder: str | os.PathLike[str]) -> str:
+        """Write the model on the ranks as a Hugging Face folder, with its tokenizer; returns the folder.
+
+        Raises:
+            Refused: There is no model, or the folder cannot be written. RankFailed: A rank was lost or raised.
+        """
+        return self._ask("save", None, AT_THE_END, folder=os.path.abspath(folder))
+
+    def run(self, source: str, *, name: str | None = None) -> Any:
+        """Run Python code on every rank, in names of its own that stay; `%%ranks` does the same.
+
+        `rank`, `world_size` and `device` are there, `display`, and after a run `model`, `tokenizer` and `trainer`.
+
+        Args:
+            source: The code. name: What tracebacks call it; default: "cell N".
+
+        Returns:
+            Of the last expression, on rank 0: plain data as it is, anything else as it is shown.
+
+        Raises:
+            RankFailed: A rank raised, was lost, or waits in vain. Interrupted: The user interrupted the kernel.
+        """
+        self._cells += 1
+        told = self._ask("cell", Output(calm=False), "", source=source, name=name or f"cell {self._cells}")
+        return ast.literal_eval(told["literal"]) if "literal" in told else Value(told["data"])
+
+    # --- within
+
+    def _ask(self, verb: str, view: View | None = None, on_interrupt: str = "", **arguments: Any) -> Any:
+        if self._crew is None:
+            raise Refused("the ranks do not run: call ranks.start(), or ranks.restart() to go on from the last checkpoint")
+        if self._busy:
+            raise Refused("the ranks are at work for another cell or thread; wait for its end, or interrupt it")
+        self._busy = True
+        exchange = Exchange(self._crew, view or Output(), self.hang_seconds, self._way_out, on_interrupt)
+        try:
+            return exchange.ask(verb, **arguments)
+        finally:
+            self._busy = False
+            if self._crew.dead():
+                self._lose()
+
+    def _gone(self, rank: int) -> None:
+        """Say at once that a worker is gone with which nobody talks; called in a thread of the crew's."""
+        crew = self._crew
+        if crew is None or self._busy:  # it was ended, or a request that is on its way will tell
+            return
+        code = crew.exit_code(rank)
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        print(f"rank {rank} (pid {crew.pids[rank]}) {how}; {self._way_out()}", file=sys.stderr, flush=True)
+
+    def _lose(self) -> None:
+        """Let go of workers of which some have ended."""
+        if self._crew is not None:
+            atexit.unregister(self.shutdown)
+            self._crew.kill()
+            self._crew = None
+
+    def _checkpoints(self) -> list[Path]:
+        return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()
+
+    def _way_out(self) -> str:
+        found = self._checkpoints()
+        if found:
+            return f"ranks.restart() starts them anew, from {found[-1].name} of {found[-1].parent}"
+        saved = "; no checkpoint was saved (output.save_every_steps)" if self._recipe is not None else ""
+        return f"ranks.restart() starts them anew{saved}"
+
+    def _facts(self, recipe: str | os.PathLike[str] | Mapping[str, Any] | None, settings: Sequence[str]) -> Recipe:
+        """Read and check a recipe."""
+        if isinstance(settings, str):
+            raise Refused(f"settings: found the text {settings!r}; needed: a list, such as ['train.max_steps=10']")
+        if recipe is None and self._recipe is None:
+            raise Refused("finetune: there is no earlier run; name a recipe: a YAML file, a packaged name, or a dictionary")
+        try:
+            if recipe is None or isinstance(recipe, Mapping):
+                assert recipe is not None or self._recipe is not None
+                facts = self._recipe.model_dump(mode="json") if recipe is None else recipe
+                return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
+            return load(os.fspath(recipe), list(settings))
+        except UserError as error:
+            raise Refused(in_notebook(str(error))) from None
+        except TypeError as error:
+            raise Refused(f"recipe: {error}; needed: a dictionary of texts, numbers, lists and dictionaries") from None
+
+    def _offer_magic(self) -> None:
+        """Where this is IPython, let `%%ranks` mean these."""
+        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
+            from ftkit.notebook.magic import register  # here: without IPython it cannot be imported
+
+            register(shell).ranks = self
+
+
+def _plain_prompt(prompt: str | Sequence[Mapping[str, str]]) -> Any:
+    return prompt if isinstance(prompt, str) else [dict(turn) for turn in prompt]

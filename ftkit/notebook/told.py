@@ -1,0 +1,51 @@
+"""How far a run has come, told to the kernel: the bar of a run (`progress.Bar`) that tells in place of drawing.
+
+It refuses nothing. What it costs: at most `STEPS_A_SECOND` messages for steps, and one a logging step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ftkit.notebook.output import Tell
+from ftkit.progress import Bar, StepMetrics, line_of
+
+STEPS_A_SECOND = 5.0
+
+class ToldBar(Bar):
+    """Tells the kernel where a run is.
+
+    Args:
+        tell: Sends a message.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._due_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say how many steps there are, and where it begins."""
+        self._tell_step(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say which step it is, a few times a second."""
+        if time.monotonic() >= self._due_s or state.global_step == state.max_steps:
+            self._tell_step(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say at which step it ended."""
+        self._tell_step(state)
+
+    def _tell_step(self, state: Any) -> None:
+        self._due_s = time.monotonic() + 1 / STEPS_A_SECOND
+        if state.is_world_process_zero:
+            self._tell({"step": int(state.global_step), "steps": int(state.max_steps)})
+
+    def show(self, metrics: StepMetrics) -> None:
+        """Tell the numbers of a logging step."""
+        self._tell({"step": metrics.step, "numbers": line_of(metrics)})
+
+    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
+        """Tell what the held-out rows gave."""
+        self._tell({"step": step, "held_out": {name: float(value) for name, value in numbers.items()}})

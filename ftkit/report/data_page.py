@@ -1,0 +1,171 @@
+"""Data before training, as a page or as an element of a notebook: what becomes of the rows, and rows as the model gets them.
+
+What is trained on is underlined, on a ground of its own and set in `<mark>`; special tokens stand in frames under their
+names; a packed sample begins with its place. So nothing is told by a colour alone. All text is data of strangers: it is
+escaped, and what nobody would see is written as a sign. It needs no other file, and has no scripts. It refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from itertools import chain
+
+from ftkit.hf.counts import Lengths, Report
+from ftkit.hf.findings import Findings
+from ftkit.hf.shown import Piece, Sample, Shown
+from ftkit.report.charts import histogram
+from ftkit.report.page import page
+from ftkit.report.style import embedded
+from ftkit.report.text import escaped, visible
+from ftkit.words import counted
+
+CLASSES = 40
+"""Of a histogram, about."""
+SCOPE = "ftkit-data"
+
+BOX = """
+.box{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:2px 18px 16px;
+font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+h2{font-size:15px;font-weight:650;margin:22px 0 10px}
+h3{margin:0 0 4px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-top:16px}
+.card,figure{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:10px 14px}
+.card .name,.card .note,.remark{color:var(--soft);font-size:12.5px}
+.card .value{font-size:20px;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
+.said{background:var(--card);padding:10px 16px;margin:14px 0 0;border:1px solid var(--line);border-left:4px solid var(--bad);
+border-radius:10px;overflow-wrap:anywhere;white-space:pre-wrap}
+.soft{color:var(--soft)}
+"""
+"""Of the element in a notebook, where the style sheet of a page is not."""
+
+STYLE = """
+.legend-of-tokens{display:flex;flex-wrap:wrap;gap:6px 22px;margin:0 0 12px;color:var(--soft);font-size:13px}
+.faults{margin:0;padding:0;list-style:none;display:grid;gap:10px}
+.faults li{background:var(--card);border:1px solid var(--line);border-left:4px solid var(--c1);border-radius:10px;
+padding:10px 16px;overflow-wrap:anywhere}
+.faults .places{color:var(--soft);font-size:13px}
+.shown{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 18px;margin:0 0 14px}
+.shown h3{font-size:14px;font-weight:600;margin:0 0 4px;overflow-wrap:anywhere}
+.edge{display:flex;flex-wrap:wrap;gap:2px 12px;margin:10px 0 4px;padding-top:8px;border-top:2px dashed var(--line);
+color:var(--soft);font-size:12.5px;overflow-wrap:anywhere}
+.edge:first-of-type{border-top:0;padding-top:0;margin-top:0}
+.edge .why{color:var(--bad)}
+.tokens{font:13.5px/1.9 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;
+overflow-wrap:anywhere;color:var(--soft)}
+.tokens span,.tokens mark{box-shadow:inset -1px 0 var(--line)}
+.tokens mark{color:var(--ink);background:var(--learned);border-bottom:2px solid var(--c2);padding:1px 0}
+.tokens i{font-style:normal;font-size:11.5px;border:1px solid currentColor;border-radius:4px;padding:0 3px;margin:0 1px}
+.tokens .gap{border:1px dashed var(--soft);border-radius:4px;padding:0 6px}
+.tokens u{text-decoration:none;opacity:.7}
+"""
+
+
+def render(found: Findings) -> str:
+    """Return the page of a found."""
+    body = [
+        f"<header><h1>{escaped(found.title)}</h1></header>",
+        *_body(found),
+        f"<footer>Written by ftkit on {escaped(datetime.now().astimezone().strftime('%Y-%m-%d %H:%M:%S %z'))}. "
+        "This file needs no other.</footer>",
+    ]
+    return page(f"{found.title} – ftkit data", body, style=STYLE)
+
+
+def fragment(found: Findings) -> str:
+    """Return a preview as one element for a page of others."""
+    style = embedded(f".{SCOPE}", BOX + STYLE)
+    return f'<div class="{SCOPE}"><style>{style}</style><div class="box">{"".join(_body(found))}</div></div>'
+
+
+def _body(found: Findings) -> Iterator[str]:
+    if found.refused:
+        yield f'<p class="said">A run would not begin with these data.\n{escaped(visible(found.refused))}</p>'
+    if found.report is not None:
+        yield from _cards(found.report)
+    yield from _faults(found)
+    if found.report is not None:
+        yield "<h2>How long the rows are</h2>"
+        yield f'<div class="grid-of-charts">{"".join(_lengths(found.report, found.sequence_tokens))}</div>'
+    if found.shown:
+        yield "<h2>Rows as the model gets them</h2>"
+        yield (
+            '<p class="legend-of-tokens tokens"><span><mark>trained on</mark></span><span>read only</span>'
+            "<span><i>&lt;special&gt;</i> a special token</span><span><u>⏎</u> a line break in the text</span></p>"
+        )
+        yield from chain.from_iterable(map(_shown, found.shown))
+
+
+def _cards(report: Report) -> Iterator[str]:
+    trained = 100 * report.trained_tokens / max(report.tokens, 1)
+    lengths = report.lengths
+    cards = [
+        ("rows", f"{report.rows:,}", ", ".join(dict.fromkeys(source.format for source in report.sources))),
+        ("samples", f"{report.samples:,}", f"median {lengths.at(0.5):,} tokens; 95 % up to {lengths.at(0.95):,}"),
+        ("tokens", f"{report.tokens:,}", f"{trained:.0f} % trained on: {report.trained_tokens:,}"),
+        ("cut", f"{report.truncated_rows:,}", f"samples; {report.cut_tokens:,} tokens lost"),
+    ]
+    if report.packing_efficiency is not None:
+        cards.append(("packed", f"{report.sequences:,}", f"sequences, {100 * report.packing_efficiency:.1f} % full"))
+    yield '<div class="cards">'
+    for name, value, note in cards:
+        yield f'<div class="card"><div class="name">{name}</div><div class="value">{value}</div>'
+        yield f'<div class="note">{escaped(note)}</div></div>'
+    yield "</div>"
+
+
+def _faults(found: Findings) -> Iterator[str]:
+    yield "<h2>Warnings</h2>"
+    if not found.faults:
+        rows = 0 if found.report is None else found.report.rows
+        looked_at = f"None: all of {counted(rows, 'row')} were looked at." if rows else "No row can be used."
+        yield f'<p class="soft">{looked_at}</p>'
+    else:
+        yield '<ul class="faults">'
+        for fault in found.faults:
+            places = "".join(f"<div>{escaped(visible(place))}</div>" for place in fault.places)
+            yield f'<li>⚠ {escaped(visible(fault.text))}<div class="places">{places}</div></li>'
+        yield "</ul>"
+    for note in found.notes:
+        yield f'<p class="remark">{escaped(visible(note))}</p>'
+
+
+def _lengths(report: Report, sequence_tokens: int) -> Iterator[str]:
+    limit = (float(sequence_tokens), "sequence_tokens") if 2 * report.lengths.most >= sequence_tokens else None
+    yield _histogram("Tokens of a sample, before it is cut", report.lengths, limit)
+    yield _histogram("Tokens trained on, of a sample", report.trained_lengths, None)
+
+
+def _histogram(title: str, lengths: Lengths, limit: tuple[float, str] | None) -> str:
+    return histogram(title, ("length", "tokens"), ("how many", "samples"), lengths.classes(CLASSES), limit)
+
+
+def _shown(shown: Shown) -> Iterator[str]:
+    used = sum(sample.tokens for sample in shown.samples)
+    yield f'<section class="shown"><h3>{escaped(visible(shown.title))}</h3>'
+    for number, sample in enumerate(shown.samples, 1):
+        which = f"{number} of {len(shown.samples)} packed · " if shown.room_tokens else ""
+        why = f'<span class="why">{escaped(visible(sample.problem))}</span>' if sample.problem else ""
+        yield (
+            f'<div class="edge"><span>{which}{escaped(visible(sample.place))}</span>'
+            f"<span>{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on</span>{why}</div>"
+        )
+        yield f'<div class="tokens">{"".join(_pieces(sample))}</div>'
+    if shown.room_tokens > used:
+        yield f'<div class="edge">{counted(shown.room_tokens - used, "token")} of room left</div>'
+    yield "</section>"
+
+
+def _pieces(sample: Sample) -> Iterable[str]:
+    for place, piece in enumerate(sample.pieces):
+        if sample.hidden_tokens and place == sample.hidden_at:
+            yield f'<span class="gap">… {sample.hidden_tokens:,} tokens not shown …</span>'
+        yield _piece(piece)
+
+
+def _piece(piece: Piece) -> str:
+    text = escaped(visible(piece.text)).replace("\n", "<u>⏎</u>\n")
+    inside = f"<i>{text}</i>" if piece.special else text
+    name = "mark" if piece.trained else "span"
+    return f"<{name}>{inside}</{name}>"

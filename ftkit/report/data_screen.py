@@ -1,0 +1,85 @@
+"""Data before training, on a terminal. What is trained on stands in ⟦brackets⟧, bold and underlined where there are colours.
+
+The text of rows is of strangers: what a terminal would obey is printed as a sign. It refuses nothing.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from ftkit.hf.counts import Lengths
+from ftkit.hf.findings import Findings
+from ftkit.hf.shown import Sample, Shown
+from ftkit.report.text import visible
+from ftkit.words import counted
+
+CLASSES = 12
+BAR = 44
+"""Characters of the longest bar."""
+READ, LEARNED, SPECIAL = "dim", "bold underline green", "cyan"
+
+
+def show(found: Findings, console: Console, *, rows: bool) -> None:
+    """Print a preview; see `Preview.show`."""
+    console.print(Text(visible(found.title), "bold"))
+    if found.report is not None:
+        console.print(Text(visible(str(found.report))))
+        _histogram(console, found.report.lengths, found.sequence_tokens)
+    if found.held_out is not None:
+        console.print(Text(visible(f"held out: {found.held_out}")))
+    for fault in found.faults:
+        console.print(Text.assemble(("warning: ", "bold yellow"), visible(str(fault))))
+    if found.report is not None and not found.faults:
+        console.print(Text(f"all of {counted(found.report.rows, 'row')} were looked at: no warnings", "green"))
+    for note in found.notes:
+        console.print(Text(visible(f"note: {note}")))
+    if rows and found.shown:
+        legend = Text.assemble("\n", ("⟦trained on⟧", LEARNED), "  ", ("read only", READ), "  ", ("<special>", SPECIAL))
+        console.print(legend)
+        for shown in found.shown:
+            _shown(console, shown)
+    if found.refused:
+        console.print(Text.assemble(("a run would not begin with these data: ", "bold red"), visible(found.refused)))
+
+
+def _histogram(console: Console, lengths: Lengths, sequence_tokens: int) -> None:
+    classes = lengths.classes(CLASSES)
+    most = max((count for _, _, count in classes), default=0)
+    width = max((len(f"{high - 1:,}") for _, high, _ in classes), default=0)
+    console.print(Text("tokens of a sample, before it is cut; how many samples", "bold"))
+    for low, high, count in classes:
+        bar = "█" * max(round(BAR * count / most), int(count > 0))
+        over = "  beyond sequence_tokens" if count and low >= sequence_tokens else ""
+        console.print(Text(f"  {low:>{width},} – {high - 1:>{width},} {bar} {count:,}{over}"))
+
+
+def _shown(console: Console, shown: Shown) -> None:
+    console.print(Text(f"\n{visible(shown.title)}", "bold"))
+    for number, sample in enumerate(shown.samples, 1):
+        which = f"{number} of {len(shown.samples)} packed, " if shown.room_tokens else ""
+        facts = f"── {which}{sample.place}: {counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on"
+        console.print(Text(visible(facts), "bold blue"))
+        if sample.problem:
+            console.print(Text(visible(sample.problem), "red"))
+        console.print(_text(sample))
+    used = sum(sample.tokens for sample in shown.samples)
+    if shown.room_tokens > used:
+        console.print(Text(f"── {counted(shown.room_tokens - used, 'token')} of room left", "bold blue"))
+
+
+def _text(sample: Sample) -> Text:
+    """Return the tokens of a sample, with brackets around what is trained on."""
+    text, inside = Text(), False
+    for place, piece in enumerate(sample.pieces):
+        if sample.hidden_tokens and place == sample.hidden_at:
+            text.append(f"{'⟧' * inside} … {counted(sample.hidden_tokens, 'token')} not shown … ", "italic")
+            inside = False
+        if piece.trained != inside:
+            text.append("⟦" if piece.trained else "⟧", LEARNED)
+            inside = piece.trained
+        style = f"{SPECIAL} {LEARNED.removesuffix(' green')}" if piece.special and inside else SPECIAL
+        text.append(visible(piece.text), style if piece.special else LEARNED if inside else READ)
+    if inside:
+        text.append("⟧", LEARNED)
+    return text

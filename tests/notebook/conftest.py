@@ -1,0 +1,33 @@
+"""Two ranks behind this process, as a notebook has them, started once."""
+
+import pytest
+
+from ftkit.notebook import Ranks
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two ranks; a test that ends them starts them again by using `ranks`."""
+    made = Ranks(2, hang_seconds=3)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def ranks(two):
+    return two.start()
+
+
+@pytest.fixture
+def work(home, tmp_path, monkeypatch):
+    """A folder to work in, with a recipe of ten steps as a dictionary."""
+    monkeypatch.chdir(tmp_path)
+    return {
+        "model": {"name": str(home / "base")},
+        "data": {"path": str(home / "rows.jsonl"), "sequence_tokens": 32, "cache_dir": str(home / "cache")},
+        "eval": {"path": str(home / "held.jsonl")},
+        "train": {"batch_tokens": 192, "max_steps": 10},
+        "optimizer": {"lr": 0.01, "warmup_steps": 2},
+        "output": {"dir": "run", "save_every_steps": 4, "keep": 2},
+        "engine": {"stage": 3},
+    }

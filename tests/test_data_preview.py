@@ -1,0 +1,239 @@
+"""`ftkit data`, its page and its notebook object: rows as the model gets them, warnings, refusals, hostile rows."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+import ftkit
+from ftkit import cli
+from ftkit.errors import UserError
+from ftkit.finetune import dry_run
+from ftkit.hf.faults import Marks
+from ftkit.hf.shown import pieces_of, row_at, sample_of
+from ftkit.recipe import load
+from tests.tiny import TEMPLATE, make_base, make_tokenizer
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"
+RECIPE = """\
+model: {{name: {model}}}
+data: {{path: {data}, sequence_tokens: {room}, cache_dir: {cache}, packing: {packing}}}
+train: {{batch_tokens: {batch}}}
+output: {{dir: {out}}}
+"""
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def recipe(tmp_path, base):
+    """Return a way to write rows and a recipe for them."""
+
+    def write(rows, template=TEMPLATE, packing=False, room=32):
+        if template != TEMPLATE:
+            make_tokenizer(base, template)
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = tmp_path / "recipe.yaml"
+        places = {"model": base, "data": data, "cache": tmp_path / "cache", "out": tmp_path / "out"}
+        path.write_text(RECIPE.format(**places, room=room, batch=4 * room, packing=str(packing).lower()))
+        return path
+
+    yield write
+    make_tokenizer(base)
+
+
+def printed(found, width=200):
+    console = Console(file=io.StringIO(), width=width, soft_wrap=True, highlight=False)
+    found.show(console)
+    return console.file.getvalue()
+
+
+class Tags(HTMLParser):
+    """What elements and texts a page has."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.marked, self.open = [], [], "", []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "mark" in self.open:
+            self.marked += data
+
+
+def test_rows_are_shown_as_they_are_trained_on(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two\nof them"), chat("2+2?", "four")]))
+    text = printed(found)
+    assert "<begin>Q:1+1?<end>A:⟦two\nof them<end>⟧" in text
+    assert "2 samples, " in text
+    assert "all of 2 rows were looked at: no warnings" in text
+    assert "rows.jsonl:1: 22 tokens, 12 trained on" in text
+    page = Tags(found.page())
+    assert page.marked == "trained on" + "two⏎\nof them<end>" + "four<end>"
+
+
+def test_packed_samples_are_apart_and_named(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four")], packing=True, room=64))
+    text = printed(found)
+    assert re.search(r"1 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
+    assert re.search(r"2 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
+    assert "tokens of room left" in text
+    assert "packed into 1 sequence" in text
+    assert found.page().count('class="edge"') == 3
+
+
+def test_a_row_with_a_fault_is_shown_though_it_is_not_among_the_first(recipe):
+    rows = [chat(f"{n}+1?", str(n + 1)) for n in range(9)]
+    rows[7] = chat("why <pad>?", "to fill")
+    for packing in (False, True):
+        found = ftkit.preview(recipe(rows, packing=packing), rows=1)
+        text = printed(found)
+        assert "warning: 1 of 9 samples have the text of a special token" in text
+        assert "special in text" in text
+        assert "rows.jsonl:8: " in text
+        assert "⚠" in found.page()
+
+
+def test_truncation_is_told_and_drawn(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four " * 20)]))
+    text = printed(found)
+    assert "1 sample truncated: " in text
+    assert "beyond sequence_tokens" in text
+    assert "answer cut" in text
+    assert "sequence_tokens: 32" in found.page()
+
+
+def test_hostile_rows_stay_text(recipe, tmp_path):
+    found = ftkit.preview(recipe([chat(HOSTILE, HOSTILE), chat("2+2?", "four")], room=512))
+    text = printed(found)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "\u202e" not in text
+    assert "␛[31m␇\\u202e" in text
+    for page in (found.page(), found._repr_html_()):
+        tags = Tags(page)
+        assert not {"script", "img", "iframe", "object", "a"} & set(tags.tags)
+        assert not [name for name, _ in tags.attributes if name.startswith("on")]
+        assert "&lt;script&gt;alert(1)" in page.replace("</mark><mark>", "").replace("</span><span>", "")
+        assert not set(page) & {"\x1b", "\x07", "\u202e"}
+        assert not re.search(r"(src|href)=\"(?!data:)", page)
+        assert "@import" not in page
+        assert "url(" not in page
+
+
+def test_the_notebooks_element_keeps_its_style_to_itself(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two")]))
+    style = re.search("<style>(.*?)</style>", found._repr_html_(), re.S)[1]
+    depth, top = 0, []
+    for line in re.split("([{}])", style):
+        if not depth and line.strip("{} \n"):
+            top.append(line.strip())
+        depth += (line == "{") - (line == "}")
+    assert depth == 0
+    assert all(".ftkit-data" in each or each.startswith("@media") for each in top)
+    assert repr(found).startswith("data of recipe.yaml")
+    assert "⟦" not in repr(found)
+
+
+def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recipe, capsys):
+    path = recipe([chat("1+1?", "two"), chat("2+2?", "four")], TEMPLATE.replace("== 'assistant'", "== 'nobody'"))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["data", str(path), "--page", str(path.with_suffix(".html"))])
+    assert left.value.code == 2
+    said = capsys.readouterr().out
+    assert "a run would not begin with these data: 2 of 2 rows cannot be used:" in said
+    assert "rows.jsonl:1: has nothing to learn in its 14 tokens" in said
+    assert "<begin>Q:1+1?<end>Q:two<end>" in said
+    assert "⟦" not in said.partition("read only")[2]
+    assert "A run would not begin" in path.with_suffix(".html").read_text()
+    with pytest.raises(UserError, match=r"rows.jsonl:1: has nothing to learn"):
+        dry_run(load(str(path)), 1)
+
+
+def test_rows_that_cannot_be_read_are_told_beside_those_that_can(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", ""), {"messages": 3}, chat("2+2?", "four")]))
+    assert "2 of 3 rows cannot be used" in found.refused
+    assert "rows.jsonl:2: `messages` must be a list" in found.refused
+    text = printed(found)
+    assert "A:⟦four<end>⟧" in text
+    assert "warning: 2 of 3 rows cannot be used and are left out" in text
+    alone = ftkit.preview(recipe([chat("1+1?", ""), {"messages": 3}]))
+    assert alone.report is None
+    assert "`messages` must be a list" in printed(alone)
+    assert "A run would not begin" in alone._repr_html_()
+
+
+def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
+    path = recipe([chat(f"{n}+1?", str(n)) for n in range(7)] + [chat("why <pad>?", "to fill")])
+    [fault] = ftkit.preview(path).faults
+    dry_run(load(str(path)), 1)
+    assert f"warning: {fault}" in capsys.readouterr().out
+
+
+def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
+    path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in (chat("3+1?", "3"), chat("why <pad>?", "to fill"))))
+    found = ftkit.preview(path, settings=[f"eval.path={held}"])
+    assert [fault.text.split(" samples")[0] for fault in found.faults] == ["held out: 1 of 2", "1 of 2 held-out"]
+    assert "held.jsonl:1" in found.faults[1].places[0]
+    assert "held out: " in printed(found)
+
+
+def test_an_encoder_decoder_gets_question_and_answer_apart(recipe):
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "")]), settings=["task=seq2seq"])
+    text = printed(found)
+    assert "<begin>Q:1+1?<end>A:\n" in text
+    assert "── the answer: 4 tokens, 4 trained on\n⟦two<end>⟧" in text
+    assert "rows.jsonl:2: the assistant content of `messages`, turn 2 is empty" in found.refused
+    alone = ftkit.preview(recipe([chat("2+2?", "")]), settings=["task=seq2seq"])
+    assert "is empty" in printed(alone)
+
+
+def test_pieces_are_whole_characters_and_keep_their_blanks(tmp_path):
+    marks = Marks.of(make_tokenizer(tmp_path))
+    ids = marks.tokenizer("<begin>a é 漢 b<end>")["input_ids"]
+    pieces = list(pieces_of(marks, ids, [False] * 3 + [True] * (len(ids) - 3)))
+    assert "".join(piece.text for piece in pieces) == "<begin>a é 漢 b<end>"
+    assert sum(piece.tokens for piece in pieces) == len(ids)
+    assert [piece.text for piece in pieces if piece.special] == ["<begin>", "<end>"]
+    assert {"é", "漢"} <= {piece.text for piece in pieces}
+    broken = list(pieces_of(marks, ids[:7], [True] * 7))
+    assert sum(piece.tokens for piece in broken) == 7
+
+
+def test_long_samples_are_shown_at_both_ends(tmp_path):
+    marks = Marks.of(make_tokenizer(tmp_path))
+    sample = sample_of(marks, marks.tokenizer("x" * 900 + "y" * 100)["input_ids"], None, "rows:1", most=100)
+    assert (sample.tokens, sample.hidden_tokens) == (1000, 900)
+    assert "".join(piece.text for piece in sample.pieces) == "x" * 75 + "y" * 25
+    assert sample.hidden_at == 75
+
+
+def test_a_row_is_found_by_its_place(recipe):
+    import datasets
+
+    places = ["a.json, row 12, a.json, row 1", "b.jsonl:31, b.jsonl:3", "a.json, row 2"]
+    dataset = datasets.Dataset.from_dict({"place": places})
+    found = [row_at(dataset, place) for place in ("a.json, row 1", "b.jsonl:3", "a.json, row 2", "b.jsonl:1")]
+    assert found == [0, 1, 2, None]
