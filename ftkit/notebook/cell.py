@@ -108,18 +108,14 @@ def is_own(file: str) -> bool:
     return not file.startswith("<") and "site-packages" not in path and not path.startswith((*_LIBRARIES, _OWN))
 
 
-def frames_of(stack: Iterable[tuple[FrameType, int]]) -> list[Frame]:
-    """Return the calls of a stack, outermost first."""
-    return [
-        Frame(
-            frame.f_code.co_filename,
-            line,
-            frame.f_code.co_name,
-            linecache.getline(frame.f_code.co_filename, line).strip(),
-            is_own(frame.f_code.co_filename),
-        )
-        for frame, line in stack
-    ]
+def frames_of(stack: Iterable[tuple[FrameType, int | None]]) -> list[Frame]:
+    """Return the calls of a stack, in its order; a call that is between two lines has number 0."""
+    found = []
+    for frame, line in stack:
+        file = frame.f_code.co_filename
+        text = linecache.getline(file, line or 0).strip()
+        found.append(Frame(file, line or 0, frame.f_code.co_name, text, is_own(file)))
+    return found
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
@@ -133,7 +129,8 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 def _message(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         lines = [line.rstrip() for line in traceback.format_exception_only(error)]
-        return "\n".join(lines[:-1] + [str(error.msg)])
+        place = f"{(error.filename or '').strip('<>')}, line {error.lineno}"
+        return "\n".join([f"{error.msg} ({place})", *lines[1:-1]])
     lines = str(error).splitlines()
     cut = [f"... ({len(lines) - MOST_LINES} more lines)"] if len(lines) > MOST_LINES else []
     cause = error.__cause__

@@ -28,8 +28,8 @@ CHARTS = 2
 
 ROOT = ".ftkit-run"
 _RULES = """
-.box{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:12px 14px;max-width:860px;
-font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+.box{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:12px 14px;
+max-width:860px;font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
 .head{display:flex;flex-wrap:wrap;gap:2px 12px;align-items:baseline;margin:0 0 6px}
 .head b{font-weight:650}
 .soft{color:var(--soft);font-size:13px;font-variant-numeric:tabular-nums}

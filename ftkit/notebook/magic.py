@@ -8,12 +8,19 @@ It refuses a name that holds none. What it costs: what the cell does, on every r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from ftkit.notebook.failures import Refused
-from ftkit.notebook.ranks import Ranks
+
+
+@runtime_checkable
+class RunsCells(Protocol):
+    """`Ranks`, as far as the magic knows them."""
+
+    def run(self, source: str, *, name: str | None = None) -> Any:
+        """Run a cell on every rank."""
 
 
 @magics_class
@@ -26,17 +33,19 @@ class RanksMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
-        self.ranks: Ranks | None = None
+        self.ranks: RunsCells | None = None
 
     @cell_magic("ranks")
     def run(self, line: str, cell: str) -> Any:
         """Run a cell on every rank; the value of its last expression on rank 0 is the cell's."""
         name = line.strip()
         ranks = self.shell.user_ns.get(name) if name else self.ranks
-        if not isinstance(ranks, Ranks):
+        if not isinstance(ranks, RunsCells):
             found = f"%%ranks: {name!r} holds no ranks" if name else "%%ranks: no ranks were started"
             raise Refused(f"{found}; first, in a cell: from ftkit.notebook import Ranks; ranks = Ranks(2).start()")
-        return ranks.run(cell, name=f"cell [{self.shell.execution_count}]")
+        running = self.shell.displayhook.exec_result  # newer shells count on before a cell runs
+        number = getattr(running, "execution_count", None) or self.shell.execution_count
+        return ranks.run(cell, name=f"cell [{number}]")
 
 
 def register(shell: Any) -> RanksMagics:

@@ -1,4 +1,4 @@
-"""What one rank keeps between cells, and what it can be asked for: a run's model, tokenizer and trainer, and the user's names.
+"""What one rank keeps between cells, and what it can be asked for: a run's model, tokenizer, trainer, and the user's names.
 
 Every verb is called on all ranks with the same arguments. A new run takes the place of the old one, whose memory is given
 back before the new one is built, unless the user's own names hold it.
@@ -159,7 +159,7 @@ class Session:
 
     def _model(self, verb: str) -> Any:
         if self.names.get("model") is None:
-            raise UserError(f"{verb}: there is no model on the ranks: train one with ranks.finetune, or make `model` in a cell")
+            raise UserError(f"{verb}: there is no model on the ranks: train with ranks.finetune, or make `model` in a cell")
         return self.names["model"]
 
     def _tokenizer(self) -> Any:

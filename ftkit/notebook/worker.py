@@ -1,4 +1,4 @@
-"""One worker: a fresh process that is one rank and lives across cells. Started by `crew`, as `python -m ftkit.notebook.worker`.
+"""One worker: a fresh process that is one rank and lives across cells; `crew` starts `python -m ftkit.notebook.worker`.
 
 The main thread does what the kernel asks for, one thing at a time; another thread listens meanwhile, says where the main
 thread is, hands on the wish to stop, and ends the process when the kernel is gone, however it went: its end of the pair of
@@ -73,8 +73,10 @@ class Listener:
         os._exit(1)
 
     def _tell_where(self, number: int) -> None:
-        frame = sys._current_frames().get(self._main.ident or 0)
-        stack = frames_of(traceback.walk_stack(frame))[::-1] if frame is not None else []
+        stack = []
+        with suppress(Exception):  # it runs while it is looked at; this thread must not end of that
+            frame = sys._current_frames().get(self._main.ident or 0)
+            stack = frames_of(traceback.walk_stack(frame))[::-1] if frame is not None else []
         clock = time.pthread_getcpuclockid(self._main.ident or 0)
         told = {"where": number, "frames": [asdict(each) for each in stack], "cpu_s": time.clock_gettime(clock)}
         with suppress(OSError):

@@ -83,7 +83,8 @@ h2{font-size:17px;font-weight:650;letter-spacing:-.005em;margin:40px 0 12px}
 .card .note{color:var(--soft);font-size:13px}
 """
     + _CHARTS
-    + """.said{padding:10px 16px;margin:0 0 14px;border-left:4px solid var(--bad);overflow-wrap:anywhere;white-space:pre-wrap}
+    + """
+.said{padding:10px 16px;margin:0 0 14px;border-left:4px solid var(--bad);overflow-wrap:anywhere;white-space:pre-wrap}
 .samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(360px,100%),1fr));gap:14px}
 .sample{padding:14px 18px;min-width:0}
 .sample h3{font-size:14px;font-weight:600;margin:0 0 8px;overflow-wrap:anywhere;white-space:pre-wrap}

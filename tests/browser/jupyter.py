@@ -47,7 +47,8 @@ class Lab:
         places = {f"JUPYTER_{name.upper()}_DIR": str(own / name) for name in ("config", "data", "runtime")}
         places |= {"JUPYTERLAB_SETTINGS_DIR": str(own / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(own / "spaces")}
         places |= {"IPYTHONDIR": str(own / "ipython")}
-        options = ["--no-browser", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={self.token}"]
+        options = ["--no-browser", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
+        options += [f"--IdentityProvider.token={self.token}"]
         options += [f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True", "--LabApp.collaborative=False"]
         options += ["--allow-root"] if os.geteuid() == 0 else []
         self.log = open(own / "log.txt", "w")  # noqa: SIM115  (lives as long as the server)
