@@ -46,7 +46,8 @@ mutants: setup  ## plant each committed fault; each must turn a test red
 gpu: setup  ## the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-browser: setup  ## the demo's report in Chromium, light and dark, desktop and phone; writes docs/report-*.png
+browser: setup  ## the demo's report, and a notebook in JupyterLab, in Chromium, light and dark; writes docs/{report,notebook}-*.png
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	test -f runs/demo/summary.json || $(MAKE) demo
 	$(BIN)/ftkit report runs/demo
 	$(BIN)/python -m pytest -m browser tests/browser

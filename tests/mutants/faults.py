@@ -987,4 +987,32 @@ FAULTS = (
         '            group["lr"] = group["lr"]',
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
+    _fault(
+        "a rank that computes in a collective is taken for one that hangs",
+        "ftkit/notebook/hang.py",
+        "return self.cpu_now_s - self.cpu_s <= IDLE_SHARE * max(self.seen_s - self.since_s, 1.0)",
+        "return True",
+        "tests/notebook/test_hang.py::test_it_is_none_before_the_limit_and_where_something_goes_on",
+    ),
+    _fault(
+        "ranks are ended because one waits while another sleeps",
+        "ftkit/notebook/hang.py",
+        "if not waiting or len(waiting) < len(running) or len(running) + len(ended) < 2:",
+        "if not waiting or len(running) + len(ended) < 2:",
+        "tests/notebook/test_hang.py::test_a_rank_that_waits_while_another_is_elsewhere_is_a_doubt_and_no_hang",
+    ),
+    _fault(
+        "a cell's style reaches the whole notebook",
+        "ftkit/report/style.py",
+        "f\"{','.join(f'{root} {each}' for each in selectors.split(','))}{{{body}}}\"",
+        'f"{selectors}{{{body}}}"',
+        "tests/notebook/test_live.py::test_its_style_reaches_nothing_else_on_the_page",
+    ),
+    _fault(
+        "workers outlive a kernel whose forked child holds their sockets",
+        "ftkit/notebook/worker.py",
+        "if os.getppid() != self.kernel:",
+        "if os.getppid() < 0:",
+        "tests/notebook/test_lost.py::test_workers_end_with_the_kernel_however_it_ends[killed]",
+    ),
 )
