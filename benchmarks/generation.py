@@ -1,4 +1,4 @@
-"""`python -m benchmarks.generation`: tokens a second of answers, of a sharded model held and streamed, beside the whole model.
+"""`python -m benchmarks.generation`: tokens a second of a sharded model's answers, held and streamed, and the whole's.
 
 Each rank is a process with as many threads as the others. In turns, round by round, all ranks at the same time answer
 prompts of their own: with a whole model of their own, which nobody shares (so the whole model's ranks share the memory's
@@ -113,7 +113,8 @@ def main() -> None:
     folder = ROOT / "runs" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     name = f"generation-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
-    (folder / name).write_text(json.dumps({"asked": asked, "seconds": seconds, "result": result, "others": others}, indent=1))
+    told = {"asked": asked, "seconds": seconds, "result": result, "others": others}
+    (folder / name).write_text(json.dumps(told, indent=1))
     if result["held"]["ratio"] > LIMIT:
         raise SystemExit(f"held weights take {result['held']['ratio']:.2f} times the whole model's time; {LIMIT} is allowed")
 

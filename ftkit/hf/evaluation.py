@@ -32,7 +32,7 @@ from ftkit.hf.in_step import in_step
 from ftkit.hf.samples import IGNORED_LABEL
 
 UNSHIFTED = "ForMaskedLM"
-"""What transformers calls the loss of models whose logits at t are for the label at t; others than encoder-decoders shift."""
+"""transformers' name for the loss of models whose logits at t are for the label at t. Encoder-decoders do so, too."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def generate_ids(
     pad_token_id: int | None = None,
     limits: Limits | None = None,
 ) -> list[list[int]]:
-    """Answer this rank's own prompts, given as token ids. All ranks call it together, each with its list, which may be empty.
+    """Answer this rank's own prompts, given as token ids. All ranks call it, each with its own list, which may be empty.
 
     Args:
         prompts: token ids of each; batches are made in this order.

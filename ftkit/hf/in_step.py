@@ -2,10 +2,10 @@
 
 Where weights come block by block, every forward of one rank is a forward of all: each gives its shards. Ranks whose prompts
 end at different lengths, or that were given fewer batches, would leave the others waiting, or worse, mix the weights of
-different blocks. So in `in_step` every outermost call of the model, or of a model inside it, first meets the other ranks; and
-a rank that has done its own goes on meeting them, and calls the same with the least input that gathers the same weights,
-until all have done theirs. (transformers' `synced_gpus` lets such a rank go on with its own cache instead, past the last
-position that the model has.)
+different blocks. So in `in_step` every outermost call of the model, or of a model inside it, first meets the other ranks;
+and a rank that has done its own goes on meeting them, and calls the same with the least input that gathers the same
+weights, until all have done theirs. (transformers' `synced_gpus` lets such a rank go on with its own cache instead, past
+the last position that the model has.)
 
 What it refuses: ranks that call different models inside the model at the same time. What it costs: one exchange of a small
 integer a call, and the spare calls; nothing where all weights are at hand.
@@ -82,8 +82,8 @@ class Meeting:
         if len(called) > 1:
             names = ", ".join(f"rank {r}: {type(self.models[n - 1]).__name__}" for r, n in enumerate(told) if n)
             raise RuntimeError(
-                f"the ranks differ in which part of the model they call next ({names}), and its weights come block by block: "
-                "hold them (ftkit.hf.generation.generate(..., hold=True)), or let all ranks do the same"
+                f"the ranks differ in which part of the model they call next ({names}), and its weights come block by "
+                "block: hold them (ftkit.hf.room.held), or let all ranks do the same"
             )
         return called.pop() if called else 0
 
@@ -99,7 +99,8 @@ class Meeting:
         while number := self.tell(0):
             args, kwargs = self.last.get(number, ((), self.stand_in))
             if kwargs is None:
-                raise RuntimeError(f"this rank never called {type(self.models[number - 1]).__name__}, which others still call")
+                name = type(self.models[number - 1]).__name__
+                raise RuntimeError(f"this rank never called {name}, which others still call")
             with torch.no_grad():
                 self.models[number - 1](*args, **kwargs)
 
@@ -137,7 +138,7 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
 
 
 def let_generate(units: Units) -> None:
-    """Let `generate` of a sharded model, which is transformers' own, hold all weights where they fit; else keep ranks in step.
+    """Let a sharded model's `generate`, which is transformers', hold all weights where they fit; else keep ranks in step.
 
     All ranks must call it together, each with its own prompts; a rank that has none calls it with any.
     """

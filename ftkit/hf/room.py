@@ -134,7 +134,7 @@ def held(
 
 
 def cache_bytes(model: nn.Module, rows: int, tokens: int) -> int:
-    """Return what keys and values of so many rows of so many tokens take, by the model's configuration; 0 if it is silent."""
+    """Return what keys and values of so many rows of tokens take, by the model's configuration; 0 if it says nothing."""
     text: Any = getattr(model, "config", None)
     if hasattr(text, "get_text_config"):
         text = text.get_text_config(decoder=True)

@@ -100,8 +100,8 @@ def given_back() -> tuple[int, int, list[bool]]:
         leaf = units.leaves[0].whole
         assert all(each.whole is leaf for each in units.leaves)  # a tied weight is held once
         numel = sum(flat.layout.padded_numel for flat in units.flats if not flat.resident)
-    poisoned = [bool(slot.view(torch.float32)[: unit.gathered[0].layout.numel].isnan().all())
-                for slot, unit in zip(slots, units.units)]
+    lines = [(slot.view(torch.float32), unit.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
+    poisoned = [bool(values[:length].isnan().all()) for values, length in lines]
     gone = [unit.whole is None for unit in units.units] + [each.whole is None for each in units.leaves]
     return gathered_bytes(units), 4 * numel, [*poisoned, bool(leaf.isnan().all()), *gone, units.held_since is None]
 
@@ -134,7 +134,8 @@ def misused(how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [("forward", "held for generation"), ("backward", "held for generation"), ("step", "while they are held")]
+    ("how", "told"),
+    [("forward", "held for generation"), ("backward", "held for generation"), ("step", "while they are held")],
 )
 def test_training_on_held_weights_is_refused(world1, world2, how, told):
     assert all(told in text for text in world2.run(misused, how))

@@ -24,6 +24,7 @@ import ftkit
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
 from ftkit.engine.trace import Trace
+from ftkit.hf.generation import generate_everywhere
 
 pytestmark = pytest.mark.gpu
 
@@ -132,6 +133,44 @@ def check(rank: int, world: int, port: int) -> None:
                 assert math.isclose(ours, theirs, rel_tol=2e-2), (settings, ours, theirs)
     if world > 1:
         dist.destroy_process_group()
+
+
+def answers(rank: int, world: int, port: int) -> None:
+    """Compare a sharded model's answers, held and streamed, with the whole one's, on this rank; then train on."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_device(rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    if world > 1:
+        dist.init_process_group("nccl", rank=rank, world_size=world)
+    device = torch.device("cuda", rank)
+    prompts = [rows[: 5 + 3 * number].tolist() for number, rows in enumerate(batches(1)[0])]
+    whole = model().to(device)
+    expected, others = {}, {"batch_size": 2, "max_new_tokens": 12, "pad_token_id": 0}
+    for temperature in (0.0, 1.0):
+        expected[temperature] = generate_everywhere(whole, prompts, temperature=temperature, **others)
+    for places, hold in itertools.product([{}, dict(zip(KINDS, PLACES[-1]))], (True, False)):
+        network = model()
+        settings = {"stage": 3, "debug": True, "nvme_dir": tempfile.gettempdir(), **places}
+        units = ftkit.shard(network, settings, device=device, comm=Communicator(device))
+        optimizer = ftkit.ShardedAdamW(units, lr=0.0)
+        for temperature, found in expected.items():
+            assert generate_everywhere(network, prompts, temperature=temperature, hold=hold, **others) == found, settings
+            rows = batches(1)[0].to(device)
+            optimizer.scale(network(input_ids=rows, labels=rows).loss).backward()
+            assert math.isfinite(optimizer.grad_norm())
+            optimizer.step()
+            optimizer.zero_grad()
+        units.tiers.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_sharded_model_answers_as_the_whole_one(world: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(answers, (world, port), nprocs=world)
 
 
 def test_arenas_are_pinned_to_the_page() -> None:

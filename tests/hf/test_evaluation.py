@@ -12,12 +12,10 @@ from torch import Tensor, nn
 import ftkit
 from ftkit.hf.batches import Collator
 from ftkit.hf.evaluation import Evaluation, evaluate
-from ftkit.hf.head import attach_head_loss, head_loss
+from ftkit.hf.head import head_loss
 from tests.engine import families
 from tests.engine.families import VOCABULARY
 from tests.hf import runs
-
-CPU = torch.device("cpu")
 
 
 def rows(count: int = 11) -> list[dict[str, list[int]]]:
@@ -56,9 +54,8 @@ def collate(samples: list[Any]) -> dict[str, Tensor]:
 
 def sharded(name: str, settings: dict[str, Any], batch_size: int, chunked: bool, count: int) -> Evaluation:
     model = build(name).train()
-    if chunked:
-        assert attach_head_loss(model, torch.float32, CPU) is None
-    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True, **settings})
+    kernels = "auto" if chunked else "off"
+    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True, "kernels": kernels, **settings})
     assert (head_loss(model) is not None) == chunked
     found = evaluate(model, rows(count), collate=collate, batch_size=batch_size)
     assert model.training

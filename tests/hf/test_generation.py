@@ -12,15 +12,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ftkit
-from ftkit.hf import room
+from ftkit.hf import generation, room
 from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import make_base
 
-ENDS = tuple(range(2, 12))
-"""Tokens that end an answer: of 67, so that answers differ in length."""
+ENDS = (*range(2, 12), 47, 84)
+"""Tokens that end an answer: so many that answers differ in length."""
 MANY = {"max_new_tokens": 9, "batch_size": 2, "eos_token_ids": ENDS, "pad_token_id": 0}
 SAMPLED = {**MANY, "temperature": 1.3, "top_p": 0.9, "seed": 5}
 STREAMED = {"hold": False}
@@ -118,6 +118,27 @@ def test_greedy_answers_are_those_of_transformers(name):
     assert whole(name, MANY) == one_by_one(name)
 
 
+def batches_seen() -> list[list[int]]:
+    """Lengths of the prompts of each batch that a rank computes."""
+    model = families.build("llama")
+    units = ftkit.shard(model, {**SHARDED})
+    seen = []
+
+    def note(batch: Any, given: Any, *others: Any) -> list[list[int]]:
+        seen.append([len(prompt) for prompt in given])
+        return [[] for _ in given]
+
+    with mock.patch.object(generation, "_batch", note):
+        generate_everywhere(model, prompts(), **{**MANY, "batch_size": 3})
+    return [lengths for each in units.comm.all(seen) for lengths in each]
+
+
+def test_batches_are_the_same_on_any_number_of_ranks(worlds):
+    expected = sorted(worlds[1].run(batches_seen)[0])
+    assert len(expected) == 3
+    assert [sorted(each) for each in worlds[2].run(batches_seen)] == [expected] * 2
+
+
 # --- sampling
 
 
@@ -165,7 +186,7 @@ def test_each_rank_may_have_prompts_of_its_own(world3, hold):
 
 
 def plainly(name: str, fits: bool) -> list[list[int]]:
-    """transformers' own `generate` on ranks whose prompts and answers differ in length, the first up to the last position."""
+    """transformers' own `generate` on ranks whose prompts and answers differ in length, one up to the last position."""
     model = build(name)
     ftkit.shard(model, {**SHARDED, "debug": True})
     with mock.patch.object(room, "usable_host", room.usable_host if fits else lambda share: (0, "nothing", 0)):
@@ -238,8 +259,9 @@ def asked(hold: bool | str, fits: bool) -> tuple[bool, str]:
     """Whether weights are held, or the refusal."""
     units = ftkit.shard(families.build("llama"), {**SHARDED})
     grant = {True: 1 << 40, False: 1000}[fits if runs.rank() == 1 else True]  # one rank decides for all
+    box = mock.patch.object(room, "usable_host", return_value=(grant, "the box", grant))
     try:
-        with mock.patch.object(room, "usable_host", lambda share: (grant, "the box", grant)), room.held(units, hold) as whole:
+        with box, room.held(units, hold) as whole:
             return whole, str(units.held_since is not None)
     except ftkit.UserError as error:
         return False, str(error)
@@ -282,8 +304,8 @@ def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("given", "wanted", "told"),
     [
-        ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 positions"),
-        ([[]], {}, "prompt 0 has no tokens"),
+        ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 posi"),
+        ([[]], {"max_new_tokens": 4}, "prompt 0 has no tokens"),
         ([[3]], {"top_p": 0.0}, "top_p in (0, 1]"),
         ([[3]], {"batch_size": 0}, "at least 1 is needed"),
     ],
