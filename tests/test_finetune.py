@@ -24,7 +24,8 @@ from ftkit.engine.pieces import PieceWriter
 from ftkit.errors import UserError
 from ftkit.finetune import decoder_inputs
 from ftkit.generate import answers
-from ftkit.held_out import HeldOut, row_statistics
+from ftkit.held_out import HeldOut
+from ftkit.hf.evaluation import row_statistics
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import WholeSteps
 from ftkit.resume import first_whole

@@ -52,6 +52,7 @@ def generate(
     hold: bool | str = "auto",
     batch_size: int = BATCH_SIZE,
     glue: str | Sequence[str] = "",
+    first: int = 0,
     limits: Limits | None = None,
 ) -> list[str]:
     """Answer prompts. All ranks of a sharded model call it with the same list, and all get all answers, in order.
@@ -68,6 +69,7 @@ def generate(
         hold: "auto" gathers all weights once where they fit; True does or raises; False brings them block by block.
         batch_size: prompts answered together. It, and not the number of ranks, decides which prompts share a batch.
         glue: what stood between question and answer in training where there is no chat template; of all, or of each.
+        first: number of the first prompt, where the list is a part of a longer one.
         limits: memory granted; None: that with which the model was sharded.
 
     Returns:
@@ -88,6 +90,7 @@ def generate(
         seed=seed,
         hold=hold,
         batch_size=batch_size,
+        first=first,
         eos_token_ids=end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         limits=limits,
@@ -96,12 +99,12 @@ def generate(
 
 
 def generate_everywhere(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, batch_size: int = BATCH_SIZE, **settings: Any
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, batch_size: int = BATCH_SIZE, first: int = 0, **settings: Any
 ) -> list[list[int]]:
     """Answer token ids: all ranks call it with the same list, and all get all answers, in order.
 
     Args:
-        prompts: token ids of each. batch_size: see `generate`. settings: see `generate_ids`.
+        prompts: token ids of each. batch_size, first: see `generate`. settings: see `generate_ids`.
     """
     units = units_of(model)
     rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)
@@ -109,7 +112,8 @@ def generate_everywhere(
     size = max(batch_size, 1)
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     mine = [number for batch in batches[rank::ranks] for number in batch]  # the only short batch, the last, stays last
-    answers = generate_ids(model, [prompts[number] for number in mine], numbers=mine, batch_size=batch_size, **settings)
+    own_prompts, numbers = [prompts[number] for number in mine], [first + number for number in mine]
+    answers = generate_ids(model, own_prompts, numbers=numbers, batch_size=batch_size, **settings)
     own = dict(zip(mine, answers))
     told = units.comm.all(own) if units is not None else [own]
     found = {number: answer for each in told for number, answer in each.items()}

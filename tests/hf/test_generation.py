@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 from unittest import mock
 
@@ -12,12 +14,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ftkit
+from ftkit.generate import answers, sharded_answers
 from ftkit.hf import generation, room
 from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
+from ftkit.launch import Stop
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import make_base
+from tests.worlds import RankFailure
 
 ENDS = (*range(2, 12), 47, 84)
 """Tokens that end an answer: so many that answers differ in length."""
@@ -327,6 +332,27 @@ def texts(folder: str, shards: bool, wanted: dict[str, Any]) -> list[str]:
     answers = generate(model, tokenizer, asked, max_new_tokens=8, **wanted)
     assert answers == generate(model, tokenizer, turns, max_new_tokens=8, **wanted)
     return answers
+
+
+def from_the_command_line(folder: str) -> list[str]:
+    """What each rank of `ftkit generate --nproc 2` does."""
+    torch.distributed.destroy_process_group()
+    return sharded_answers(Stop(rank=int(os.environ["RANK"])), folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
+
+
+FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
+
+
+def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
+    make_base(tmp_path / "base")
+    told = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
+    assert len(set(told.values())) == 3
+    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(told.values())] * 2
+    peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
+    adapter = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
+    with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
+        world2.run(from_the_command_line, str(tmp_path))
 
 
 def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
