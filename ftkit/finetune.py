@@ -88,7 +88,7 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
     job = Job(stop, recipe, ranks)
     summary = job.run(checkpoints)
     job.trainer.end()
-    if not summary.get("saved", True):
+    if not summary.pop("saved", True):
         raise UserError(summary["stopped"])
     return summary
 
