@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ftkit.notebook import Interrupted, RankFailed, load_ipython_extension
+from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused, load_ipython_extension
 from ftkit.notebook.live import ROOT, STYLE, LiveRun, Output
 from ftkit.run_folder import RunFolder
 
@@ -86,6 +86,9 @@ def test_the_magic_runs_a_cell_on_the_ranks_that_were_named_or_started_last(shel
     shell.user_ns["others"] = ranks("others")
     assert shell.run_cell("%%ranks others\nx = 1\nx", store_history=True).result == 42
     assert asked == [("x = 1\nx\n", f"cell [{shell.execution_count - 1}]")]
+    shell.magics_manager.registry["RanksMagics"].ranks = SimpleNamespace(runs=True)
+    with pytest.raises(Refused, match="run in this notebook: go on with them"):
+        Ranks(1).start()
     assert "holds no ranks" in str(shell.run_cell("%%ranks In\n1").error_in_exec)
 
 
