@@ -37,7 +37,7 @@ CELLS = [
     "summary = ranks.finetune('recipe.yaml')",
     "ranks.generate(['What does `os.path.join` do?'], max_new_tokens=8)",
     "ranks.finetune('recipe.yaml', resume='auto')",
-    "%%ranks\nraise ValueError('mine') if rank == 1 else None",
+    "%%ranks\nif rank == 1:\n    raise ValueError('mine')",
     "%%ranks\n(rank, world_size)",
     "ranks.restart()",
     "ranks.finetune(settings=['train.max_steps=' + str(ranks.run('trainer.state.global_step') + 2)], resume='auto')",
@@ -136,7 +136,8 @@ def test_a_notebook_trains_is_interrupted_generates_resumes_and_survives_a_kill(
     assert "cell [" in shown
     assert len(shown.strip().splitlines()) <= 3
     assert f"step {saved + 2:,} of {saved + 2:,}" in page.run(GO_ON)
-    second = [process.pid for process in psutil.process_iter() if "ftkit.notebook.worker" in _command(process)]
+    server = psutil.Process(page.lab.process.pid)
+    second = [each.pid for each in server.children(recursive=True) if "ftkit.notebook.worker" in _command(each)]
     assert len(second) == 2
     assert "all ended" in page.run(END)
     assert ended(second, 5)

@@ -86,7 +86,8 @@ def test_a_refusal_has_the_notebooks_words_and_stays_a_user_error():
 
 
 def test_a_dead_worker_is_the_cause_and_costs_the_others():
-    crew = Played((0, failed("RuntimeError", "Connection reset by peer")), (1, None), dead={1: -9}, tail=["terminate called"])
+    lost = failed("RuntimeError", "Connection reset by peer")
+    crew = Played((0, lost), (1, None), dead={1: -9}, tail=["terminate called"])
     with pytest.raises(RankFailed) as caught:
         ask(crew)
     told = str(caught.value)
