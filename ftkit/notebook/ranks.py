@@ -20,8 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ftkit.begin import checkpoints_to_try
 from ftkit.errors import UserError
+from ftkit.launch import check_ranks
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.exchange import Exchange, View
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
@@ -104,14 +107,10 @@ class Ranks:
         magics = self._magics()
         if magics is not None and getattr(magics.ranks, "runs", False):  # the cell that started them was run again
             raise Refused(f"{magics.ranks!r} run in this notebook: go on with them, or end them first: ranks.shutdown()")
-        import torch  # here: it takes seconds, and who only reads the help should not wait
-
-        from ftkit import launch
-
         gpus = torch.cuda.device_count()
         number = self.n or max(1, gpus)
         try:
-            launch.check_ranks(number, gpus)
+            check_ranks(number, gpus)
         except UserError as error:
             raise Refused(in_notebook(str(error))) from None
         self._crew = Crew(number, os.environ, self._gone)

@@ -1,6 +1,8 @@
 """What a cell shows of a run, and `%%ranks` in IPython; without ranks."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as tree
 from types import SimpleNamespace
 
@@ -64,6 +66,11 @@ def test_without_jupyter_it_is_text_and_says_so_once(tmp_path, capsys):
     assert lines[1:3] == ["step 1/40  loss 1", "step 2/40  loss 2"]
     assert lines[-1] == "step 40/40  held-out loss 2.5000, perplexity 12.0000"
     assert len(lines) == 1 + 21 + 1
+
+
+def test_the_room_is_there_without_an_import_of_its_own():
+    lines = "import ftkit; print(ftkit.notebook.Ranks(2))"
+    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "<Ranks: not started>\n"
 
 
 def test_notices_are_no_errors_and_a_cells_stderr_is(capsys):
