@@ -1058,6 +1058,13 @@ FAULTS = (
         "tests/test_data_preview.py::test_hostile_rows_stay_text",
     ),
     _fault(
+        "ranks share the weights and all train on the same rows",
+        "ftkit/hf/accelerator.py",
+        "            if comm.world_size != self.num_processes:",
+        "            if comm.world_size < self.num_processes:",
+        "tests/hf/test_accelerator.py::test_ranks_that_would_all_train_on_the_same_rows_are_refused",
+    ),
+    _fault(
         "the preview shows what is read as trained on",
         "ftkit/hf/shown.py",
         "[label != IGNORED_LABEL for label in labels]",
