@@ -164,8 +164,9 @@ class Accelerator(accelerate.Accelerator):
             comm = Communicator(self.device)
             if comm.world_size != self.num_processes:
                 raise UserError(
-                    f"the ranks share the weights by {comm.world_size}, and accelerate counts {self.num_processes}: each would "
-                    "train on the same rows. Without a GPU say so: use_cpu=True (TrainingArguments), cpu=True (Accelerator)"
+                    f"the ranks share the weights by {comm.world_size}, and accelerate counts {self.num_processes}: each "
+                    "would train on the same rows. Where there is no GPU say so: use_cpu=True in TrainingArguments, "
+                    "cpu=True in Accelerator"
                 )
             units = shard(model, self.settings, device=self.device, comm=comm, **self.shard_options)
         return units
