@@ -72,6 +72,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `ftkit recipes list` should not wait for torch."""
     if name == "__version__":
         return metadata.version("ftkit")
+    if name == "notebook":
+        return import_module("ftkit.notebook")
     if name not in _HOMES:
         raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

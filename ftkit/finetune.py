@@ -2,8 +2,9 @@
 
 `run` is what the launcher calls in every rank; a `Job` is the same for ranks that live on. It prepares the data before the
 ranks wait for each other, loads the model without a whole copy anywhere, evaluates and answers the recipe's questions,
-trains, does both again, and writes the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end, by the user or by the memory guard
-(`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not done.
+trains, does both again, and writes the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end,
+by the user or by the memory guard (`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not
+done.
 
 It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
 a bare training would not make.
@@ -75,7 +76,7 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
     job = Job(stop, recipe, ranks)
     summary = job.run(checkpoints)
     job.trainer.end()
-    if not summary.get("saved", True):
+    if not summary.pop("saved", True):
         raise UserError(summary["stopped"])
     return summary
 

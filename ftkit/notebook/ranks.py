@@ -20,8 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ftkit.begin import checkpoints_to_try
 from ftkit.errors import UserError
+from ftkit.launch import check_ranks
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.exchange import Exchange, View
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
@@ -96,29 +99,30 @@ class Ranks:
         """Start the workers, unless they run; returns this object.
 
         Raises:
-            Refused: More ranks than GPUs. RankFailed: One could not start.
+            Refused: More ranks than GPUs, or others run in this notebook. RankFailed: One could not start.
         """
-        if self._crew is not None and not self._crew.dead():
+        if self.runs:
             return self
         self._lose()
-        import torch  # here: it takes seconds, and who only reads the help should not wait
-
-        from ftkit import launch
-
+        magics = self._magics()
+        if magics is not None and getattr(magics.ranks, "runs", False):  # the cell that started them was run again
+            raise Refused(f"{magics.ranks!r} run in this notebook: go on with them, or end them first: ranks.shutdown()")
         gpus = torch.cuda.device_count()
         number = self.n or max(1, gpus)
         try:
-            launch.check_ranks(number, gpus)
+            check_ranks(number, gpus)
         except UserError as error:
             raise Refused(in_notebook(str(error))) from None
         self._crew = Crew(number, os.environ, self._gone)
         atexit.register(self.shutdown)
         try:
-            Exchange(self._crew, Output(), self.hang_seconds, lambda: "mend that and start them again").wait()
+            way_out = "mend that and start them again"
+            Exchange(self._crew, Output(), self.hang_seconds, lambda: way_out, AT_THE_END).wait()
         except BaseException:
             self._lose()
             raise
-        self._offer_magic()
+        if magics is not None:
+            magics.ranks = self
         return self
 
     def shutdown(self) -> None:
@@ -153,6 +157,11 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    @property
+    def runs(self) -> bool:
+        """Whether all workers are there."""
+        return self._crew is not None and not self._crew.dead()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -344,12 +353,13 @@ class Ranks:
         except TypeError as error:
             raise Refused(f"recipe: {error}; needed: a dictionary of texts, numbers, lists and dictionaries") from None
 
-    def _offer_magic(self) -> None:
-        """Where this is IPython, let `%%ranks` mean these."""
-        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
-            from ftkit.notebook.magic import register  # here: without IPython it cannot be imported
+    def _magics(self) -> Any:
+        """Return what holds `%%ranks`, which it gives the shell; None where this is not IPython."""
+        if "IPython" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
+            return None
+        from ftkit.notebook.magic import register  # here: without IPython it cannot be imported
 
-            register(shell).ranks = self
+        return register(shell)
 
 
 def _plain_prompt(prompt: str | Sequence[Mapping[str, str]]) -> Any:

@@ -95,6 +95,7 @@ class Page:
     """
 
     def __init__(self, browser: Any, lab: Lab, name: str) -> None:
+        self.lab = lab
         self.page = browser.new_page(viewport={"width": 1080, "height": 860})
         self.page.goto(f"{lab.address}lab/tree/{name}?token={lab.token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)

@@ -19,10 +19,10 @@ from tests.engine.trajectory import Row, run_sharded, shard_model
 STEPS = 3
 QUICK = [
     Row("llama", world=2, debug=True, deferred=True, state="host"),
-    Row("gemma3", world=3, weights="hold", activations="keep", debug=True, accumulation=2),
     Row("t5", world=2, parameters="nvme", gradients="host", state="nvme", deferred=True, late=True),
 ]
 SLOW = [
+    Row("gemma3", world=3, weights="hold", activations="keep", debug=True, accumulation=2),
     *(Row(family, world=2, debug=True) for family in ("gpt2", "qwen3", "gpt_neox", "opt", "bert", "t5")),
     *(Row("qwen3", world=2, stage=stage, accumulation=2) for stage in (0, 1, 2)),
     Row("llama", world=1, parameters="host", gradients="host", state="host", debug=True),

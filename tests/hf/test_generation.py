@@ -17,6 +17,7 @@ import ftkit
 from ftkit.generate import answers, sharded_answers
 from ftkit.hf import generation, room
 from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
+from ftkit.hf.in_step import in_step
 from ftkit.launch import Stop
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
@@ -207,6 +208,25 @@ def by_transformers(model: nn.Module, rank: int) -> list[list[int]]:
 @pytest.mark.parametrize(("name", "fits"), [("gpt2", False), ("gpt2", True), ("t5", False), ("llama, LoRA", False)])
 def test_transformers_own_generate(world2, name, fits):
     assert world2.run(plainly, name, fits) == [by_transformers(build(name).eval(), rank) for rank in (0, 1)]
+
+
+def apart(hold: bool) -> str:
+    """What ranks that call different parts of a model are told."""
+    model = build("t5").eval()
+    units = ftkit.shard(model, {**SHARDED})
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    try:
+        with torch.no_grad(), room.held(units, hold), in_step(units):
+            model.encoder(input_ids=ids) if runs.rank() == 0 else model(input_ids=ids, decoder_input_ids=ids)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_call_different_parts_are_told_and_do_not_mix_them(world2):
+    told = "next (rank 0: T5Stack, rank 1: T5ForConditionalGeneration), and its weights come block by block"
+    assert all(told in text for text in world2.run(apart, False))
+    assert world2.run(apart, True) == ["nothing", "nothing"]  # held weights need no other rank
 
 
 # --- training, and caches

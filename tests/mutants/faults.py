@@ -1076,6 +1076,6 @@ FAULTS = (
         "ftkit/hf/evaluation.py",
         "        counted = (labels[:, 1:] != IGNORED_LABEL).sum()\n",
         "        counted = (labels != IGNORED_LABEL).sum()\n",
-        "tests/hf/test_evaluation.py::test_loss_and_perplexity_are_exact[case1]",
+        "tests/hf/test_evaluation.py::test_loss_and_perplexity_are_exact[(3, 'llama', {}, 2, True, 11)]",
     ),
 )

@@ -1,11 +1,11 @@
-"""Two ranks behind this process, as a notebook has them, started once."""
+"""Two ranks behind this process, as a notebook has them. Started once a file: other files look for processes left over."""
 
 import pytest
 
 from ftkit.notebook import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two():
     """Two ranks; a test that ends them starts them again by using `ranks`."""
     made = Ranks(2, hang_seconds=3)

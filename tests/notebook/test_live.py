@@ -1,13 +1,15 @@
 """What a cell shows of a run, and `%%ranks` in IPython; without ranks."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as tree
 from types import SimpleNamespace
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ftkit.notebook import Interrupted, RankFailed, load_ipython_extension
+from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused, load_ipython_extension
 from ftkit.notebook.live import ROOT, STYLE, LiveRun, Output
 from ftkit.run_folder import RunFolder
 
@@ -66,6 +68,11 @@ def test_without_jupyter_it_is_text_and_says_so_once(tmp_path, capsys):
     assert len(lines) == 1 + 21 + 1
 
 
+def test_the_room_is_there_without_an_import_of_its_own():
+    lines = "import ftkit; print(ftkit.notebook.Ranks(2))"
+    assert subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True).stdout == "<Ranks: not started>\n"
+
+
 def test_notices_are_no_errors_and_a_cells_stderr_is(capsys):
     Output().take({"out": "plan: stage 3\n", "stream": "stderr"})
     Output(calm=False).take({"out": "Warning\n", "stream": "stderr"})
@@ -86,6 +93,9 @@ def test_the_magic_runs_a_cell_on_the_ranks_that_were_named_or_started_last(shel
     shell.user_ns["others"] = ranks("others")
     assert shell.run_cell("%%ranks others\nx = 1\nx", store_history=True).result == 42
     assert asked == [("x = 1\nx\n", f"cell [{shell.execution_count - 1}]")]
+    shell.magics_manager.registry["RanksMagics"].ranks = SimpleNamespace(runs=True)
+    with pytest.raises(Refused, match="run in this notebook: go on with them"):
+        Ranks(1).start()
     assert "holds no ranks" in str(shell.run_cell("%%ranks In\n1").error_in_exec)
 
 
