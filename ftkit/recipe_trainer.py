@@ -3,7 +3,7 @@
 Four things differ from `ftkit.Trainer`. Samples come in the order of the prepared data, a function of (seed, epoch)
 alone, and each epoch ends with a whole step: rows that would start another are left to the next epoch's shuffle, so
 that no sample is seen twice to fill a batch and a step has the same samples on any number of ranks. Evaluation
-reduces the logits to three numbers a row (`held_out`) where they arise. And the loss of each step is at hand before its
+makes three numbers a row (`held_out`) where the logits arise. And the loss of each step is at hand before its
 update, with the places of its samples, for whoever judges it (`divergence_watch`). Of the checkpoints the last ones stay
 and, beside them, the best of those that were evaluated when they were saved.
 
@@ -26,6 +26,7 @@ from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, write_rows
 from ftkit.hf.attention import is_packed
 from ftkit.hf.evaluation import row_statistics
+from ftkit.hf.head import head_loss
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.samples import IGNORED_LABEL
@@ -246,6 +247,12 @@ class RecipeTrainer(Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Return the loss, and per row the three numbers of `row_statistics` in place of logits and labels."""
+        chunked = None if self.label_smoother else head_loss(self.model)
+        if chunked is not None:  # no logits: they are not in the plan
+            with chunked.each_token() as tokens:
+                loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)
+            if tokens:
+                return loss, tokens[-1].rows, tokens[-1].rows[:, 1:2]
         loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys=ignore_keys)
         logits = logits[0] if isinstance(logits, (tuple, list)) else logits
         statistics = row_statistics(logits, labels, shifted=not self.seq2seq)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.functional import linear as linear_layer
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -30,10 +31,29 @@ from ftkit.engine.seam import specialise
 from ftkit.engine.unit import autocast_kind
 from ftkit.hf.twins import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms
-from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
+from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
 HIDDEN = 8
 """Width of a twin's hidden states."""
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """What each token's label gave: token t + 1 by the hidden states at t.
+
+    Args:
+        losses: (B, T - 1) fp32, nats; 0 where a label does not count. hits: (B, T - 1) bool, the label was the likeliest.
+        counted: (B, T - 1) bool, the label counts.
+    """
+
+    losses: Tensor
+    hits: Tensor
+    counted: Tensor
+
+    @property
+    def rows(self) -> Tensor:
+        """The sum of losses, label tokens and hits of each row, (B, 3) fp32."""
+        return torch.stack([each.sum(1).float() for each in (self.losses, self.counted, self.hits)], 1)
 
 
 class HeadLoss:
@@ -50,6 +70,17 @@ class HeadLoss:
         self.wide = False  # compute logits in fp32, whatever the weights are
         self.wanted = False
         self.kept: Tensor | None = None
+        self.tokens: list[TokenLosses] | None = None  # of the calls since somebody asked
+
+    @contextmanager
+    def each_token(self) -> Iterator[list[TokenLosses]]:
+        """Let calls of the model in the body, without gradients, note what each token gave, in order. See `only`."""
+        self.tokens = []
+        try:
+            with self.only():
+                yield self.tokens
+        finally:
+            self.tokens = None
 
     @contextmanager
     def only(self) -> Iterator[None]:
@@ -94,6 +125,10 @@ class HeadLoss:
         hidden, self.kept = self.kept, None
         if hidden is None:
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if self.tokens is not None:
+            noted = self._each_token(hidden[:, :-1], labels[:, 1:].to(hidden.device), ignore_index)
+            self.tokens.append(noted)
+            return noted.losses.sum() / (noted.counted.sum() if num_items_in_batch is None else num_items_in_batch)
         if shift_labels is None:
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(hidden.device)
@@ -103,6 +138,23 @@ class HeadLoss:
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
+
+
+    def _each_token(self, hidden: Tensor, labels: Tensor, ignore_index: int) -> TokenLosses:
+        """Return what hidden states (B, T, D) give for labels (B, T), a part of the logits at a time."""
+        rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
+        flat = labels.reshape(-1)
+        losses = torch.zeros(len(flat), dtype=torch.float32, device=rows.device)
+        hits = torch.zeros(len(flat), dtype=torch.bool, device=rows.device)
+        step = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        for start in range(0, len(flat), step):
+            part = slice(start, start + step)
+            logits = linear_layer(rows[part], weight, bias).float() * self.scale
+            if self.cap:
+                logits = self.cap * torch.tanh(logits / self.cap)
+            losses[part] = cross_entropy(logits, flat[part], ignore_index=ignore_index, reduction="none")
+            hits[part] = logits.argmax(-1) == flat[part]
+        return TokenLosses(losses.view(labels.shape), hits.view(labels.shape), labels != ignore_index)
 
 
 def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:

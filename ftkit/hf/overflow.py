@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ftkit.engine.tree import take_tensors
+from ftkit.hf.head import only_loss
 
 
 @torch.no_grad()
@@ -40,7 +41,8 @@ def first_overflow(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
         if name:
             handles.append(module.register_forward_hook(look(name), with_kwargs=True))
     try:
-        model(**inputs)
+        with only_loss(model, wanted="labels" in inputs):
+            model(**inputs)
     finally:
         for handle in handles:
             handle.remove()

@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ftkit.errors import UserError
+from ftkit.hf.head import head_loss
 from ftkit.hf.samples import IGNORED_LABEL
 
 PACKED_COLUMNS = datasets.Features(
@@ -194,12 +195,8 @@ def _moved(
     model: Any, ids: torch.Tensor, changed: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, first: int
 ) -> float:
     """Return how far the losses of `labels`, those from token `first` + 1 on, differ between two rows."""
-    losses = []
-    for each in (ids, changed):
-        logits = _logits(model, each, places, first)[:-1]
-        parts = zip(logits.split(PART_TOKENS), labels.split(PART_TOKENS))
-        losses.append([cross_entropy(part.float(), own, reduction="none") for part, own in parts])
-    return max(((one - other).abs().max().item() for one, other in zip(*losses)), default=0.0)
+    one, other = (_losses(model, each, places, labels, first) for each in (ids, changed))
+    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
 def _two_samples(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
@@ -211,13 +208,32 @@ def _two_samples(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     return 0, 0
 
 
-def _logits(model: Any, ids: torch.Tensor, position_ids: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the logits of a row from token `first` on; ids and positions are (1, T)."""
-    boundaries = {}
-    if getattr(model.config, "_attn_implementation", None) == ATTENTION:
-        boundaries["attention_mask"] = boundaries_of(position_ids.cpu()).to(ids.device)
-    found = model(input_ids=ids, position_ids=position_ids, use_cache=False, **boundaries).logits
+def _losses(model: Any, ids: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the losses of a row's labels from token `first` + 1 on, without all logits where the model can; (1, T) ids."""
+    chunked = head_loss(model)
+    if chunked is not None:
+        wanted = torch.cat([labels.new_full((ids.shape[1] - len(labels),), IGNORED_LABEL), labels])[None]
+        with chunked.each_token() as tokens:
+            model(**_inputs(model, ids, places), labels=wanted)
+        if tokens:
+            return tokens[-1].losses[0, first:]
+    logits = _logits(model, ids, places, first)[:-1]
+    parts = zip(logits.split(PART_TOKENS), labels.split(PART_TOKENS))
+    return torch.cat([cross_entropy(part.float(), own, reduction="none") for part, own in parts])
+
+
+def _logits(model: Any, ids: torch.Tensor, places: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the logits of a row from token `first` on; ids and places are (1, T)."""
+    found: torch.Tensor = model(**_inputs(model, ids, places)).logits
     return found[0, first:]
+
+
+def _inputs(model: Any, ids: torch.Tensor, places: torch.Tensor) -> dict[str, Any]:
+    """Return a call's arguments for one packed row; ids and places are (1, T)."""
+    inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
+    if getattr(model.config, "_attn_implementation", None) == ATTENTION:
+        inputs["attention_mask"] = boundaries_of(places.cpu()).to(ids.device)
+    return inputs
 
 
 def refuse_leak(model: Any, share: float) -> None:

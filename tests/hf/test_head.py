@@ -1,0 +1,54 @@
+"""The head and its loss without whole logits: what evaluations and checks get in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ftkit.hf import head
+from ftkit.hf.evaluation import row_statistics
+from ftkit.hf.head import attach_head_loss, head_loss, proven_head_loss
+from ftkit.hf.overflow import first_overflow
+from tests.engine import families
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_each_token_gives_is_what_its_logits_give(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 5 * families.VOCABULARY)  # five tokens at a time
+    model = families.build(family).eval()
+    chance = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, families.VOCABULARY, (3, 8), generator=chance)
+    labels = rows.clone()
+    labels[0, :3] = labels[2] = -100
+    labels[1, 5] = model(input_ids=rows).logits[1, 4].argmax()  # one hit at least
+    with torch.no_grad():
+        expected = row_statistics(model(input_ids=rows).logits, labels, shifted=True)
+    assert attach_head_loss(model, torch.float32, CPU) is None
+    found = head_loss(model)
+    assert found is not None
+    with torch.no_grad(), found.each_token() as tokens:
+        made = model(input_ids=rows, labels=labels, num_items_in_batch=torch.tensor(4.0))
+    assert made.logits.shape[-1] == 0, "no logits"
+    assert torch.allclose(tokens[-1].rows, expected, atol=1e-5)
+    assert tokens[-1].rows[1, 2] >= 1
+    assert made.loss.item() == pytest.approx(expected[:, 0].sum().item() / 4, rel=1e-5)
+    assert found.tokens is None
+
+
+def test_a_proof_needs_no_weights_and_attaches_nothing() -> None:
+    model = families.build("llama").to("meta")
+    loss = model.loss_function
+    assert not isinstance(proven_head_loss(model, torch.float16, CPU), str)
+    assert model.loss_function is loss
+
+
+def test_an_overflow_is_looked_for_without_logits() -> None:
+    model = families.build("llama").eval()
+    assert attach_head_loss(model, torch.float32, CPU) is None
+    shapes = []
+    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    rows = torch.randint(3, families.VOCABULARY, (2, 8))
+    assert first_overflow(model, {"input_ids": rows, "labels": rows}) is None
+    assert shapes == [(2, 8, 0)]
