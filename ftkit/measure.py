@@ -4,7 +4,6 @@ Every figure is taken while all ranks do the same, because that is what a rank h
 
     compute      a Llama block of each hidden size in `HIDDEN`: forward, then forward again and backward, as the engine does;
                  operations counted as the schedule counts them, with attention
-    head         a head of `CLASSES` and its loss, as the engine makes them on this device, forward and backward
     link         an all-gather and a reduction of `LINK_NUMEL` elements by the engine's own communicator
     pcie         copies from and to pinned memory at once, GPUs only
     dram, hbm    AdamW over fp32 state, in host memory by the engine's loops; on GPUs by torch's
@@ -26,13 +25,10 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaModel
 
 from ftkit.engine.comm import Communicator
 from ftkit.engine.host_adam import HostAdamW
-from ftkit.hf.fusing import unusable
-from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
 from ftkit.launch import Stop
 from ftkit.plan.memory import GIB
 from ftkit.plan.schedule import ADAM_BYTES
@@ -42,8 +38,6 @@ HIDDEN = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 5120)}
 TOKENS = {"cpu": 512, "cuda": 4096}
 """Of one block's batch, in sequences of at most `SEQUENCE`."""
 SEQUENCE = 1024
-CLASSES = 32000
-"""Of the head that is measured."""
 LINK_NUMEL = 1 << 22
 ADAM_NUMEL = 1 << 23
 COPY_BYTES = 256 << 20
@@ -66,7 +60,6 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
     comm = Communicator(device)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     rates: dict[str, Any] = {"compute": {size: _compute(size, comm, kind) for size in HIDDEN[device.type]}}
-    rates["head"] = _head(comm, kind)
     rates |= _link(comm, kind)
     host = _host_adam(comm)
     rates["dram"] = host * comm.world_size
@@ -165,27 +158,6 @@ def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
     weights = sum(each.numel() for each in block.parameters())
     forward = tokens * (2.0 * weights + 4.0 * sequence * hidden)
     return 4 * forward / _timed(comm, once)
-
-
-def _head(comm: Communicator, dtype: torch.dtype) -> float:
-    """Return operations a second of a head and its loss: by chunks where kernels can be used, else with all logits."""
-    tokens, (_, hidden, _) = TOKENS[comm.device.type], HIDDEN[comm.device.type]
-    chance = torch.Generator(comm.device).manual_seed(0)
-    given = (torch.randn(size, hidden, generator=chance, device=comm.device) for size in (tokens, CLASSES))
-    states, weight = (each.to(dtype).requires_grad_() for each in given)
-    labels = torch.randint(0, CLASSES, (tokens,), generator=chance, device=comm.device)
-    chunked = unusable(comm.device) is None
-
-    def once() -> None:
-        if chunked:
-            loss = linear_cross_entropy(states, weight, labels)
-        else:
-            loss = cross_entropy(linear(states, weight).float(), labels, reduction="sum")
-        loss.backward()
-        states.grad = weight.grad = None
-
-    products = 3 + chunked
-    return products * 2.0 * tokens * hidden * CLASSES / _timed(comm, once)
 
 
 def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:

@@ -35,7 +35,6 @@ class _Rates(TypedDict):
     """What a profile says of speed, per second; see hardware.yaml."""
 
     compute: Annotated[dict[PositiveInt, Rate], Field(min_length=1)]
-    head: NotRequired[Rate]
     link: Rate
     network: NotRequired[Rate]
     pcie: Rate

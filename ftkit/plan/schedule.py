@@ -117,7 +117,6 @@ class Rates:
         compute: operations, by hidden size. link: bytes of a collective (bus bandwidth). pcie: bytes each way.
         dram: bytes of host memory. hbm: bytes of device memory. nvme_read, nvme_write: bytes.
         collective_s: latency of a collective. itemsize: bytes of an element that `compute` is of.
-        head: operations of the head and its loss; 0: as in blocks.
         in_order: collectives and updates take turns with the arithmetic, as on CPU ranks, which have no streams.
     """
 
@@ -131,7 +130,6 @@ class Rates:
     collective_s: float = 20e-6
     itemsize: int = 2
     in_order: bool = False
-    head: float = 0.0
 
     def operations(self, hidden: int) -> float:
         """Return the rate of matrix products in blocks of a hidden size: between those that are known, by straight lines."""
@@ -143,8 +141,7 @@ class Rates:
 
     def all(self, hidden: int) -> dict[str, float]:
         """Return the rate of every resource, for a model of a hidden size."""
-        compute = self.operations(hidden)
-        return {**self.resources, "compute": compute, "head": self.head or compute}
+        return {**self.resources, "compute": self.operations(hidden)}
 
     def know(self, shape: Shape, way: Way) -> bool:
         """Whether a step of this can be simulated: in the dtype of the rates, and with rates of a drive where one is used.
@@ -177,7 +174,7 @@ def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Spe
     marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
     first, last = marks[-2], marks[-1]
     tokens = shape.world_size * way.micro_batch * way.parts * accumulation * shape.sequence_tokens
-    operations = sum(event.work.get(each, 0.0) for event in step.script.events for each in ("compute", "head")) / STEPS
+    operations = sum(event.work.get("compute", 0.0) for event in step.script.events) / STEPS
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last))
 
 
@@ -243,13 +240,12 @@ class _Step:
         products = 2 + any(line.trained for line in shape.leaves) + shape.chunked_loss
         outside = [line for line in shape.leaves if self._is_gathered("leaf")]
         gathered = self._collective("gather head", sum(self._moved(line) for line in outside), [self.computed[-1]])
-        work = {"head": 2.0 * products * shape.vocabulary * shape.hidden * self.tokens}
-        self.computed.append(self.script.add("loss", "compute", work, [gathered]))
+        self._compute("loss", 2.0 * products * shape.vocabulary * shape.hidden * self.tokens, [gathered])
 
     def _backward(self, *, first: bool) -> None:
         blocks = self.shape.blocks
         count = len(blocks)
-        again = self._is_gathered("block") and self.way.weights == "free"
+        again = self.way.weights == "free" and (self._is_gathered("block") or self.way.parameters != "device")
         gathered: dict[int, int | None] = {}
         if again:
             gathered[count - 1] = self._gather(count - 1, first=False)
@@ -304,13 +300,20 @@ class _Step:
     def _is_gathered(self, kind: str) -> bool:
         return self.way.stage == 3 and self.owners > 1 and kind in ("block", "leaf")
 
-    def _moved(self, line: Line, *, gradient: bool = False) -> float:
-        """Return the bytes that a rank sends to gather a line, or to reduce its gradient."""
-        if self.owners == 1 and not gradient:
-            return 0.0
-        itemsize = (self.shape.gradient_itemsize or line.itemsize) if gradient else line.itemsize
-        times = 2 if self.owners == 1 else 1  # every rank receives all sums
-        return times * line.padded_numel(self.world) * min(itemsize, line.itemsize) * (self.world - 1) / self.world
+    def _moved(self, line: Line) -> float:
+        """Return the bytes that a rank sends to gather a line."""
+        return 0.0 if self.owners == 1 else self._sent(line, line.itemsize)
+
+    def _reduced(self, line: Line, itemsize: int) -> float:
+        """Return the bytes that a rank sends to reduce a line's gradient; all sums to every rank where each has the line."""
+        return self._sent(line, itemsize) * (2 if self.owners == 1 else 1)
+
+    def _sent(self, line: Line, itemsize: int) -> float:
+        return line.padded_numel(self.world) * itemsize * (self.world - 1) / self.world
+
+    def _summed(self, line: Line) -> int:
+        """Return the bytes of an element of a line's gradient where micro-batches' are summed."""
+        return self.shape.gradient_itemsize or line.itemsize
 
     def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
         if not size:
@@ -361,26 +364,29 @@ class _Step:
         parts = self.way.parts if kind == "block" else 1  # leaves get the gradient of all parts at once
         size = sum(_collected(each, slot_itemsize(self.shape, self.way, each), 1, parts - 1) for each in soon)
         for each in late:
-            size += _collected(each, self.shape.gradient_itemsize or each.itemsize, int(first), parts - first)
+            size += _collected(each, self._summed(each), int(first), parts - first)
         self._pass(f"collect {name}", size)
         if soon:
             self.reduced = self._reduce(name, soon, first=first)
 
     def _reduce(self, name: str, trained: Sequence[Line], *, first: bool) -> int | None:
         """Reduce a gradient, and add this rank's part to those of the micro-batches before, or move it to its tier."""
-        moved = sum(self._moved(each, gradient=True) for each in trained)
-        reduced = self._collective(f"reduce {name}", moved, [self.computed[-1]])
+        slots = [(each, slot_itemsize(self.shape, self.way, each)) for each in trained]
+        reduced = self._collective(f"reduce {name}", sum(self._reduced(*each) for each in slots), [self.computed[-1]])
+        added = float(sum(line.shard_numel(self.owners) * (size + 2 * self._summed(line)) for line, size in slots))
         if self.way.gradients == "device" and not first:
-            itemsize = self.shape.gradient_itemsize
-            size = sum(each.shard_numel(self.owners) * (each.itemsize + 2 * (itemsize or each.itemsize)) for each in trained)
-            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": float(size)}, [reduced, self.computed[-1]])
-        if self.way.gradients != "device" and trained:
-            size = float(sum(each.shard_numel(self.owners) * each.itemsize for each in trained))
+            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, [reduced, self.computed[-1]])
+        if self.way.gradients != "device":
+            size = float(sum(line.shard_numel(self.owners) * itemsize for line, itemsize in slots))
+            kept = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in trained))
             after = [reduced, self.computed[-1]]
             self.drained = self.script.add(f"drain {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
+            if not first:
+                work = {"dram": added} | ({"nvme_read": kept} if self.way.gradients == "nvme" else {})
+                self.drained = self.script.add(f"sum {name}", "host update", work, [self.drained])
             if self.way.gradients == "nvme":
                 after = [self.drained]
-                self.drained = self.script.add(f"write gradient {name}", "nvme drain", {"nvme_write": size}, after)
+                self.drained = self.script.add(f"write gradient {name}", "nvme drain", {"nvme_write": kept}, after)
         return reduced
 
     # --- the update
@@ -400,7 +406,7 @@ class _Step:
         moved = 0.0
         for placed, count in self.shape.counted:
             if placed.line.trained and self.way.reduced_late(placed, self.world):
-                moved += count * self._moved(placed.line, gradient=True)
+                moved += count * self._reduced(placed.line, self._summed(placed.line))
         late = self._collective("reduce whole", moved, [self.computed[-1]])
         return [self.reduced, self.drained, late, self.computed[-1]]
 
@@ -408,23 +414,24 @@ class _Step:
         """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""
         if self.way.gradients != "device":
             return {}
-        itemsize = self.shape.gradient_itemsize
         trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
-        return {"hbm": float(sum(n * line.shard_numel(self.owners) * (itemsize or line.itemsize) for line, n in trained))}
+        return {"hbm": float(sum(n * line.shard_numel(self.owners) * self._summed(line) for line, n in trained))}
 
     def _update_of(self, name: str, lines: Sequence[Line], norm: int) -> int:
-        numel = float(sum(line.shard_numel(self.world) for line in lines))
-        size = float(sum(line.shard_numel(self.world) * line.itemsize for line in lines))
+        numel = float(sum(line.shard_numel(self.owners) for line in lines))
+        size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
+        gradient = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in lines))
         if self.way.state == "device":
             return self.script.add(f"update {name}", "compute", {"hbm": ADAM_BYTES * numel}, [norm])
         before: list[int | None] = [norm]
         if self.way.gradients == "device":
-            before.append(self.script.add(f"down {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, [norm]))
+            work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
+            before.append(self.script.add(f"down {name}", "down", work, [norm]))
         stays = self.way.state != "nvme" or STATE_BYTES * numel <= self.left  # whole lines, as `Tiers.state_tiers` has it
         if self.way.state == "nvme" and stays:
             self.left -= int(STATE_BYTES * numel)
         if self.way.gradients == "nvme":
-            before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": size}, [norm]))
+            before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(name)]
             before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": STATE_BYTES * numel}, after))

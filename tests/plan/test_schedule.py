@@ -131,10 +131,14 @@ def test_bytes_between_ranks(way: Way, weights: int, gradients: int) -> None:
     even = tuple((Line(8 * 4096, 2, trained=True),) for _ in range(6))
     shape = replace(LLAMA_13B, blocks=even, leaves=(), whole=())
     events = script(shape, way, 3, steps=2).events
+    wide = script(replace(shape, gradient_itemsize=4), way, 3, steps=2).events
     model = 2 * shape.numel * 7 / 8
     sent = sum(event.work.get("link", 0.0) for event in events) / model
     first = 1 if way.stage in (1, 2) else 0  # nothing is refreshed before the first step
     assert sent == pytest.approx(2 * (weights + gradients) - first), way
+    late = 2 if way.stage < 2 else 1  # what is reduced at the end of a step was summed in fp32 before
+    sent = sum(event.work.get("link", 0.0) for event in wide) / model
+    assert sent == pytest.approx(2 * (weights + late * gradients) - first), "micro-batches summed in fp32"
 
 
 def test_memory_that_gradients_move() -> None:
@@ -152,15 +156,38 @@ def test_memory_that_gradients_move() -> None:
 def test_products_of_the_head() -> None:
     def head(shape: Shape) -> float:
         (event,) = [event for event in script(shape, HOST, 1).events if event.name == "loss"]
-        return event.work["head"] / (2 * 2 * 2048 * shape.vocabulary * shape.hidden)
+        return event.work["compute"] / (2 * 2 * 2048 * shape.vocabulary * shape.hidden)
 
     frozen = replace(LLAMA_13B, leaves=tuple(replace(line, trained=False) for line in LLAMA_13B.leaves))
     assert [head(LLAMA_13B), head(replace(LLAMA_13B, chunked_loss=True))] == [3, 4]
     assert [head(frozen), head(replace(frozen, chunked_loss=True))] == [2, 3]
 
 
-def test_a_head_has_a_rate_of_its_own() -> None:
-    alike, slow = took(HOST), took(HOST, head=1e12)
-    head = 6 * LLAMA_13B.vocabulary * LLAMA_13B.hidden * 4 * 2 * 2048
-    assert slow.seconds - alike.seconds == pytest.approx(head * (1 / 1e12 - 1 / V100.operations(5120)), rel=0.01)
-    assert slow.operations == alike.operations
+def test_gradients_below_the_device_are_summed_there() -> None:
+    numel = 2 * 4096
+    block = (Line(numel, 2, trained=True),)
+    shape = replace(LLAMA_13B, blocks=(block,), leaves=(), whole=(), world_size=2, gradient_itemsize=4)
+    way = Way(state="host", gradients="nvme", deferred=True)
+    events = [event for event in script(shape, way, 2).events if event.stream in ("down", "nvme drain", "host update")]
+    moved = [(event.name, dict(event.work)) for event in events]
+    shard = numel // 2
+    assert moved[:4] == [
+        ("drain backward 0", {"down": 2 * shard, "dram": 2 * shard}),
+        ("write gradient backward 0", {"nvme_write": 4 * shard}),
+        ("drain backward 0", {"down": 2 * shard, "dram": 2 * shard}),
+        ("sum backward 0", {"dram": (2 + 2 * 4) * shard, "nvme_read": 4 * shard}),
+    ]
+
+
+def test_every_rank_of_stage_0_updates_all() -> None:
+    def updated(way: Way) -> float:
+        return sum(event.work["dram"] for event in script(LLAMA_13B, way, 1).events if event.stream == "host update")
+
+    assert updated(replace(HOST, stage=0)) == pytest.approx(8 * updated(HOST), rel=0.001)
+
+
+def test_one_rank_fetches_weights_from_the_host_twice() -> None:
+    alone = replace(LLAMA_13B, world_size=1)
+    events = script(alone, replace(HOST, parameters="host"), 1).events
+    fetched = [event for event in events if event.name.startswith("fetch")]
+    assert len(fetched) == 2 * len(alone.blocks) - 2, "the last two are still in their slots when backward begins"
