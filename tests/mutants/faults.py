@@ -1127,4 +1127,18 @@ FAULTS = (
         "        counted = (labels != IGNORED_LABEL).sum()\n",
         "tests/hf/test_evaluation.py::test_loss_and_perplexity_are_exact[(3, 'llama', {}, 2, True, 11)]",
     ),
+    _fault(
+        "an overflow is looked for with all logits",
+        "ftkit/hf/overflow.py",
+        '        with only_loss(model, wanted="labels" in inputs):',
+        "        with only_loss(model, wanted=False):",
+        "tests/hf/test_head.py::test_an_overflow_is_looked_for_without_logits",
+    ),
+    _fault(
+        "evaluation without logits counts what was least likely as a hit",
+        "ftkit/hf/head.py",
+        "            hits[part] = logits.argmax(-1) == flat[part]",
+        "            hits[part] = logits.argmin(-1) == flat[part]",
+        "tests/hf/test_head.py::test_what_each_token_gives_is_what_its_logits_give",
+    ),
 )
