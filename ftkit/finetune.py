@@ -91,7 +91,8 @@ class Job:
         bar: Makes what shows the steps, from the console that it may write to.
 
     Attributes:
-        trainer: Of the run, with the model. tokenizer: Of the model. rows: The prepared rows. None until they are made.
+        trainer: Of the run, with the model. tokenizer: Of the model. rows: The prepared rows. plan: How memory is used.
+            None until they are made.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Job:
         self.trainer: Any = None
         self.tokenizer: Any = None
         self.rows: Rows | None = None
+        self.plan: Plan | None = None
         self.checkpoint: str | None = None  # that it goes on from
 
     def run(self, checkpoints: list[str]) -> dict[str, Any]:
@@ -145,7 +147,7 @@ class Job:
         arguments = training_arguments(recipe, self.ranks)
         model = build_model(recipe)
         check_fit(model, tokenizer, recipe.data.sequence_tokens)
-        plan = follow_plan(recipe, model, arguments, self.ranks)
+        plan = self.plan = follow_plan(recipe, model, arguments, self.ranks)
         rows = self.rows = prepare_rows(recipe, tokenizer)
         say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
         [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves

@@ -55,10 +55,10 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Any:
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source, file).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-    exec(compile(ast.Module(body, []), file, "exec"), namespace)
+    exec(compile(ast.Module(body, []), file, "exec", dont_inherit=True), namespace)  # this file's own __future__
     if last is None:
         return None
-    value = eval(compile(ast.Expression(last.value), file, "eval"), namespace)
+    value = eval(compile(ast.Expression(last.value), file, "eval", dont_inherit=True), namespace)
     return None if source.rstrip().endswith(";") else value
 
 

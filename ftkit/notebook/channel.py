@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 from contextlib import suppress
@@ -44,14 +45,19 @@ class Channel:
             OSError: The other end is gone.
         """
         data = json.dumps(message).encode()
-        with self._sending:
-            self._connection.send_bytes(data)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:  # an interrupt between a message's length and its text would break all that follow
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+            with self._sending:
+                self._connection.send_bytes(data)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def receive(self) -> Message | None:
-        """Wait for the next object; None once the other end is gone."""
+        """Wait for the next object; None once the other end is gone, or broke off within one."""
         try:
             return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             return None
 
     def is_readable(self, seconds: float) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -37,7 +38,7 @@ class Crew:
     Args:
         ranks: Their number.
         environ: The environment; what the user set in it about threads and interfaces is left alone.
-        gone: Called with the rank of a worker that has ended, in a thread.
+        gone: Called with the rank of a worker that has ended of itself, in a thread.
 
     Attributes:
         messages: (rank, what it said); None once it is gone. pids: By rank.
@@ -51,10 +52,15 @@ class Crew:
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._tails: list[deque[str]] = []
-        for rank in range(ranks):
-            own = environment(rank, ranks, self._store.port, threads, environ)
-            self._start({**environ, **own, "MPLBACKEND": "agg"})  # the kernel's own draws into the kernel's cells
-        self.known = [psutil.Process(pid) for pid in self.pids.values()]  # by number and time of birth
+        self._known: list[psutil.Process] = []  # by number and time of birth
+        self._ending = False
+        try:
+            for rank in range(ranks):
+                own = environment(rank, ranks, self._store.port, threads, environ)
+                self._start({**environ, **own, "MPLBACKEND": "agg"})  # the kernel's own draws into the kernel's cells
+        except BaseException:
+            self.kill()
+            raise
 
     def _start(self, environ: Mapping[str, str]) -> None:
         channel, theirs = Channel.pair()
@@ -71,6 +77,7 @@ class Crew:
         rank = len(self._processes)
         self._channels.append(channel)
         self._processes.append(process)
+        self._known.append(psutil.Process(process.pid))
         self._tails.append(deque(maxlen=KEPT_LINES))
         for work in (self._listen, self._drain):
             threading.Thread(target=work, args=(rank,), name=f"ftkit rank {rank}", daemon=True).start()
@@ -81,7 +88,8 @@ class Crew:
             self.messages.put((rank, message))
         self.messages.put((rank, None))
         self._channels[rank].close()
-        self._gone(rank)
+        if not self._ending:
+            self._gone(rank)
 
     def _drain(self, rank: int) -> None:
         """Read what a worker writes past Python; rank 0's is shown."""
@@ -124,6 +132,7 @@ class Crew:
 
     def end(self) -> None:
         """End all workers in order, and those that do not by force."""
+        self._ending = True
         for channel in self._channels:
             channel.close_sending()
         deadline = time.monotonic() + END_SECONDS
@@ -132,12 +141,17 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End every worker at once, with the processes it started."""
-        for process in self.known:
+        """End every worker at once, with the processes it started, also those that it left behind."""
+        self._ending = True
+        for process in self._known:
+            own = process.is_running() or not psutil.pid_exists(process.pid)  # else the number is another's by now
             with suppress(psutil.NoSuchProcess):
                 for each in [*process.children(recursive=True), process]:
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
+            if own:
+                with suppress(ProcessLookupError, PermissionError):  # it leads a group of its own; macOS: of zombies alone
+                    os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
         for channel in self._channels:

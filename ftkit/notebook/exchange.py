@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -58,11 +59,20 @@ class Exchange:
         crew: Who is asked. view: Where it is shown. hang_seconds: How long a rank may wait for one that does not come.
         way_out: Returns what the user can do once the ranks were ended.
         on_interrupt: What is said of the first interrupt.
+        number: Of the request, which its answers bear; 0 is that to join.
     """
 
     def __init__(
-        self, crew: Crew, view: View, hang_seconds: float, way_out: Callable[[], str], on_interrupt: str = ""
+        self,
+        crew: Crew,
+        view: View,
+        hang_seconds: float,
+        way_out: Callable[[], str],
+        on_interrupt: str = "",
+        number: int = 0,
     ) -> None:
+        self.number = number
+        self.shows = True  # until the view fails
         self.crew, self.view, self.way_out, self.on_interrupt = crew, view, way_out, on_interrupt
         self.running = set(range(crew.ranks))
         self.answers: dict[int, Message] = {}
@@ -83,13 +93,18 @@ class Exchange:
             Refused: What the user gave cannot be used. RankFailed: A rank raised, died, hangs or does not answer.
             Interrupted: The user interrupted the kernel, and the ranks' code ended of it.
         """
-        for rank in range(self.crew.ranks):
-            self.crew.send(rank, {"do": verb, "with": arguments, "cwd": os.getcwd()})
-        return self.wait()
+        question = {"do": verb, "with": arguments, "cwd": os.getcwd(), "number": self.number}
+        return self._answer(question)
 
     def wait(self) -> Any:
         """Wait for the answers to what all were asked for; as `ask`."""
-        with counted_signals((signal.SIGINT,)) as signals:
+        return self._answer(None)
+
+    def _answer(self, question: Message | None) -> Any:
+        with counted_signals((signal.SIGINT,)) as signals:  # before the first is asked: none is asked alone
+            if question is not None:
+                for rank in range(self.crew.ranks):
+                    self.crew.send(rank, question)
             while self.running:
                 self._take()
                 self._look()
@@ -123,6 +138,8 @@ class Exchange:
         elif "left" in message:
             self.failed[rank] = message  # its end follows
         elif "failed" in message or "done" in message:
+            if message["number"] != self.number:
+                return  # to an earlier request, which nobody waited for to the end
             self.running.discard(rank)
             self.answers[rank] = message
             if "failed" in message:
@@ -131,7 +148,18 @@ class Exchange:
         else:
             if "step" in message:
                 self.hangs.forget()
-            self.view.take(message)
+            self._show(self.view.take, message)
+
+    def _show(self, show: Callable[[Any], None], what: Any) -> None:
+        """Show something; a view that fails costs what it would have shown, and not the request."""
+        if not self.shows:
+            return
+        try:
+            show(what)
+        except Exception as error:
+            self.shows = False
+            text = f"the display failed ({type(error).__name__}: {error}); the ranks go on without it"
+            print(text, file=sys.stderr, flush=True)
 
     # --- what can go wrong
 
@@ -161,10 +189,10 @@ class Exchange:
         if self.failed and not self.doubted and now - self.failed_s > AFTER_FAILURE_SECONDS:  # they compute, or CUDA waits
             self.doubted = True
             waited = ", ".join(f"rank {each}" for each in sorted(self.running))
-            self.view.say(f"{self._told_failure()[1]}\nwaiting for {waited}; interrupt the kernel to end it")
+            self._show(self.view.say, f"{self._told_failure()[1]}\nwaiting for {waited}; interrupt the kernel to end it")
         if not self.doubted and (doubt := self.hangs.doubt(self.running)) is not None:
             self.doubted = True
-            self.view.say(doubt)
+            self._show(self.view.say, doubt)
 
     def _became(self, rank: int) -> str:
         return "raised" if rank in self.failed else "has ended its cell"
@@ -255,6 +283,6 @@ class Exchange:
             raise Interrupted(f"the ranks were ended at once; {self.way_out()}.")
         self.hangs.forget()
         if self.on_interrupt:
-            self.view.say(self.on_interrupt)
+            self._show(self.view.say, self.on_interrupt)
         for rank in self.running:
             self.crew.send(rank, {"interrupt": True})

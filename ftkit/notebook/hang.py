@@ -1,7 +1,7 @@
 """Whether ranks wait for one another in vain, judged by where they stand, again and again.
 
-A rank *waits* while its innermost call is one of `torch.distributed`, its whole stack stays the same and its thread takes no
-CPU time. If all ranks that have not ended their cell wait, nobody will come: that is a hang, for certain. If one waits and
+A rank *waits* while its innermost call is one of `torch.distributed`, its whole stack stays the same and its process takes
+no CPU time: a backend computes in threads of its own. If all ranks that have not ended their cell wait, nobody will come: that is a hang, for certain. If one waits and
 another computes or sleeps, it may still come: that is worth a line, and the user decides.
 
 It refuses to judge CUDA by this, where a collective returns at once and the waiting is done elsewhere, with CPU time: there
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 IDLE_SHARE = 0.05
-"""Of the time, that a thread which only waits may compute."""
+"""Of the time, that a process which only waits may compute."""
 
 SHOWN_FRAMES = 5
 """Of a rank that waits, the innermost ones that are the user's, ftkit's or a collective's."""
@@ -52,7 +52,7 @@ class Stand:
     """Where one rank stands, and since when it has been there.
 
     Args:
-        frames: Outermost first. since_s, cpu_s: The moment, and the thread's CPU seconds, when it was first seen there.
+        frames: Outermost first. since_s, cpu_s: The moment, and the process's CPU seconds, when it was first seen there.
         seen_s, cpu_now_s: The same when it was last seen.
     """
 

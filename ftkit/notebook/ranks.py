@@ -15,7 +15,8 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -92,6 +93,7 @@ class Ranks:
         self._recipe: Recipe | None = None  # of the last run
         self._cells = 0
         self._busy = False
+        self._requests = 0
 
     # --- life
 
@@ -100,6 +102,7 @@ class Ranks:
 
         Raises:
             Refused: More ranks than GPUs, or others run in this notebook. RankFailed: One could not start.
+            Interrupted: The user interrupted the kernel: the ranks run.
         """
         if self.runs:
             return self
@@ -107,22 +110,30 @@ class Ranks:
         magics = self._magics()
         if magics is not None and getattr(magics.ranks, "runs", False):  # the cell that started them was run again
             raise Refused(f"{magics.ranks!r} run in this notebook: go on with them, or end them first: ranks.shutdown()")
+        if magics is not None and isinstance(magics.ranks, Ranks):
+            magics.ranks._lose()  # of which some have ended: the others must not live on unseen
         gpus = torch.cuda.device_count()
         number = self.n or max(1, gpus)
         try:
             check_ranks(number, gpus)
         except UserError as error:
             raise Refused(in_notebook(str(error))) from None
-        self._crew = Crew(number, os.environ, self._gone)
-        atexit.register(self.shutdown)
+        self._busy = True
         try:
+            self._crew = Crew(number, os.environ, self._gone)
+            atexit.register(self.shutdown)
             way_out = "mend that and start them again"
-            Exchange(self._crew, Output(), self.hang_seconds, lambda: way_out, AT_THE_END).wait()
+            exchange = Exchange(self._crew, Output(), self.hang_seconds, lambda: way_out, AT_THE_END)
+            exchange.wait()
         except BaseException:
             self._lose()
             raise
+        finally:
+            self._busy = False
         if magics is not None:
             magics.ranks = self
+        if exchange.interrupts:
+            raise Interrupted("interrupted; the ranks have started, and run")
         return self
 
     def shutdown(self) -> None:
@@ -151,7 +162,11 @@ class Ranks:
         return self
 
     def __enter__(self) -> Ranks:
-        return self.start()
+        try:
+            return self.start()
+        except Interrupted:
+            self.shutdown()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -203,18 +218,21 @@ class Ranks:
         folder = RunFolder(Path(facts.output.dir))
         view = LiveRun(folder, folder.path.name)
         try:
-            with folder.lock():
+            with self._at_work() as crew, folder.lock():  # before an earlier run is removed
                 found = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=True, say=print)
                 self._recipe = facts
-                return self._finetune(facts, folder, view, [str(path) for path in found])
+                return self._finetune(crew, facts, folder, view, [str(path) for path in found])
         except UserError as error:
             raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
 
-    def _finetune(self, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]) -> Summary:
+    def _finetune(
+        self, crew: Crew, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]
+    ) -> Summary:
         """Run it, and show and note how it ended."""
         status = "early"
         try:
-            told = self._ask(
+            told = self._request(
+                crew,
                 "finetune",
                 view,
                 AT_THE_NEXT_STEP,
@@ -297,18 +315,32 @@ class Ranks:
     # --- within
 
     def _ask(self, verb: str, view: View | None = None, on_interrupt: str = "", **arguments: Any) -> Any:
-        if self._crew is None:
+        with self._at_work() as crew:
+            return self._request(crew, verb, view, on_interrupt, **arguments)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[Crew]:
+        """Have the ranks for oneself; they are let go of if one is lost meanwhile."""
+        crew = self._crew
+        if crew is None:
             raise Refused("the ranks do not run: call ranks.start(), or ranks.restart() to go on from the last checkpoint")
         if self._busy:
             raise Refused("the ranks are at work for another cell or thread; wait for its end, or interrupt it")
         self._busy = True
-        exchange = Exchange(self._crew, view or Output(), self.hang_seconds, self._way_out, on_interrupt)
         try:
-            return exchange.ask(verb, **arguments)
+            yield crew
         finally:
             self._busy = False
-            if self._crew.dead():
+            if crew is self._crew and crew.dead():
                 self._lose()
+
+    def _request(self, crew: Crew, verb: str, view: View | None, on_interrupt: str, **arguments: Any) -> Any:
+        self._requests += 1
+        exchange = Exchange(crew, view or Output(), self.hang_seconds, self._way_out, on_interrupt, self._requests)
+        answer = exchange.ask(verb, **arguments)
+        if exchange.interrupts and on_interrupt == AT_THE_END:  # whatever follows in the user's cell must not go on
+            raise Interrupted("interrupted; the ranks have finished this first, and keep their state")
+        return answer
 
     def _gone(self, rank: int) -> None:
         """Say at once that a worker is gone with which nobody talks; called in a thread of the crew's."""

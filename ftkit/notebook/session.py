@@ -59,9 +59,11 @@ class Session:
 
     def cell(self, source: str, name: str) -> dict[str, Any]:
         """Run the user's code; returns the value of its last expression as `cell.shown` gives it, of rank 0."""
-        value = run_cell(source, name, self.names)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # an ended cell has ended on the device, too
+        try:
+            value = run_cell(source, name, self.names)
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # an ended cell has ended on the device, too, also one that raised
         return shown(value) if self.stop.rank == 0 else shown(None)
 
     def _display(self, *values: Any) -> None:
@@ -88,7 +90,10 @@ class Session:
 
     def generate(self, prompts: list[Any], options: dict[str, Any]) -> list[str]:
         """Answer prompts with the model that is there."""
-        return generate(self._model("generate"), self._tokenizer(), prompts, **options)
+        model, job = self._model("generate"), self.job
+        planned = job is not None and job.plan is not None and job.trainer.model is model
+        limits = job.plan.limits if planned else None
+        return generate(model, self._tokenizer(), prompts, limits=limits, **options)
 
     def evaluate(self, path: str | None) -> dict[str, Any]:
         """Return loss, perplexity and label tokens of rows of a file, or of those that the run holds out."""
@@ -110,7 +115,8 @@ class Session:
             ).dataset
         if rows is None:
             raise UserError("evaluate: the recipe holds no rows out (eval:), and no file was named: ranks.evaluate(path)")
-        found = evaluate(model, rows, collate=job.trainer.data_collator)
+        planned_rows = job.trainer.args.per_device_eval_batch_size  # of a micro-batch, whose memory was planned
+        found = evaluate(model, rows, collate=job.trainer.data_collator, batch_size=planned_rows)
         return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
 
     def save(self, folder: str) -> str:

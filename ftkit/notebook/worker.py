@@ -67,6 +67,8 @@ class Listener:
             elif "interrupt" in message:
                 self._interrupt()
             else:
+                if self.stop is not None:
+                    self.stop.asked = False  # an interrupt that came after the last answer is not for this request
                 self.asked.put(message)
         self.asked.put(None)
         time.sleep(TIDY_SECONDS)  # the main thread ends the process in order, unless it is busy
@@ -77,8 +79,8 @@ class Listener:
         with suppress(Exception):  # it runs while it is looked at; this thread must not end of that
             frame = sys._current_frames().get(self._main.ident or 0)
             stack = frames_of(traceback.walk_stack(frame))[::-1] if frame is not None else []
-        clock = time.pthread_getcpuclockid(self._main.ident or 0)
-        told = {"where": number, "frames": [asdict(each) for each in stack], "cpu_s": time.clock_gettime(clock)}
+        # Of the whole process: a backend computes its collectives in threads of its own.
+        told = {"where": number, "frames": [asdict(each) for each in stack], "cpu_s": time.process_time()}
         with suppress(OSError):
             self.channel.send(told)
 
@@ -109,18 +111,14 @@ def main() -> None:
     try:
         session = _join(listener, rank, ranks)
     except Exception as error:
-        _answer(channel, {"failed": failure_of(error)})
+        _answer(channel, {"failed": failure_of(error), "number": 0})
         return
-    _answer(channel, {"done": {"device": str(session.device)}})
+    _answer(channel, {"done": {"device": str(session.device)}, "number": 0})
     while (asked := listener.asked.get()) is not None:
-        try:
-            answer = _obey(listener, session, asked)
-        except KeyboardInterrupt as error:  # it came when the cell had just ended
-            answer = {"failed": failure_of(error)}
-        listener.in_cell = False
+        answer = _obey(listener, session, asked)
+        listener.in_cell = False  # again: an interrupt may have come in the middle of `_obey`'s own
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        session.stop.asked = False
-        _answer(channel, answer)
+        _answer(channel, {**answer, "number": asked["number"]})
     with suppress(Exception):  # whatever it is, nobody is there to be told
         session.close()
 
@@ -159,11 +157,15 @@ def _obey(listener: Listener, session: Any, asked: Message) -> Message:
     """Do one thing that the kernel asked for; returns the answer."""
     verb = asked["do"]
     try:
-        os.chdir(asked["cwd"])
-        if verb == "cell":
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            listener.in_cell = True
-        return {"done": session.verbs[verb](**asked["with"])}
+        try:
+            os.chdir(asked["cwd"])
+            if verb == "cell":
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                listener.in_cell = True
+            return {"done": session.verbs[verb](**asked["with"])}
+        finally:  # within the outer try: the interrupt may come when the cell has just ended
+            listener.in_cell = False
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except BaseException as error:  # sys.exit of a cell among them: the worker lives on
         return {"failed": failure_of(error)}
 

@@ -26,6 +26,12 @@ def test_the_last_expression_is_the_value_and_names_stay():
     assert run_cell("# nothing", "cell 5", names) is None
 
 
+def test_a_cell_is_compiled_without_this_packages_own_futures():
+    names = {}
+    assert run_cell("def f(x: int): pass\nf.__annotations__", "cell 1", names) == {"x": int}
+    assert run_cell("(lambda: (__import__('sys')._getframe().f_code.co_flags & 0x1000000))()", "cell 2", names) == 0
+
+
 @pytest.mark.parametrize("value", [None, 3, 2.5, "a\nb", b"a", [1, (2, {"a": {3}})], {}, ()])
 def test_plain_data_comes_back_as_it_was(value):
     told = shown(value)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.notebook import Interrupted, RankFailed, Refused
+from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused
 from ftkit.notebook.exchange import Exchange
 
 
@@ -19,8 +19,8 @@ class Played:
         self.messages = queue.SimpleQueue()
         self.ranks, self.pids = ranks, {rank: 100 + rank for rank in range(ranks)}
         self.sent, self.killed, self._dead, self._tail = [], False, dead or {}, list(tail)
-        for each in said:
-            self.messages.put(each)
+        for rank, message in said:
+            self.messages.put((rank, {"number": 0, **message} if message is not None else None))
 
     def send(self, rank, message):
         self.sent.append((rank, message))
@@ -46,8 +46,8 @@ class Shown:
         self.said.append(text)
 
 
-def failed(kind, message, *lines, **more):
-    return {"failed": {"kind": kind, "message": message, "lines": list(lines), **more}}
+def failed(kind, message, *lines, number=0, **more):
+    return {"failed": {"kind": kind, "message": message, "lines": list(lines), **more}, "number": number}
 
 
 def ask(crew, view=None, on_interrupt=""):
@@ -59,8 +59,25 @@ def test_all_are_asked_and_rank_0_answers():
     crew = Played((1, {"done": 1}), (0, {"out": "x", "stream": "stdout"}), (0, {"done": 0}))
     assert ask(crew, view) == 0
     assert [rank for rank, _ in crew.sent] == [0, 1]
-    assert crew.sent[0][1] == {"do": "cell", "with": {"source": "1"}, "cwd": os.getcwd()}
-    assert view.taken == [{"out": "x", "stream": "stdout"}]
+    assert crew.sent[0][1] == {"do": "cell", "with": {"source": "1"}, "cwd": os.getcwd(), "number": 0}
+    assert [(each["out"], each["stream"]) for each in view.taken] == [("x", "stdout")]
+
+
+def test_an_answer_to_an_earlier_request_is_not_this_ones():
+    late, own = {"done": "late", "number": 6}, {"done": "own", "number": 7}
+    crew = Played((0, late), (1, late), (0, own), (1, failed("E", "late", number=6)), (1, own))
+    assert Exchange(crew, Shown(), 30.0, lambda: "", number=7).ask("cell", source="1") == "own"
+    assert {message["number"] for _, message in crew.sent} == {7}
+
+
+def test_a_view_that_fails_costs_no_answer(capfd):
+    class Broken(Shown):
+        def take(self, message):
+            raise BrokenPipeError("no page")
+
+    said = [(0, {"out": "x", "stream": "stdout"})] * 2
+    assert ask(Played(*said, (0, {"done": 0}), (1, {"done": 1})), Broken()) == 0
+    assert capfd.readouterr().err == "the display failed (BrokenPipeError: no page); the ranks go on without it\n"
 
 
 def test_the_error_is_that_of_the_rank_that_had_one_of_its_own():
@@ -122,3 +139,15 @@ def test_ranks_that_were_interrupted_say_where_and_keep_their_state():
         ask(Played((0, one), (1, one)))
     told = "interrupted at cell 2, line 3, in <module>: time.sleep(60); the ranks keep their state"
     assert str(caught.value) == told
+
+
+def test_an_interrupt_of_what_the_ranks_finish_first_ends_the_users_cell():
+    crew, ranks = Played(), Ranks(2)
+    ranks._crew = crew
+    press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    answers = [threading.Timer(0.6, crew.messages.put, ((rank, {"done": ["x"], "number": 1}),)) for rank in (0, 1)]
+    for timer in (press, *answers):
+        timer.start()
+    with pytest.raises(Interrupted, match="the ranks have finished this first, and keep their state"):
+        ranks.generate("1+1?")
+    assert not crew.killed

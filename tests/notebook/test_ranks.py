@@ -99,6 +99,17 @@ def test_a_recipe_is_checked_before_the_ranks_hear_of_it(two, work, change, told
     short(caught.value)
 
 
+def test_overwrite_removes_nothing_where_no_ranks_can_run(work):
+    kept = Path("run/checkpoint-4/kept")
+    kept.parent.mkdir(parents=True)
+    kept.write_text("x")
+    gone = Ranks(2)
+    with pytest.raises(Refused, match="the ranks do not run"):
+        gone.finetune(work, overwrite=True)
+    assert kept.exists()
+    assert repr(gone._checkpoints()) == "[]"
+
+
 def test_a_run_stays_on_the_ranks(ranks, work, capfd):
     """Trains, generates, evaluates, saves; a second run takes the place of the first, and goes on from it."""
     summary = ranks.finetune(work)
