@@ -116,8 +116,11 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
     Raises:
         RuntimeError: see `Meeting.tell`.
     """
-    alone = units.comm.world_size == 1 or units.held_since is not None or not gathered_bytes(units)
-    if alone or units.meeting is not None:
+    if units.held_since is not None or units.meeting is not None:
+        yield
+        return
+    units.freshen()  # by all ranks here: a rank that calls nothing would not take part in it later
+    if units.comm.world_size == 1 or not gathered_bytes(units):
         yield
         return
     meeting = units.meeting = Meeting(units, spare, stand_in)

@@ -257,6 +257,27 @@ def test_training_goes_on_after_answers(world2):
         assert world2.run(trains_generates_trains, "llama", wanted) == expected
 
 
+def one_prompt_after_an_update(settings: dict[str, Any]) -> list[list[list[int]]]:
+    """Answers to one prompt, which one rank has and the others do not, after a step and after another."""
+    model = build("llama").train()
+    units = ftkit.shard(model, {**SHARDED, **settings})
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-2)
+    found = []
+    for step in range(2):
+        rows = families.batch("llama", step)
+        token_loss(model, rows, families.label_tokens(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(generate_everywhere(model, prompts(1), **MANY))
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_rank_without_prompts_takes_part_in_what_an_update_left_to_do(world2, stage):
+    at_once = world2.run(one_prompt_after_an_update, {"stage": stage})
+    assert world2.run(one_prompt_after_an_update, {"stage": stage, "update": "deferred"}, seconds=30) == at_once
+
+
 def with_a_cache(hold: bool | str) -> list[bool]:
     """Logits of one text in three calls that share a cache, beside those of one call of the whole model."""
     model, plain = families.build("gemma3").eval(), families.build("gemma3").eval()
