@@ -103,6 +103,21 @@ def test_ranks_may_have_different_numbers_of_batches(world3):
         assert (found.tokens, found.loss) == (tokens, pytest.approx(loss, rel=2e-6))
 
 
+def logits_made(counts: list[int]) -> list[int]:
+    """How many logits each call of the model makes, on a rank that has so many batches of three rows."""
+    model = families.build("llama")
+    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True})
+    assert head_loss(model) is not None
+    made = []
+    model.register_forward_hook(lambda module, args, output: made.append(output.logits.numel()))
+    evaluate(model, [collate(rows(3))] * counts[runs.rank()])
+    return made
+
+
+def test_calls_that_keep_ranks_in_step_make_the_logits_of_one_token(world2):
+    assert world2.run(logits_made, [3, 1]) == [[0, 0, 0], [0, VOCABULARY, VOCABULARY]]
+
+
 def test_a_whole_model_in_one_process():
     loss, tokens = exact("llama", rows())
     found = evaluate(families.build("llama"), rows(), collate=collate, batch_size=4)
