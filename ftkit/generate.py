@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard
-from ftkit.hf.generation import BATCH_SIZE, generate
+from ftkit.hf.generation import generate
 from ftkit.hf.loading import load_model
 from ftkit.launch import Stop
 from ftkit.recipe import looks_like_a_path
@@ -35,7 +35,7 @@ READ_ERRORS = (OSError, ValueError, ImportError)
 
 
 def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tuple[str, str]]:
-    """Yield each prompt with the model's answer, a batch at a time.
+    """Yield each prompt with the model's answer, once all are there: batches are those that several ranks share, too.
 
     Args:
         folder: A model folder, an adapter folder, or a hub id.
@@ -46,9 +46,7 @@ def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tu
         UserError: The folder is no model, or its tokenizer refuses the prompt.
     """
     model, tokenizer = load(folder)
-    for start in range(0, len(prompts), BATCH_SIZE):
-        batch = prompts[start : start + BATCH_SIZE]
-        yield from zip(batch, generate(model, tokenizer, batch, first=start, **settings))
+    yield from zip(prompts, generate(model, tokenizer, prompts, **settings))
 
 
 def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:

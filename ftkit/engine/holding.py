@@ -37,9 +37,8 @@ def hold(units: Units) -> Iterator[None]:
         yield
         return
     units.check_unchanged()
-    units.settle()
+    units.freshen()
     transfer = units.transfer
-    transfer.refresh([flat for flat in units.flats if flat.resident])
     with ExitStack() as stack:
         gathered = [unit for unit in units.units if unit.gathered]
         for number, unit in enumerate(gathered):

@@ -165,6 +165,17 @@ class Units:
         for flat in self.flats:
             flat.settle()
 
+    def freshen(self) -> None:
+        """Bring resident copies up to date now, not when each is wanted: afterwards a forward that needs no gathered weights
+        needs no other rank. A collective; where nothing is stale it exchanges nothing.
+
+        Raises:
+            RuntimeError: if an update that is under way fails.
+        """
+        self.settle()
+        self.transfer.refresh([flat for flat in self.flats if flat.resident])
+        self.transfer.settle()
+
     def rewritten(self) -> None:
         """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
         for flat in self.flats:

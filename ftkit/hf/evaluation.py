@@ -7,7 +7,7 @@ by chunks of its head (`head.py`) no whole logits exist; else those of one batch
 Ranks may have different numbers of batches: a sharded model keeps them in step (`in_step.py`).
 
 What it refuses: models without labels for tokens, and data without any. What it costs: a forward a batch, and the spare
-forwards of a rank that has fewer.
+forwards of a rank that has fewer, of one token each.
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ from ftkit.errors import UserError
 from ftkit.hf.blocks import units_of
 from ftkit.hf.generation import evaluating
 from ftkit.hf.head import head_loss, only_loss
-from ftkit.hf.in_step import in_step
+from ftkit.hf.in_step import Inputs, in_step
 from ftkit.hf.samples import IGNORED_LABEL
 
 UNSHIFTED = "ForMaskedLM"
 """transformers' name for the loss of models whose logits at t are for the label at t. Encoder-decoders do so, too."""
+
+OF_TOKENS = {
+    "input_ids", "attention_mask", "position_ids", "token_type_ids", "decoder_input_ids", "decoder_attention_mask", "labels",
+    "num_items_in_batch",
+}  # fmt: skip
+"""Inputs of which one token without the others gathers the same weights."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,13 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     stand_in = {"input_ids": token} | ({"decoder_input_ids": token} if _config(model).is_encoder_decoder else {})
-    with torch.no_grad(), evaluating(model), in_step(units, stand_in=stand_in) if units is not None else nullcontext():
+
+    def spare(module: nn.Module, inputs: Inputs) -> Inputs:
+        """One token without a label, so that no logits of a batch come; the same again where more than tokens was given."""
+        return ((), stand_in) if not inputs[0] and set(inputs[1]) <= OF_TOKENS else inputs
+
+    together = in_step(units, spare, stand_in) if units is not None else nullcontext()
+    with torch.no_grad(), evaluating(model), together:
         for batch in batches:
             sums += loss_sum(model, {key: _there(value, device) for key, value in batch.items()})
     total, tokens = units.comm.totals(sums) if units is not None else sums.tolist()

@@ -9,8 +9,8 @@ penalties and forced tokens.
 A sharded model's weights are gathered once and held for all prompts where they fit (`room.py`); then each rank answers its
 own prompts at its own speed. Else they come block by block for each token, and ranks are kept in step (`in_step.py`).
 
-What it refuses: prompts longer than the model's learned positions, a model without weights. What it costs: keys and values
-of a batch, and what holding costs.
+What it refuses: prompts and answers longer than the model's learned positions, a model without weights. What it costs: keys
+and values of a batch, and what holding costs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def generate(
     hold: bool | str = "auto",
     batch_size: int = BATCH_SIZE,
     glue: str | Sequence[str] = "",
-    first: int = 0,
     limits: Limits | None = None,
 ) -> list[str]:
     """Answer prompts. All ranks of a sharded model call it with the same list, and all get all answers, in order.
@@ -69,7 +68,6 @@ def generate(
         hold: "auto" gathers all weights once where they fit; True does or raises; False brings them block by block.
         batch_size: prompts answered together. It, and not the number of ranks, decides which prompts share a batch.
         glue: what stood between question and answer in training where there is no chat template; of all, or of each.
-        first: number of the first prompt, where the list is a part of a longer one.
         limits: memory granted; None: that with which the model was sharded.
 
     Returns:
@@ -90,7 +88,6 @@ def generate(
         seed=seed,
         hold=hold,
         batch_size=batch_size,
-        first=first,
         eos_token_ids=end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         limits=limits,
@@ -99,12 +96,12 @@ def generate(
 
 
 def generate_everywhere(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, batch_size: int = BATCH_SIZE, first: int = 0, **settings: Any
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, batch_size: int = BATCH_SIZE, **settings: Any
 ) -> list[list[int]]:
     """Answer token ids: all ranks call it with the same list, and all get all answers, in order.
 
     Args:
-        prompts: token ids of each. batch_size, first: see `generate`. settings: see `generate_ids`.
+        prompts: token ids of each. batch_size: see `generate`. settings: see `generate_ids`.
     """
     units = units_of(model)
     rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)
@@ -112,8 +109,8 @@ def generate_everywhere(
     size = max(batch_size, 1)
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     mine = [number for batch in batches[rank::ranks] for number in batch]  # the only short batch, the last, stays last
-    own_prompts, numbers = [prompts[number] for number in mine], [first + number for number in mine]
-    answers = generate_ids(model, own_prompts, numbers=numbers, batch_size=batch_size, **settings)
+    own_prompts = [prompts[number] for number in mine]
+    answers = generate_ids(model, own_prompts, numbers=mine, batch_size=batch_size, **settings)
     own = dict(zip(mine, answers))
     told = units.comm.all(own) if units is not None else [own]
     found = {number: answer for each in told for number, answer in each.items()}
@@ -139,7 +136,8 @@ def generate_ids(
 
     Args:
         prompts: token ids of each; batches are made in this order.
-        numbers: of the prompts, from which with `seed` their random numbers come; None: their places in this list.
+        numbers: of the prompts, from which with `seed` their random numbers come, and which errors name; None: their places
+            in this list.
         eos_token_ids: what ends an answer; None: what the model's generation settings say.
         pad_token_id: fills a batch; None: what the model's settings say, else an end token.
         max_new_tokens, temperature, top_p, seed, hold, batch_size, limits: see `generate`.
@@ -153,12 +151,12 @@ def generate_ids(
     base, units = _base(model), units_of(model)
     ends = list(end_tokens(model) if eos_token_ids is None else eos_token_ids)
     sampling = _Sampling(temperature, top_p, seed)
-    problem = _problem(base, prompts, max_new_tokens, batch_size, sampling)
+    numbers = range(len(prompts)) if numbers is None else numbers
+    problem = _problem(base, prompts, numbers, max_new_tokens, batch_size, sampling)
     rounds = -(-len(prompts) // batch_size) if batch_size > 0 else 0
     told = units.comm.all((rounds, problem)) if units is not None else [(rounds, problem)]
     if problems := [each for _, each in told if each is not None]:
         raise UserError(problems[0])
-    numbers = range(len(prompts)) if numbers is None else numbers
     pad = next(n for n in (pad_token_id, base.generation_config.pad_token_id, *ends, 0) if n is not None)
     longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
     beside = cache_bytes(base, min(batch_size, len(prompts)), longest)
@@ -310,7 +308,12 @@ def _base(model: nn.Module) -> Any:
 
 
 def _problem(
-    base: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int, sampling: _Sampling
+    base: Any,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    sampling: _Sampling,
 ) -> str | None:
     """Return why these prompts cannot be answered, or None."""
     if any(parameter.is_meta for parameter in base.parameters()):
@@ -325,15 +328,21 @@ def _problem(
     config = base.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and getattr(config, "rope_parameters", None) is None:  # learned: there are no more
-        answer = 0 if base.config.is_encoder_decoder else max_new_tokens
-        for number, prompt in enumerate(prompts):
+        apart = base.config.is_encoder_decoder  # the answer has positions of its own, the first for the start token
+        if apart and 1 + max_new_tokens > positions:
+            return (
+                f"max_new_tokens is {max_new_tokens}, and the model has {positions} positions for an answer and its start "
+                "token: lower it"
+            )
+        answer = 0 if apart else max_new_tokens
+        for number, prompt in zip(numbers, prompts):
             if len(prompt) + answer > positions:
                 return (
                     f"prompt {number} has {len(prompt)} tokens"
                     + (f" and asks for {answer} more" if answer else "")
                     + f", and the model has {positions} positions; shorten it or lower max_new_tokens"
                 )
-    empty = next((number for number, prompt in enumerate(prompts) if not prompt), None)
+    empty = next((number for number, prompt in zip(numbers, prompts) if not prompt), None)
     return None if empty is None else f"prompt {empty} has no tokens"
 
 

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ftkit.engine.holding import gathered_bytes
 from ftkit.engine.seam import specialise
 from ftkit.engine.shard import Units
-from ftkit.hf.room import held
+from ftkit.hf.room import cache_bytes, held
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""
@@ -116,8 +116,11 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
     Raises:
         RuntimeError: see `Meeting.tell`.
     """
-    alone = units.comm.world_size == 1 or units.held_since is not None or not gathered_bytes(units)
-    if alone or units.meeting is not None:
+    if units.held_since is not None or units.meeting is not None:
+        yield
+        return
+    units.freshen()  # by all ranks here: a rank that calls nothing would not take part in it later
+    if units.comm.world_size == 1 or not gathered_bytes(units):
         yield
         return
     meeting = units.meeting = Meeting(units, spare, stand_in)
@@ -156,9 +159,33 @@ def _specialise(module: PreTrainedModel, units: Units) -> None:
         kwargs.pop("synced_gpus", None)  # asked of the mark that sharded models bear; this keeps them in step itself
         if units.meeting is not None:  # whoever keeps ranks in step has decided about holding, too
             return stock(self, *args, **kwargs, synced_gpus=False)
-        with held(units), in_step(units, one_token):
+        beside = _cache_of_call(self, inspect.signature(stock).bind_partial(self, *args, **kwargs))
+        with held(units, beside_bytes=beside), in_step(units, one_token):
             return stock(self, *args, **kwargs, synced_gpus=False)
 
     generate.__doc__ = stock.__doc__
     generate.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]  # functions may carry one
     specialise(module, generate=generate)
+
+
+DEFAULT_NEW_TOKENS = 20
+"""Length of an answer where neither a call nor the model's settings name one: transformers' own."""
+
+
+def _cache_of_call(module: PreTrainedModel, call: inspect.BoundArguments) -> int:
+    """Return the bytes of the key/value cache of one call of `generate` at its longest, by its arguments and settings."""
+    given = {**call.arguments, **call.arguments.get("kwargs", {})}
+    settings = given.get("generation_config") or module.generation_config
+
+    def said(name: str) -> Any:
+        value = given.get(name)
+        return getattr(settings, name, None) if value is None else value
+
+    names = ("inputs", "input_ids", "inputs_embeds", module.main_input_name)
+    inputs = next((given[name] for name in names if torch.is_tensor(given.get(name))), None)
+    if said("use_cache") is False:
+        return 0
+    rows, tokens = (inputs.shape[0], inputs.shape[1]) if inputs is not None and inputs.dim() > 1 else (1, 0)
+    new = said("max_new_tokens")
+    longest = tokens + new if new is not None else max(said("max_length") or tokens + DEFAULT_NEW_TOKENS, tokens)
+    return cache_bytes(module, rows * max(said("num_beams") or 1, said("num_return_sequences") or 1), longest)

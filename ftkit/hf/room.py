@@ -114,7 +114,11 @@ def held(
     """
     if wanted not in HOLDS:
         raise UserError(f"hold is {wanted!r}, one of 'auto', True, False is needed")
-    if units is None or units.held_since is not None or not gathered_bytes(units):
+    if units is None or units.held_since is not None:
+        yield True
+        return
+    units.freshen()  # by all ranks here: later it would be in the first forward, which a rank may never make
+    if not gathered_bytes(units):
         yield True
         return
     if wanted is False:

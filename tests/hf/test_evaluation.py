@@ -103,6 +103,21 @@ def test_ranks_may_have_different_numbers_of_batches(world3):
         assert (found.tokens, found.loss) == (tokens, pytest.approx(loss, rel=2e-6))
 
 
+def logits_made(counts: list[int]) -> list[int]:
+    """How many logits each call of the model makes, on a rank that has so many batches of three rows."""
+    model = families.build("llama")
+    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True})
+    assert head_loss(model) is not None
+    made = []
+    model.register_forward_hook(lambda module, args, output: made.append(output.logits.numel()))
+    evaluate(model, [collate(rows(3))] * counts[runs.rank()])
+    return made
+
+
+def test_calls_that_keep_ranks_in_step_make_the_logits_of_one_token(world2):
+    assert world2.run(logits_made, [3, 1]) == [[0, 0, 0], [0, VOCABULARY, VOCABULARY]]
+
+
 def test_a_whole_model_in_one_process():
     loss, tokens = exact("llama", rows())
     found = evaluate(families.build("llama"), rows(), collate=collate, batch_size=4)
@@ -117,3 +132,25 @@ def test_data_without_labels_are_refused():
         evaluate(model, [{"input_ids": torch.ones(1, 3, dtype=torch.int64)}])
     with pytest.raises(ftkit.UserError, match="no model of transformers"):
         evaluate(nn.Linear(2, 2), [])
+
+
+def after_an_update(settings: dict[str, Any]) -> list[tuple[float, int]]:
+    """What one row gives, of which one rank has it and the others nothing, after a step and after another."""
+    model = families.build("llama").train()
+    units = ftkit.shard(model, {"stage": 3, "affinity": False, **settings})
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-2)
+    found = []
+    for step in range(2):
+        batch = families.batch("llama", step)
+        families.token_loss(model, batch, families.label_tokens(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = evaluate(model, rows(1), collate=collate)
+        found.append((told.loss, told.tokens))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_rank_without_a_batch_takes_part_in_what_an_update_left_to_do(world2, stage):
+    at_once = world2.run(after_an_update, {"stage": stage})
+    assert world2.run(after_an_update, {"stage": stage, "update": "deferred"}, seconds=30) == at_once

@@ -11,9 +11,10 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 import ftkit
+from ftkit.engine.holding import gathered_bytes
 from ftkit.generate import answers, sharded_answers
 from ftkit.hf import generation, room
 from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
@@ -210,6 +211,41 @@ def test_transformers_own_generate(world2, name, fits):
     assert world2.run(plainly, name, fits) == [by_transformers(build(name).eval(), rank) for rank in (0, 1)]
 
 
+CALLS = [
+    (1, {"max_new_tokens": 8}, True),
+    (1, {"max_length": 12}, True),
+    (1, {"max_new_tokens": 9}, False),
+    (1, {"max_length": 13}, False),
+    (1, {}, False),
+    (2, {"max_new_tokens": 3}, False),
+    (1, {"max_new_tokens": 3, "num_beams": 2}, False),
+    (2, {"max_new_tokens": 9, "use_cache": False}, True),
+]
+"""Rows of 4 tokens, settings of a call, and whether weights and cache fit where a cache of 12 tokens does."""
+
+
+def held_by_transformers() -> list[bool]:
+    """Whether transformers' `generate` holds the weights, for each of `CALLS`."""
+    model = build("llama").eval()
+    units = ftkit.shard(model, {**SHARDED})
+    room_each = gathered_bytes(units) + room.cache_bytes(model, 1, 12)
+    found = []
+    model.model.register_forward_pre_hook(lambda module, args: found.append(units.held_since is not None))
+    held = []
+    for rows, settings, _ in CALLS:
+        found.clear()
+        ids = torch.ones(rows, 4, dtype=torch.int64)
+        greedy = {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with mock.patch.object(room, "usable_host", return_value=(2 * room_each, "the box", 0)):
+            model.generate(ids, **{**greedy, **settings})
+        held.append(any(found))
+    return held
+
+
+def test_transformers_own_generate_counts_its_cache(world2):
+    assert world2.run(held_by_transformers) == [[held for _, _, held in CALLS]] * 2
+
+
 def apart(hold: bool) -> str:
     """What ranks that call different parts of a model are told."""
     model = build("t5").eval()
@@ -255,6 +291,27 @@ def test_training_goes_on_after_answers(world2):
     expected = world2.run(trains_generates_trains, "llama", None)
     for wanted in ({**MANY, "hold": True}, {**SAMPLED, "hold": False}):
         assert world2.run(trains_generates_trains, "llama", wanted) == expected
+
+
+def one_prompt_after_an_update(settings: dict[str, Any]) -> list[list[list[int]]]:
+    """Answers to one prompt, which one rank has and the others do not, after a step and after another."""
+    model = build("llama").train()
+    units = ftkit.shard(model, {**SHARDED, **settings})
+    optimizer = ftkit.ShardedAdamW(units, lr=1e-2)
+    found = []
+    for step in range(2):
+        rows = families.batch("llama", step)
+        token_loss(model, rows, families.label_tokens(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(generate_everywhere(model, prompts(1), **MANY))
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_rank_without_prompts_takes_part_in_what_an_update_left_to_do(world2, stage):
+    at_once = world2.run(one_prompt_after_an_update, {"stage": stage})
+    assert world2.run(one_prompt_after_an_update, {"stage": stage, "update": "deferred"}, seconds=30) == at_once
 
 
 def with_a_cache(hold: bool | str) -> list[bool]:
@@ -316,6 +373,31 @@ def test_what_was_granted_counts(world2):
     assert world2.run(granted) == ["its share of host memory (memory.host_gib)"] * 2
 
 
+def bart() -> nn.Module:
+    """An encoder-decoder with 32 learned positions on each side."""
+    torch.manual_seed(7)
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder")
+             for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
+    config = BartConfig(vocab_size=VOCABULARY, d_model=16, max_position_embeddings=32, pad_token_id=0, bos_token_id=1,
+                        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None, **sizes)  # fmt: skip
+    return BartForConditionalGeneration(config)
+
+
+def test_an_answer_is_as_long_as_the_decoders_positions():
+    model, wanted = bart(), {"eos_token_ids": [], "pad_token_id": 0}
+    assert len(generate_everywhere(model, [[3, 4]], max_new_tokens=31, **wanted)[0]) == 31
+    with pytest.raises(ftkit.UserError, match="max_new_tokens is 32, and the model has 32 positions"):
+        generate_everywhere(model, [[3, 4]], max_new_tokens=32, **wanted)
+    with pytest.raises(ftkit.UserError, match="prompt 0 has 33 tokens, and the model has 32 positions"):
+        generate_everywhere(model, [[3] * 33], max_new_tokens=3, **wanted)
+
+
+@pytest.mark.parametrize(("prompt", "told"), [([4] * 30, "prompt 2 has 30 tokens"), ([], "prompt 2 has no tokens")])
+def test_a_refusal_names_the_prompt_by_its_place_in_the_whole_list(prompt, told):
+    with pytest.raises(ftkit.UserError, match=told):
+        generate_everywhere(families.build("gpt2"), [[3], [3, 4], prompt, [5] * 3], max_new_tokens=9)
+
+
 def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
     model = families.build("gpt2")
     ftkit.shard(model, {**SHARDED})
@@ -373,6 +455,32 @@ def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
     with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
         world2.run(from_the_command_line, str(tmp_path))
+
+
+def batches_of_the_command(folder: str, shards: bool) -> list[list[list[int]]]:
+    """The batches that a rank of `ftkit generate` computes of more prompts than one batch takes."""
+    asked = [f"{'1' * (1 + 7 * number % 12)}+{number}?" for number in range(11)]
+    seen = []
+
+    def note(batch: Any, given: Any, *others: Any) -> list[list[int]]:
+        seen.append(given)
+        return [[3]] * len(given)
+
+    with mock.patch.object(generation, "_batch", note):
+        if shards:
+            torch.distributed.destroy_process_group()
+            sharded_answers(Stop(rank=int(os.environ["RANK"])), folder, asked, {})
+        else:
+            assert [prompt for prompt, _ in answers(folder, asked)] == asked
+    return seen
+
+
+def test_the_command_cuts_the_same_batches_with_one_process_and_two(world2, tmp_path):
+    make_base(tmp_path)
+    expected = batches_of_the_command(str(tmp_path), False)
+    assert [len(batch) for batch in expected] == [8, 3]
+    found = world2.run(batches_of_the_command, str(tmp_path), True)
+    assert sorted(batch for each in found for batch in each) == sorted(expected)
 
 
 def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
