@@ -12,6 +12,7 @@ import ftkit
 from ftkit import cli
 from ftkit.errors import UserError
 from ftkit.finetune import dry_run
+from ftkit.hf.data import split
 from ftkit.hf.faults import Marks
 from ftkit.hf.shown import pieces_of, row_at, sample_of
 from ftkit.recipe import load
@@ -237,3 +238,19 @@ def test_a_row_is_found_by_its_place(recipe):
     dataset = datasets.Dataset.from_dict({"place": places})
     found = [row_at(dataset, place) for place in ("a.json, row 1", "b.jsonl:3", "a.json, row 2", "b.jsonl:1")]
     assert found == [0, 1, 2, None]
+
+
+def test_a_row_is_found_among_those_that_are_not_held_out(recipe):
+    import datasets
+
+    places = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3, a.jsonl:4", "a.jsonl:5"]
+    kept = datasets.Dataset.from_dict({"place": places}).select([2, 3, 0])
+    found = [row_at(kept, place) for place in ("a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "a.jsonl:5")]
+    assert found == [2, None, 0, 1]
+    parts = split(datasets.Dataset.from_dict({"number": range(9)}), 0.5, 17)
+    for part, shows in zip(parts, (1, 0)):  # the faulty row is trained on, and not the first; it is held out
+        number = part[len(part) - 1]["number"]
+        rows = [chat("why <pad>?", "to fill") if n == number else chat(f"{n}+1?", str(n)) for n in range(9)]
+        shown = ftkit.preview(recipe(rows), settings=["eval.share=0.5", "train.seed=17"], rows=0).shown
+        expected = [f"rows.jsonl:{number + 1}"] * shows
+        assert [sample.place.rpartition("/")[2] for each in shown for sample in each.samples] == expected
