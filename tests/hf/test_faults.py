@@ -97,6 +97,11 @@ def test_characters_that_the_tokenizer_does_not_know(ready):
     tokenizer, prepared = ready(rows, tokenizer=tokenizer)
     [fault] = prepared.faults(tokenizer)
     assert (fault.kind, fault.places[0][-12:]) == ("unknown", "rows.jsonl:2")
+    texts = [{"text": "a b a b a b"}, {"text": "c b a b a b"}]
+    tokenizer, prepared = ready(texts, tokenizer=tokenizer, sequence_tokens=3, long_text="split")
+    assert prepared.report.samples == 4
+    [fault] = [each for each in prepared.faults(tokenizer) if each.kind == "unknown"]
+    assert fault.text.startswith("1 of 4 samples have")
 
 
 def test_an_end_at_which_generation_does_not_stop(ready, tmp_path):
