@@ -173,6 +173,11 @@ def test_answers_that_are_all_empty_are_refused(ready):
     with pytest.raises(RefusedError, match=r"the answers of all 2 samples hold nothing but their end \(.*rows.jsonl:1"):
         ready(rows)
     ready([*rows, GOOD])
+    answered = [{"messages": [*row["messages"], {"role": "assistant", "content": "noon"}]} for row in rows]
+    tokenizer, prepared = ready(answered)  # a tool call, then an answer
+    [fault] = prepared.faults(tokenizer)
+    assert fault.kind == "only_end"
+    assert fault.text.startswith("2 of 2 samples have")
 
 
 def test_labels_that_are_all_masked_are_refused_even_where_bad_rows_may_be_skipped(ready):
