@@ -20,10 +20,12 @@ from typing import Any
 from rich.console import Console
 from transformers import GenerationConfig
 
+from ftkit.errors import UserError
 from ftkit.hf.data import sources_of
 from ftkit.hf.faults import Fault, Marks, stops_of
 from ftkit.hf.findings import Findings
 from ftkit.hf.formats import BadRowError, detect, parse_record, read_row
+from ftkit.hf.loading import generation_config
 from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.samples import IGNORED_LABEL, Tokenise
@@ -117,12 +119,13 @@ def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Rows | None, str]:
 
 
 def _generation_config(recipe: Recipe) -> GenerationConfig | None:
-    """Return what the model's folder says of generation; None where it says nothing, or is not here."""
-    if recipe.model.name is None:
-        return None
+    """Return how the run's model would generate; None where no configuration is here, as the data alone need none."""
+    model = recipe.model
     try:
-        return GenerationConfig.from_pretrained(recipe.model.name, revision=recipe.model.revision)
-    except (OSError, ValueError):
+        return generation_config(
+            model.name, config=model.config, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except UserError:
         return None
 
 

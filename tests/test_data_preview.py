@@ -11,7 +11,7 @@ from rich.console import Console
 import ftkit
 from ftkit import cli
 from ftkit.errors import UserError
-from ftkit.finetune import dry_run
+from ftkit.finetune import build_model, dry_run
 from ftkit.hf.data import split
 from ftkit.hf.faults import Marks
 from ftkit.hf.shown import pieces_of, row_at, sample_of
@@ -189,6 +189,25 @@ def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
     [fault] = ftkit.preview(path).faults
     dry_run(load(str(path)), 1)
     assert f"warning: {fault}" in capsys.readouterr().out
+
+
+def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
+    template = TEMPLATE.replace("+ eos_token }}{% endgeneration", "+ '<pad>' }}{% endgeneration")
+    rows = [chat("1+1?", "two"), chat("2+2?", "four")]
+    says = base / "generation_config.json"
+    config = json.loads((base / "config.json").read_text())
+    before = says.read_text()
+    assert [fault.kind for fault in ftkit.preview(recipe(rows, template)).faults] == ["other_end"]
+    try:
+        says.unlink()
+        (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 0]}))
+        path = recipe(rows, template)
+        assert ftkit.preview(path).faults == ()
+        stops = build_model(load(str(path))).generation_config.eos_token_id
+        assert stops == [2, 0]
+    finally:
+        says.write_text(before)
+        (base / "config.json").write_text(json.dumps(config))
 
 
 def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
