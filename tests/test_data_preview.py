@@ -210,6 +210,18 @@ def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
         (base / "config.json").write_text(json.dumps(config))
 
 
+def test_what_rows_say_does_not_steer_the_terminal_of_a_run(recipe, capsys):
+    bad = {"\x1b[31mcolumn\x07": 1}
+    path = recipe([*(chat(f"{n}+1?", str(n)) for n in range(8)), bad])
+    dry_run(load(str(path), ["data.on_bad_row=skip"]), 1)
+    said = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", str(path), "--dry-run"])
+    for text in (said, capsys.readouterr().err):
+        assert "␛[31mcolumn␇" in text
+        assert not {"\x1b", "\x07"} & set(text)
+
+
 def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
     path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
     held = tmp_path / "held.jsonl"
