@@ -222,6 +222,30 @@ def test_what_rows_say_does_not_steer_the_terminal_of_a_run(recipe, capsys):
         assert not {"\x1b", "\x07"} & set(text)
 
 
+def test_the_reason_is_told_whatever_rows_are_shown(recipe, tmp_path):
+    path = recipe([{"messages": [{"role": "user", "content": "1+1?"}]}])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{\n" * 3 + rows.read_text())
+    for count in (0, 3, 4):
+        found = ftkit.preview(path, rows=count)
+        assert "4 of 4 rows cannot be used" in found.refused
+        assert len(found.shown) == count
+    rows.write_text("{\n" * 3)
+    for count in (0, 3):
+        found = ftkit.preview(path, rows=count)
+        assert "rows.jsonl:1: " in found.refused
+        assert [each.samples[0].problem != "" for each in found.shown] == [True] * count
+
+
+def test_the_rows_of_a_held_out_file_that_is_refused_are_shown(recipe, tmp_path):
+    path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(chat("1+1?", "")) + "\n")
+    found = ftkit.preview(path, settings=[f"eval.path={held}"])
+    assert "held.jsonl:1: " in found.refused
+    assert [each.samples[0].place for each in found.shown] == [f"{held}:1"]
+
+
 def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
     path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
     held = tmp_path / "held.jsonl"
