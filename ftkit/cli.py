@@ -38,6 +38,7 @@ from ftkit.plan.show import show_answers, show_plan
 from ftkit.plan.what_if import what_if
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.recipe_list import planned_of, show_recipes
+from ftkit.report.text import visible
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 from ftkit.words import counted
@@ -474,7 +475,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _leave(text: str, code: int) -> None:
     rank = os.environ.get("RANK")
     name = f"ftkit (rank {rank})" if rank is not None else "ftkit"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]{name}:[/] {escape(text)}")
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]{name}:[/] {escape(visible(text))}")
     sys.exit(code)
 
 

@@ -20,12 +20,16 @@ from typing import Any
 from rich.console import Console
 from transformers import GenerationConfig
 
+from ftkit.errors import UserError
 from ftkit.hf.data import sources_of
 from ftkit.hf.faults import Fault, Marks, stops_of
 from ftkit.hf.findings import Findings
 from ftkit.hf.formats import BadRowError, detect, parse_record, read_row
+from ftkit.hf.loading import generation_config
 from ftkit.hf.once import RefusedError
+from ftkit.hf.preparation import ROWS_LOOKED_AT
 from ftkit.hf.rendering import Rendering
+from ftkit.hf.rows import Source
 from ftkit.hf.samples import IGNORED_LABEL, Tokenise
 from ftkit.hf.shown import Sample, Shown, row_at, sample_of, sequence_of
 from ftkit.recipe import Recipe, load, parse
@@ -117,12 +121,13 @@ def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Rows | None, str]:
 
 
 def _generation_config(recipe: Recipe) -> GenerationConfig | None:
-    """Return what the model's folder says of generation; None where it says nothing, or is not here."""
-    if recipe.model.name is None:
-        return None
+    """Return how the run's model would generate; None where no configuration is here, as the data alone need none."""
+    model = recipe.model
     try:
-        return GenerationConfig.from_pretrained(recipe.model.name, revision=recipe.model.revision)
-    except (OSError, ValueError):
+        return generation_config(
+            model.name, config=model.config, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except UserError:
         return None
 
 
@@ -155,16 +160,23 @@ def _rows(prepared: Rows, faults: list[Fault], marks: Marks, recipe: Recipe, cou
 
 
 def _straight(recipe: Recipe, tokenizer: Any, marks: Marks, count: int) -> list[Shown]:
-    """Return the first rows of each source as tokens, whether they can be trained on or not."""
+    """Return the first rows of each source of the refused part as tokens, whether they can be trained on or not."""
     shown = []
-    for source in sources_of(recipe.data):
+    for source in _refused_sources(recipe, tokenizer):
         rows = list(islice(source.rows(), count))
-        parsed = []
-        for row in rows:
+        parsed, problems = [], []
+        for row in islice(source.rows(), ROWS_LOOKED_AT):
             try:
-                parsed.append(parse_record(row.record) if not row.problem else {})
-            except BadRowError:
-                parsed.append({})
+                if row.problem:
+                    raise BadRowError(row.problem)
+                parsed.append(parse_record(row.record))
+                problems.append("")
+            except BadRowError as error:
+                problems.append(str(error))
+        if not parsed:  # no format can be told: their rows stand there with what is wrong with them
+            for row, problem in zip(rows, problems):
+                shown.append(Shown("cannot be read", (sample_of(marks, [], [], row.place, problem=problem),)))
+            continue
         tokenise = Tokenise(
             Rendering.of(tokenizer),
             marks,
@@ -176,6 +188,18 @@ def _straight(recipe: Recipe, tokenizer: Any, marks: Marks, count: int) -> list[
         for row in rows:
             shown.append(Shown("cannot be trained on", (_one(tokenise, marks, row.place, row.record, row.problem),)))
     return shown
+
+
+def _refused_sources(recipe: Recipe, tokenizer: Any) -> list[Source]:
+    """Return the sources of the part that a run refuses: those to train on, or the held-out file where those are good."""
+    if recipe.eval is not None and recipe.eval.path is not None:
+        data = recipe.data.model_copy(update={"on_bad_row": "skip"})
+        try:
+            prepare_rows(recipe.model_copy(update={"data": data, "eval": None}), tokenizer)
+        except RefusedError:
+            return sources_of(recipe.data)
+        return [Source(path=recipe.eval.path)]
+    return sources_of(recipe.data)
 
 
 def _one(tokenise: Tokenise, marks: Marks, place: str, record: str, problem: str) -> Sample:

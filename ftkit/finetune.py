@@ -50,6 +50,7 @@ from ftkit.questions import Question, questions
 from ftkit.recipe import Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
+from ftkit.report.text import visible
 from ftkit.resume import check_noted, first_whole, noted
 from ftkit.run_folder import RunFolder, step_of, write, write_json
 from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
@@ -157,7 +158,7 @@ class Job:
             check_noted(checkpoint, recipe, rows.prepared.report.digest)
             say.print(escape(f"resuming from {checkpoint}"))
         arguments.eval_on_start = rows.held_out is not None and checkpoint is None
-        say.print(escape(str(rows.prepared.report)))
+        say.print(escape(visible(str(rows.prepared.report))))
         batches = plan.accumulation * plan.way.parts
         say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
         self.trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
@@ -174,7 +175,7 @@ class Job:
         stops = stops_of(getattr(trainer.model, "generation_config", None))
         faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
         for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences, faults):
-            say.print(escape(line))
+            say.print(escape(visible(line)))
         if trainer.is_world_process_zero():
             write(folder.recipe, recipe.dump())
         shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
@@ -434,7 +435,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     dtype = compute_dtype(recipe.train.dtype)
     say.print(escape(recipe.dump()))
-    say.print(escape(str(rows.prepared.report)))
+    say.print(escape(visible(str(rows.prepared.report))))
     say.print(f"held out: {counted(len(rows.held_out) if rows.held_out is not None else 0, 'row')}")
     say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
     show_plan(say, plan)
@@ -445,5 +446,5 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
     for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults):
-        say.print(escape(line))
+        say.print(escape(visible(line)))
     say.print("nothing was trained (--dry-run)")

@@ -11,7 +11,8 @@ from rich.console import Console
 import ftkit
 from ftkit import cli
 from ftkit.errors import UserError
-from ftkit.finetune import dry_run
+from ftkit.finetune import build_model, dry_run
+from ftkit.hf.data import split
 from ftkit.hf.faults import Marks
 from ftkit.hf.shown import pieces_of, row_at, sample_of
 from ftkit.recipe import load
@@ -190,6 +191,61 @@ def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
     assert f"warning: {fault}" in capsys.readouterr().out
 
 
+def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
+    template = TEMPLATE.replace("+ eos_token }}{% endgeneration", "+ '<pad>' }}{% endgeneration")
+    rows = [chat("1+1?", "two"), chat("2+2?", "four")]
+    says = base / "generation_config.json"
+    config = json.loads((base / "config.json").read_text())
+    before = says.read_text()
+    assert [fault.kind for fault in ftkit.preview(recipe(rows, template)).faults] == ["other_end"]
+    try:
+        says.unlink()
+        (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 0]}))
+        path = recipe(rows, template)
+        assert ftkit.preview(path).faults == ()
+        stops = build_model(load(str(path))).generation_config.eos_token_id
+        assert stops == [2, 0]
+    finally:
+        says.write_text(before)
+        (base / "config.json").write_text(json.dumps(config))
+
+
+def test_what_rows_say_does_not_steer_the_terminal_of_a_run(recipe, capsys):
+    bad = {"\x1b[31mcolumn\x07": 1}
+    path = recipe([*(chat(f"{n}+1?", str(n)) for n in range(8)), bad])
+    dry_run(load(str(path), ["data.on_bad_row=skip"]), 1)
+    said = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", str(path), "--dry-run"])
+    for text in (said, capsys.readouterr().err):
+        assert "␛[31mcolumn␇" in text
+        assert not {"\x1b", "\x07"} & set(text)
+
+
+def test_the_reason_is_told_whatever_rows_are_shown(recipe, tmp_path):
+    path = recipe([{"messages": [{"role": "user", "content": "1+1?"}]}])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{\n" * 3 + rows.read_text())
+    for count in (0, 3, 4):
+        found = ftkit.preview(path, rows=count)
+        assert "4 of 4 rows cannot be used" in found.refused
+        assert len(found.shown) == count
+    rows.write_text("{\n" * 3)
+    for count in (0, 3):
+        found = ftkit.preview(path, rows=count)
+        assert "rows.jsonl:1: " in found.refused
+        assert [each.samples[0].problem != "" for each in found.shown] == [True] * count
+
+
+def test_the_rows_of_a_held_out_file_that_is_refused_are_shown(recipe, tmp_path):
+    path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(chat("1+1?", "")) + "\n")
+    found = ftkit.preview(path, settings=[f"eval.path={held}"])
+    assert "held.jsonl:1: " in found.refused
+    assert [each.samples[0].place for each in found.shown] == [f"{held}:1"]
+
+
 def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
     path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
     held = tmp_path / "held.jsonl"
@@ -237,3 +293,19 @@ def test_a_row_is_found_by_its_place(recipe):
     dataset = datasets.Dataset.from_dict({"place": places})
     found = [row_at(dataset, place) for place in ("a.json, row 1", "b.jsonl:3", "a.json, row 2", "b.jsonl:1")]
     assert found == [0, 1, 2, None]
+
+
+def test_a_row_is_found_among_those_that_are_not_held_out(recipe):
+    import datasets
+
+    places = ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3, a.jsonl:4", "a.jsonl:5"]
+    kept = datasets.Dataset.from_dict({"place": places}).select([2, 3, 0])
+    found = [row_at(kept, place) for place in ("a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "a.jsonl:5")]
+    assert found == [2, None, 0, 1]
+    parts = split(datasets.Dataset.from_dict({"number": range(9)}), 0.5, 17)
+    for part, shows in zip(parts, (1, 0)):  # the faulty row is trained on, and not the first; it is held out
+        number = part[len(part) - 1]["number"]
+        rows = [chat("why <pad>?", "to fill") if n == number else chat(f"{n}+1?", str(n)) for n in range(9)]
+        shown = ftkit.preview(recipe(rows), settings=["eval.share=0.5", "train.seed=17"], rows=0).shown
+        expected = [f"rows.jsonl:{number + 1}"] * shows
+        assert [sample.place.rpartition("/")[2] for each in shown for sample in each.samples] == expected

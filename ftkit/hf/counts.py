@@ -94,6 +94,7 @@ class SourceReport:
         truncated_rows: samples that were cut
         cut_tokens: tokens cut off
         found: what `ftkit.hf.faults` found in the rows, by the names of its `KINDS`
+        empty_samples: samples whose answers hold nothing but their ends, all of them
         ends: the tokens that end answers, as text, and how many samples they end
         lengths: of the samples
         trained_lengths: of what is trained on in each sample
@@ -110,6 +111,7 @@ class SourceReport:
     truncated_rows: int
     cut_tokens: int
     found: dict[str, Found]
+    empty_samples: int
     ends: dict[str, int]
     lengths: Lengths
     trained_lengths: Lengths

@@ -41,6 +41,9 @@ KINDS = {
 }
 """What a row can have, in the order in which it is told; the text follows `12 of 5000 rows have`."""
 
+ALL_EMPTY = 1 << len(KINDS)
+"""The bit of a row whose answers hold nothing but their ends, all of them; `only_end` is one of some."""
+
 MOST_PLACES = 3
 MOST_MARKED_TEXTS = 4096
 LEAST_TEXT = 3
@@ -117,11 +120,11 @@ class Marks:
             answers: whether the spans of `rendered` are answers, and not all of it
 
         Returns:
-            The faults, as bits in the order of `KINDS`; and the token that ends its last answer, or -1.
+            The faults, as bits in the order of `KINDS`, and `ALL_EMPTY`; and the token that ends its last answer, or -1.
         """
         found = {"doubled_bos": rendered.doubled_bos or self._doubled_bos(rendered.ids)}
         found["unknown"] = self.unknown is not None and self.unknown in rendered.ids
-        end = -1
+        end, silent = -1, False
         if isinstance(conversation, Conversation):
             if rendered.answers and rendered.answers[-1][1] > kept_tokens:
                 found["answer_cut"] = True
@@ -130,12 +133,13 @@ class Marks:
                 name = "end_not_trained" if end < 0 and self._end_follows(rendered) else "no_end"
                 ends = (self._end(rendered.ids, span) for span in rendered.answers)
                 found[name] = any(each < 0 for each in ends)
-            found["only_end"] = answers and any(self._empty(rendered.ids[slice(*span)]) for span in rendered.answers)
+            empty = [self._empty(rendered.ids[slice(*span)]) for span in rendered.answers] if answers else []
+            found["only_end"], silent = any(empty), bool(empty) and all(empty)
             found["left_out"] = bool(rendered.text) and self._left_out(rendered.text, conversation)
             found["special_in_text"] = self.texts is not None and any(
                 self.texts.search(turn["content"]) for turn in conversation.turns
             )
-        return sum(1 << place for place, name in enumerate(KINDS) if found.get(name)), end
+        return sum(1 << place for place, name in enumerate(KINDS) if found.get(name)) | ALL_EMPTY * silent, end
 
     def _end(self, ids: Sequence[int], span: tuple[int, int]) -> int:
         """Return the special token that a span ends with, blank tokens after it aside, or -1."""

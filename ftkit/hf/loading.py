@@ -122,7 +122,7 @@ def load_model(
         ) from error
     _make_buffers(model)
     if files and model.can_generate():
-        model.generation_config = _generation_config(source, revision, model)
+        model.generation_config = _generation_config(source, revision, model.config)
     model.config._name_or_path = source or ""
     weights_model = model
     if adapter is not None:
@@ -677,8 +677,29 @@ def _config(
     return loaded
 
 
-def _generation_config(source: str | None, revision: str | None, model: PreTrainedModel) -> Any:
-    try:
-        return transformers.GenerationConfig.from_pretrained(source, revision=revision)
-    except OSError:
-        return model.generation_config
+def generation_config(
+    folder: str | os.PathLike | None,
+    *,
+    config: PretrainedConfig | Mapping[str, Any] | str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> transformers.GenerationConfig:
+    """Return how `load_model` lets a model generate, without the model; the arguments are the same.
+
+    Raises:
+        UserError: there is no configuration that can be read
+    """
+    source = None if folder is None else os.fspath(folder)
+    return _generation_config(source, revision, _config(source, config, revision, trust_remote_code))
+
+
+def _generation_config(
+    source: str | None, revision: str | None, config: PretrainedConfig
+) -> transformers.GenerationConfig:
+    """Return what the weights' folder says of generation; where it says nothing, what follows from the configuration."""
+    if source is not None:
+        try:
+            return transformers.GenerationConfig.from_pretrained(source, revision=revision)
+        except OSError:
+            pass
+    return transformers.GenerationConfig.from_model_config(config)

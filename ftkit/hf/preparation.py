@@ -30,7 +30,7 @@ import xxhash
 
 from ftkit.errors import UserError
 from ftkit.hf.counts import Lengths, Report, SourceReport
-from ftkit.hf.faults import Marks, duplicates_of, found_of
+from ftkit.hf.faults import ALL_EMPTY, Marks, duplicates_of, found_of
 from ftkit.hf.formats import BadRowError, detect, parse_record
 from ftkit.hf.once import RefusedError
 from ftkit.hf.packing import PACKED_COLUMNS, best_fit, fill
@@ -39,7 +39,7 @@ from ftkit.hf.rows import Source
 from ftkit.hf.samples import SAMPLE_COLUMNS, Tokenise
 from ftkit.words import counted
 
-CACHE_LAYOUT = 3  # raise it when the same settings come to mean other tokens, or the folder holds something else
+CACHE_LAYOUT = 4  # raise it when the same settings come to mean other tokens, or the folder holds something else
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200
@@ -175,12 +175,11 @@ def refuse_empty_answers(reports: Sequence[SourceReport]) -> None:
         RefusedError: with the first rows of it
     """
     for report in reports:
-        found = report.found.get("only_end")
-        if found is not None and found.rows == report.samples:
+        if report.empty_samples and report.empty_samples == report.samples:
             raise RefusedError(
                 f"{report.label}: the answers of all {counted(report.samples, 'sample')} hold nothing but their end "
-                f"({', '.join(found.places)}), so that nothing can be learned from them. `ftkit data` shows them; the chat "
-                "template leaves out what they say, or another template is needed."
+                f"({', '.join(report.found['only_end'].places)}), so that nothing can be learned from them. `ftkit data` "
+                "shows them; the chat template leaves out what they say, or another template is needed."
             )
 
 
@@ -218,6 +217,7 @@ def samples_of(
         truncated_rows=int((numbers["cut_tokens"] > 0).sum()),
         cut_tokens=int(numbers["cut_tokens"].sum()),
         found=found_of(numbers["faults"], samples["place"]),
+        empty_samples=int(((numbers["faults"] & ALL_EMPTY) > 0).sum()),
         ends=ends_of(numbers["end"], marks),
         lengths=lengths_of((numbers["tokens"] + numbers["cut_tokens"])[good], settings.sequence_tokens),
         trained_lengths=lengths_of(numbers["trained_tokens"][good], settings.sequence_tokens),

@@ -102,7 +102,8 @@ class Tokenise:
             starts, step = [0], size
         made = [self.causal(rendered.ids[start : start + step], labels[start : start + step]) for start in starts]
         faults, end = self.marks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on == "answers")
-        return [{**each, "faults": faults, "end": end} for each in made]
+        # The faults are the row's, so that they count once: with its first sample.
+        return [{**each, "faults": 0 if place else faults, "end": end} for place, each in enumerate(made)]
 
     def labelled(self, content: Conversation | str) -> tuple[Rendered, list[int]]:
         """Return a row for a causal model as tokens, whole, and the label of each token.

@@ -180,8 +180,8 @@ def _named(sample: Sample, place: str) -> Sample:
 
 
 def row_at(dataset: datasets.Dataset, place: str) -> int | None:
-    """Return the number of the first row that stands at a place, or None."""
-    column = dataset.data.column("place")
+    """Return the number of the first row that stands at a place, or None: it is held out, or there is none."""
+    column = dataset.select_columns(["place"]).with_format("arrow")[:]["place"]  # of the chosen rows, in their order
     whole = pyarrow.compute.index(column, place).as_py()
     if whole >= 0:
         return int(whole)

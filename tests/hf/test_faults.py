@@ -97,6 +97,11 @@ def test_characters_that_the_tokenizer_does_not_know(ready):
     tokenizer, prepared = ready(rows, tokenizer=tokenizer)
     [fault] = prepared.faults(tokenizer)
     assert (fault.kind, fault.places[0][-12:]) == ("unknown", "rows.jsonl:2")
+    texts = [{"text": "a b a b a b"}, {"text": "c b a b a b"}]
+    tokenizer, prepared = ready(texts, tokenizer=tokenizer, sequence_tokens=3, long_text="split")
+    assert prepared.report.samples == 4
+    [fault] = [each for each in prepared.faults(tokenizer) if each.kind == "unknown"]
+    assert fault.text.startswith("1 of 4 samples have")
 
 
 def test_an_end_at_which_generation_does_not_stop(ready, tmp_path):
@@ -168,6 +173,11 @@ def test_answers_that_are_all_empty_are_refused(ready):
     with pytest.raises(RefusedError, match=r"the answers of all 2 samples hold nothing but their end \(.*rows.jsonl:1"):
         ready(rows)
     ready([*rows, GOOD])
+    answered = [{"messages": [*row["messages"], {"role": "assistant", "content": "noon"}]} for row in rows]
+    tokenizer, prepared = ready(answered)  # a tool call, then an answer
+    [fault] = prepared.faults(tokenizer)
+    assert fault.kind == "only_end"
+    assert fault.text.startswith("2 of 2 samples have")
 
 
 def test_labels_that_are_all_masked_are_refused_even_where_bad_rows_may_be_skipped(ready):
