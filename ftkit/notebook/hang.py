@@ -1,8 +1,9 @@
 """Whether ranks wait for one another in vain, judged by where they stand, again and again.
 
 A rank *waits* while its innermost call is one of `torch.distributed`, its whole stack stays the same and its process takes
-no CPU time: a backend computes in threads of its own. If all ranks that have not ended their cell wait, nobody will come: that is a hang, for certain. If one waits and
-another computes or sleeps, it may still come: that is worth a line, and the user decides.
+no CPU time: a backend computes in threads of its own. If all ranks that have not ended their cell wait, nobody will come:
+that is a hang, for certain. If one waits and another computes or sleeps, it may still come: that is worth a line, and the
+user decides.
 
 It refuses to judge CUDA by this, where a collective returns at once and the waiting is done elsewhere, with CPU time: there
 torch's own watchdog ends a collective. What it costs: a stack a second from each rank.

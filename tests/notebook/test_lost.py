@@ -191,3 +191,11 @@ def test_a_stopped_worker_is_named():
         with pytest.raises(RankFailed) as caught:
             ranks.run("1")
         assert re.search(r"rank 0 \(pid \d+\) has not answered for 1\d s: its process is stopped", short(caught.value))
+
+
+def test_what_a_killed_worker_had_started_ends_with_the_ranks(ranks, capfd):
+    program = ranks.run("import subprocess\nprogram = subprocess.Popen(['sleep', '100'])\nprogram.pid")
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankFailed, match="was killed by SIGKILL"):
+        ranks.run("1")
+    assert gone([program], 5)
