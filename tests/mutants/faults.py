@@ -1121,6 +1121,20 @@ FAULTS = (
         "tests/hf/test_generation.py::test_batches_are_the_same_on_any_number_of_ranks",
     ),
     _fault(
+        "a rank without a batch misses what a deferred update left to gather",
+        "ftkit/hf/in_step.py",
+        "    units.freshen()  # by all ranks here: a rank that calls nothing would not take part in it later\n",
+        "",
+        "tests/hf/test_evaluation.py::test_a_rank_without_a_batch_takes_part_in_what_an_update_left_to_do[1]",
+    ),
+    _fault(
+        "a prompt that is too long is refused by its place in a rank's sorted list",
+        "ftkit/hf/generation.py",
+        "        for number, prompt in zip(numbers, prompts):\n",
+        "        for number, prompt in enumerate(prompts):\n",
+        "tests/hf/test_generation.py::test_a_refusal_names_the_prompt_by_its_place_in_the_whole_list[long]",
+    ),
+    _fault(
         "evaluation counts the first label of a causal model, which nothing predicts",
         "ftkit/hf/evaluation.py",
         "        counted = (labels[:, 1:] != IGNORED_LABEL).sum()\n",
