@@ -42,6 +42,7 @@ RICH = {
 _LIBRARIES = tuple(
     {f"{os.path.realpath(sysconfig.get_path(name))}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+_ENGINE = f"{Path(ftkit.__file__).resolve().parent / 'engine'}{os.sep}"
 _OWN = f"{Path(ftkit.__file__).resolve().parent}{os.sep}"
 
 
@@ -119,8 +120,14 @@ def frames_of(stack: Iterable[tuple[FrameType, int | None]]) -> list[Frame]:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Return an error as it goes to the kernel: `kind`, `message`, and `lines`, the user's own calls that led to it."""
+    """Return an error as it goes to the kernel: `kind`, `message`, and `lines`, the user's own calls that led to it.
+
+    `engine` is there where it came within the engine's work on a sharded model.
+    """
     told = {"kind": type(error).__name__, "message": _message(error), "lines": _lines(error)}
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(os.path.realpath(frame.f_code.co_filename).startswith(_ENGINE) for frame, _ in frames):
+        told["engine"] = True
     if isinstance(error, UserError):
         told |= {"refused": str(error), "exit_code": error.exit_code}
     return told

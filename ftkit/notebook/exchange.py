@@ -252,7 +252,13 @@ class Exchange:
         after = f"\n{ended} ranks were ended; {self.way_out()}." if ended else ""
         if all(each["kind"] == "KeyboardInterrupt" for each in self.failed.values()):
             at = next((each["lines"][-1].strip() for each in self.failed.values() if each["lines"]), "")
-            raise Interrupted("interrupted" + (f" at {at}" if at else "") + (after or "; the ranks keep their state"))
+            kept = "; the ranks keep their state"
+            if any("engine" in each for each in self.failed.values()):
+                kept = (
+                    "; the ranks live on, but it came while the engine worked on a sharded model, which may be a part of a "
+                    f"step further on one rank than on another: do not train on with it; {self.way_out()}"
+                )
+            raise Interrupted("interrupted" + (f" at {at}" if at else "") + (after or kept))
         rank, told = self._told_failure()
         if "refused" in self.failed[rank]:
             raise Refused(in_notebook(self.failed[rank]["refused"]) + after)

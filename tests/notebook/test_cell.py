@@ -83,6 +83,13 @@ def test_a_refusal_is_told_as_one_and_a_long_message_is_cut():
     assert len(failure_of(ValueError("line\n" * 500))["message"].splitlines()) == 13
 
 
+def test_an_error_within_the_engines_work_is_marked():
+    told = failed("import ftkit.engine.comm\n1 / 0")
+    assert "engine" not in told
+    told = failed("from ftkit.engine.comm import Communicator\nCommunicator(None).all_gather(None, None)")
+    assert told["engine"] is True
+
+
 def test_whose_file_it_is():
     import torch
 

@@ -30,13 +30,13 @@ def test_an_interrupt_in_the_middle_of_a_message_leaves_it_whole(ends):
         time.sleep(0.3)
         got.extend([theirs.receive(), theirs.receive()])
 
-    reader = threading.Thread(target=press)
+    reader = threading.Thread(target=press, daemon=True)
     reader.start()
     with pytest.raises(KeyboardInterrupt):
         ours.send({"long": "x" * 4_000_000})
     ours.send({"next": 1})
-    reader.join()
-    assert [len(got[0]["long"]), got[1]] == [4_000_000, {"next": 1}]
+    reader.join(10)
+    assert [len(got[0]["long"]), *got[1:]] == [4_000_000, {"next": 1}]
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

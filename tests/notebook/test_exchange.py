@@ -151,3 +151,11 @@ def test_an_interrupt_of_what_the_ranks_finish_first_ends_the_users_cell():
     with pytest.raises(Interrupted, match="the ranks have finished this first, and keep their state"):
         ranks.generate("1+1?")
     assert not crew.killed
+
+
+def test_an_interrupt_within_the_engine_does_not_promise_the_state():
+    one, other = failed("KeyboardInterrupt", ""), failed("KeyboardInterrupt", "")
+    other["failed"]["engine"] = True
+    with pytest.raises(Interrupted, match="do not train on with it; start again") as caught:
+        ask(Played((0, one), (1, other)))
+    assert "keep their state" not in str(caught.value)
