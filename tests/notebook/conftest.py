@@ -1,8 +1,18 @@
 """Two ranks behind this process, as a notebook has them. Started once a file: other files look for processes left over."""
 
+import signal
+
 import pytest
 
 from ftkit.notebook import Ranks
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A job in the background of a script starts with interrupts ignored; a kernel never does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
