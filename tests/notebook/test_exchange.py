@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+import time
 
 import pytest
 
@@ -122,9 +123,17 @@ def test_the_memory_guards_report_is_what_is_told():
 
 def test_the_first_interrupt_is_handed_on_and_the_second_ends_the_ranks():
     crew, view = Played(), Shown()
-    presses = [threading.Timer(0.2 * n, os.kill, (os.getpid(), signal.SIGINT)) for n in (1, 3)]
-    for press in presses:
-        press.start()
+
+    def press() -> None:
+        """Twice; the second time once the first was heard: two signals that wait together are one."""
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        until = time.monotonic() + 20
+        while not view.said and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
     with pytest.raises(Interrupted, match="the ranks were ended at once; start again"):
         ask(crew, view, "stopping after this step")
     assert view.said == ["stopping after this step"]
