@@ -17,7 +17,7 @@ class Played:
     """Workers that say what they were given; `dead` are the exit codes of those that have ended."""
 
     def __init__(self, *said, dead=None, ranks=2, tail=()):
-        self.messages = queue.SimpleQueue()
+        self.messages = queue.Queue()
         self.ranks, self.pids = ranks, {rank: 100 + rank for rank in range(ranks)}
         self.sent, self.killed, self._dead, self._tail = [], False, dead or {}, list(tail)
         for rank, message in said:
