@@ -44,7 +44,7 @@ def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, **fo
     return make_plan(shape, limits, Forced(**ways), sequences=sequences)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", 2])
+@pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage, tiers", [(3, DEVICE), (3, HOST), (3, DEVICE | {"state": "host"}), (2, DEVICE)])
 def test_what_stays_is_what_was_planned(stage, tiers, activations):
     if activations == "keep" and tiers["kept"] != "device":
@@ -60,7 +60,7 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
         assert 0 <= more < 64  # the norm
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", 2])
+@pytest.mark.parametrize("activations", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep")), 2])
 @pytest.mark.parametrize("stage, tiers", [(3, HOST), (3, DEVICE), (2, DEVICE)])
 def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, activations):
     """The same meter beside both: the same storages, at the same peak."""
