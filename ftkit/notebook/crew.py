@@ -46,7 +46,7 @@ class Crew:
 
     def __init__(self, ranks: int, environ: Mapping[str, str], gone: Callable[[int], None]) -> None:
         self._gone = gone
-        # Not SimpleQueue: a signal at the end of its get(timeout) makes what is left negative, and CPython 3.11 never returns.
+        # Not SimpleQueue: a signal at the end of its get(timeout) leaves a negative rest, and CPython 3.11 never returns.
         self.messages: queue.Queue[tuple[int, Message | None]] = queue.Queue()
         self._store = loopback_store()
         threads = None if "OMP_NUM_THREADS" in environ else threads_per_rank(ranks)
