@@ -85,7 +85,8 @@ def seconds(candidate: Candidate, rates: Rates) -> float:
     """Return what a step takes.
 
     Of many rounds of micro-batches all after the first two are alike: they are counted, not simulated. (Not where gradients
-    go to NVMe: what has not been written yet by the end of a round grows from round to round.)
+    go to NVMe: what has not been written yet by the end of a round grows from round to round. Where they are summed in host
+    memory it takes some rounds until they are alike, which is less than a thousandth.)
     """
     shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
     if rounds <= ROUNDS or way.gradients == "nvme":

@@ -48,13 +48,13 @@ def test_it_finds_what_simulating_all_finds(rates):
     assert len(ways) > 50
     took = {each: speed(each.shape, each.way, rates, accumulation=each.accumulation).seconds for each in ways}
     assert all(bound(each, rates) <= taken * (1 + 1e-9) for each, taken in took.items())
-    assert all(seconds(each, rates) == pytest.approx(took[each], rel=1e-9) for each in ways)
+    assert all(seconds(each, rates) == pytest.approx(took[each], rel=ALIKE / 5) for each in ways)
     (first, _), (second, _) = fastest(ways, rates)
     best = min(took.values())
     assert first == next(each for each in ways if took[each] <= best * (1 + ALIKE))
-    left = [each for each in ways if each != first]
-    next_best = min(took[each] for each in left)
-    assert second == next(each for each in left if took[each] <= next_best * (1 + ALIKE))
+    others = [each for each in ways if replace(each.way, activations="keep") != replace(first.way, activations="keep")]
+    assert second in others
+    assert took[second] <= min(took[each] for each in others) * (1 + ALIKE)
 
 
 def test_ways_that_are_alike_give_the_cheapest():
