@@ -32,7 +32,7 @@ demo-control: setup  ## the same with shuffled answers: must come out worse, or 
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
 
 WORKERS := -n 2 --dist worksteal
-test: setup  ## the tests, under ten minutes on two cores
+test: setup  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow" $(WORKERS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ CONTRAST = """(() => {
         light(getComputedStyle(element).color), light(getComputedStyle(ground).backgroundColor));
     const mark = document.querySelector('.shown mark'), read = document.querySelector('.shown .tokens');
     return [of(mark, mark), of(read, document.querySelector('.shown'))]; })()"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    opened = Chromium()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

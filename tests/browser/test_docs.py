@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ TOO_WIDE = """[...document.querySelectorAll('article > *')].filter(each => {
     return box.right > innerWidth + 1 && getComputedStyle(each).overflowX === 'visible';
 }).map(each => each.outerHTML.slice(0, 80))"""
 UNSEEN = "[...document.images].filter(each => !each.complete || !each.naturalWidth).map(each => each.src)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    opened = Chromium()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

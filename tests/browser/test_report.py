@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ CHARTS = """[...document.querySelectorAll('svg.chart')].map(chart => ({
     }).map(text => text.textContent)}))"""
 BRIGHTNESS = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
 IS_DARK = "matchMedia('(prefers-color-scheme: dark)').matches"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    opened = Chromium()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

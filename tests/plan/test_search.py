@@ -48,7 +48,9 @@ def test_it_finds_what_simulating_all_finds(rates):
     assert len(ways) > 50
     took = {each: speed(each.shape, each.way, rates, accumulation=each.accumulation).seconds for each in ways}
     assert all(bound(each, rates) <= taken * (1 + 1e-9) for each, taken in took.items())
-    assert all(seconds(each, rates) == pytest.approx(took[each], rel=ALIKE / 5) for each in ways)
+    for each in ways:  # rounds are alike at once, but for sums in host memory, which wait for the update before
+        close = 1e-9 if each.way.gradients == "device" else ALIKE / 5
+        assert seconds(each, rates) == pytest.approx(took[each], rel=close), each.way
     (first, _), (second, _) = fastest(ways, rates)
     best = min(took.values())
     assert first == next(each for each in ways if took[each] <= best * (1 + ALIKE))
