@@ -15,12 +15,12 @@ class Counted(Leaf):
 
     def __init__(self, module: nn.Linear) -> None:
         super().__init__(SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu"))), module, "weight", Running())
-        self.whole = torch.ones(3, 2, requires_grad=True)
+        self.value = torch.ones(3, 2, requires_grad=True)
         self.gathers = 0
 
     def _gather(self) -> torch.Tensor:
         self.gathers += 1
-        return self.whole * 1 if torch.is_grad_enabled() else self.whole.detach()
+        return self.value * 1 if torch.is_grad_enabled() else self.value.detach()
 
 
 def test_a_read_without_gradients_does_not_take_them_from_the_next() -> None:
@@ -32,7 +32,7 @@ def test_a_read_without_gradients_does_not_take_them_from_the_next() -> None:
         assert leaf.read() is leaf.read()
     value.backward()
     assert leaf.gathers == 2
-    assert leaf.whole.grad is not None
+    assert leaf.value.grad is not None
 
 
 def test_what_nobody_reads_is_not_gathered() -> None:
