@@ -69,8 +69,8 @@ def text() -> str:
     found = list(compare())
     held = [each for each in found if each.figure.role == "held back"]
     holding = sum(each.holds for each in held)
-    missed = ", ".join(each.run.id for each in held if not each.holds)
-    summary = f"Of {len(held)} figures held back, {holding} are within their tolerance; missed: {missed}."
+    missed = "".join(f"; {each.run.id} misses" for each in held if not each.holds)
+    summary = f"Of {len(held)} figures held back, {holding} are within their tolerance{missed}."
     tables = {role: _figures([each for each in found if each.figure.role == role]) for role in ("used", "reported")}
     return TEXT.format(
         summary=summary, held=_figures(held), **tables, constants=_constants(), runs="\n".join(map(_run, runs()))

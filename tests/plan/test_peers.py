@@ -20,7 +20,6 @@ EIGHT = replace(TEN_B, gpus=8)
 
 USED = {"V1", "V15", "V3", "V11", "V18c", "V18d", "V18e"}
 HELD_BACK = {"V7", "V8", "V12", "V14"}
-MISSED = {"V8 Z3 10B", "V8 Z3 13B"}
 """Held-back runs outside their tolerance. Why is in docs/published.md; a run may only ever leave this set."""
 
 
@@ -113,13 +112,14 @@ def test_patrickstar_keeps_state_where_it_has_room() -> None:
 
 
 def test_batches_that_are_not_published_follow_their_rules() -> None:
-    """PatrickStar: of its scripts'. ZeRO-3 Offload: of the authors' table, with checkpoints on the host, 1e9 live weights,
+    """PatrickStar: of its scripts'. ZeRO-3 Offload: of the authors' table, with checkpoints on the GPU, 1e9 live weights,
     and the wider of a block's activations (arXiv:2205.05198, 32 heads) and logits (fp16 and fp32, with gradients)."""
     device_bytes = 32510 * 2**20
 
     def zero3_peak(work: Work) -> float:
         block = 34 * work.hidden + 5 * 32 * work.sequence_tokens
-        return work.tokens * max(block, 12 * work.vocabulary) + 2e9 + 2 * 2 * work.block
+        kept = work.layers * work.checkpoint_bytes
+        return kept + work.tokens * max(block, 12 * work.vocabulary) + 2e9 + 2 * 2 * work.block
 
     for run in runs():
         if run.system == "patrickstar":
@@ -176,10 +176,7 @@ def test_fitted_constants_have_no_better_neighbour() -> None:
 
 def test_figures_held_back_are_reproduced() -> None:
     held = [each for each in compare() if each.figure.role == "held back"]
-    missed = {each.run.id for each in held if not each.holds}
-    assert missed == MISSED, {each.run.id: round(each.error, 3) for each in held}
-    for each in held:
-        assert each.holds or each.figure.note, f"{each.run.id} misses and nothing says why"
+    assert all(each.holds for each in held), {each.run.id: round(each.error, 3) for each in held}
 
 
 def test_the_document_is_written_anew() -> None:
