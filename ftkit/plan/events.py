@@ -46,8 +46,8 @@ class Script:
         self, name: str, stream: str, work: Mapping[str, float], after: Sequence[int | None] = (), latency_s: float = 0.0
     ) -> int:
         """Add an event; return its number. None in `after` stands for nothing to wait for."""
-        known = tuple(number for number in after if number is not None)
-        if any(number >= len(self.events) for number in known):
+        known = tuple([number for number in after if number is not None])
+        if known and max(known) >= len(self.events):
             raise ValueError(f"{name} waits for an event that comes later: a stream could wait for itself")
         self.events.append(Event(name, stream, dict(work), known, latency_s))
         return len(self.events) - 1
@@ -88,44 +88,50 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
         for event, took in zip(events, takes)
     ]
     queues: dict[str, deque[int]] = defaultdict(deque)
+    waits = [len(event.after) for event in events]  # for how many others
+    awaited: list[list[int]] = [[] for _ in events]
     for number, event in enumerate(events):
         queues[event.stream].append(number)
+        for each in event.after:
+            awaited[each].append(number)
     starts, ends = [0.0] * len(events), [-1.0] * len(events)
     left = [1.0] * len(events)
     running: list[int] = []
     busy: set[str] = set()  # streams of what runs
     now = 0.0
+
+    def end(number: int) -> None:
+        ends[number] = now
+        for each in awaited[number]:
+            waits[each] -= 1
+
     while True:
-        for stream, queue in queues.items():  # what may begin
-            while queue and stream not in busy:
-                if any(ends[each] < 0 for each in events[queue[0]].after):
-                    break
-                number = queue.popleft()
-                starts[number] = now
-                if takes[number] > 0:
-                    running.append(number)
-                    busy.add(stream)
-                else:
-                    ends[number] = now
+        looking = True
+        while looking:  # an event of no time lets others begin, on streams that were looked at before
+            looking = False
+            for stream, queue in queues.items():
+                while queue and stream not in busy and not waits[queue[0]]:
+                    number = queue.popleft()
+                    starts[number] = now
+                    if takes[number] > 0:
+                        running.append(number)
+                        busy.add(stream)
+                    else:
+                        end(number)
+                        looking = True
         if not running:
-            if any(queues.values()) and _may_begin(events, queues, ends):
-                continue  # an event of no time has let others begin
             break
         speeds = _speeds(running, takes, shares)
-        step = min(left[each] / speed for each, speed in zip(running, speeds))
+        step = min([left[each] / speed for each, speed in zip(running, speeds)])
         now += step
         for each, speed in zip(running, speeds):
             left[each] -= speed * step
-        done = [each for each in running if left[each] <= 1e-12]
-        for each in done:
-            ends[each] = now
-            busy.discard(events[each].stream)
+        for each in running:
+            if left[each] <= 1e-12:
+                end(each)
+                busy.discard(events[each].stream)
         running = [each for each in running if ends[each] < 0]
     return Timeline(events, starts, ends)
-
-
-def _may_begin(events: Sequence[Event], queues: Mapping[str, deque[int]], ends: Sequence[float]) -> bool:
-    return any(queue and all(ends[each] >= 0 for each in events[queue[0]].after) for queue in queues.values())
 
 
 def alone(event: Event, rates: Mapping[str, float]) -> float:
@@ -134,9 +140,11 @@ def alone(event: Event, rates: Mapping[str, float]) -> float:
     Raises:
         ValueError: for work on a resource that has no rate.
     """
-    if unknown := event.work.keys() - rates.keys():
-        raise ValueError(f"{event.name}: nothing says how fast {min(unknown)} is")
-    return event.latency_s + max((amount / rates[name] for name, amount in event.work.items()), default=0.0)
+    try:
+        return event.latency_s + max([amount / rates[name] for name, amount in event.work.items()], default=0.0)
+    except KeyError:
+        unknown = event.work.keys() - rates.keys()
+        raise ValueError(f"{event.name}: nothing says how fast {min(unknown)} is") from None
 
 
 def _speeds(running: Sequence[int], takes: Sequence[float], shares: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
@@ -145,6 +153,8 @@ def _speeds(running: Sequence[int], takes: Sequence[float], shares: Sequence[Seq
     for each in running:
         for name, share in shares[each]:
             asked[name] += share
+    if max(asked.values(), default=0.0) <= 1:  # the usual case: nobody waits for anybody
+        return [1.0 / takes[each] for each in running]
     return [
-        min((1 / asked[name] for name, _ in shares[each] if asked[name] > 1), default=1.0) / takes[each] for each in running
+        min([1 / asked[name] for name, _ in shares[each] if asked[name] > 1], default=1.0) / takes[each] for each in running
     ]

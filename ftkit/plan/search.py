@@ -2,7 +2,8 @@
 
 Each way has a bound that is cheap to work out: no step is shorter than what its busiest stream, or the most wanted resource,
 needs alone. Ways are simulated from the lowest bound on, and once a bound lies above what was reached, no way
-after it can win. Between ways that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better
+after it can win. A way that is another one with something moved down to NVMe cannot win, and is left out at once. Between
+ways that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better
 than that, and simpler ways have fewer parts that can be slow.
 
 It refuses nothing. What it costs: one step's events for each way, three simulated for a few: a second or two for 13B.
@@ -11,12 +12,13 @@ It refuses nothing. What it costs: one step's events for each way, three simulat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ftkit.plan.events import alone
 from ftkit.plan.schedule import Rates, Speed, script, speed
 from ftkit.plan.shape import Shape, Way
+from ftkit.plan.ways import KINDS
 
 ALIKE = 0.005
 """Shares of a step's seconds by which ways may differ and still count as equally fast."""
@@ -39,12 +41,12 @@ def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candida
     """Return the way to take and the next best one of another kind, with their speeds; none where the rates do not say.
 
     Ways that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block less,
-    which tells nobody anything.
+    which tells nobody anything. Nor does the same with something on NVMe.
 
     Args:
         candidates: from cheap to dear.
     """
-    known = [each for each in candidates if rates.know(each.shape, each.way)]
+    known = list(_worth_it([each for each in candidates if rates.know(each.shape, each.way)]))
     bounds = [bound(each, rates) for each in known]
     ordered = sorted(range(len(known)), key=lambda number: bounds[number])
     found: dict[int, float] = {}
@@ -75,6 +77,22 @@ def _of_other_kinds(
             seen.add(kind)
             found[number] = seconds(known[number], rates)
     return found
+
+
+def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates but those that are one before them with something moved down to NVMe, and keep no more graphs."""
+    before: dict[tuple[Way, int], list[Way]] = defaultdict(list)
+    alike = dict.fromkeys(KINDS, "device") | {"activations": "recompute", "state_host_bytes": 0}
+    for each in candidates:
+        blocks = len(each.shape.blocks)
+        known = before[replace(each.way, **alike), each.accumulation]
+        if not any(_is_lower(each.way, one) and each.way.graphs(blocks) <= one.graphs(blocks) for one in known):
+            known.append(each.way)
+            yield each
+
+
+def _is_lower(way: Way, other: Way) -> bool:
+    return all(getattr(way, kind) in (getattr(other, kind), "nvme") for kind in KINDS)
 
 
 def _kind(way: Way) -> Way:
