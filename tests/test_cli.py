@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from ftkit.arguments import check_report_to
 from ftkit.errors import UserError
 from ftkit.run_folder import RunFolder
 from tests.tiny import make_base, make_tokenizer, write_rows
+from tests.worlds import free_port
 
 SCREEN_LINES = 24
 RECIPE = """\
@@ -182,10 +182,7 @@ def test_half_an_outer_job_is_refused(capsys, places, monkeypatch):
 @pytest.fixture
 def as_a_rank(monkeypatch):
     """Make this process the only rank of an outer job, so that a command's work is done in it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

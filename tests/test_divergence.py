@@ -57,7 +57,7 @@ def text_of(home, out, policy, **sections):
     return recipe(home, out, **{"train": train, "optimizer": CONSTANT, "eval": None, "data": data, **sections})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("policy", "spoiled", "left_out"),
     [("skip", {6: math.nan}, {6}), ("rollback", {6: math.inf}, {5, 6}), ("rollback", {5: math.nan, 6: math.nan}, {5, 6})],

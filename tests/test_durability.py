@@ -155,7 +155,8 @@ def failing_job(text: str, folder: str, scratch: str, without: str | None) -> tu
     return failures.asked, failures.within, failures.problems
 
 
-@pytest.mark.parametrize("without", [None, pytest.param("ftkit.hf.trainer.sync_tree", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [None, "ftkit.hf.trainer.sync_tree"])
 def test_resume_finds_a_checkpoint_whatever_was_not_synced(without, home, worlds, tmp_path):
     """Where files are not synced before their folder gets its name, this test must say so."""
     out = f"power-{'all' if without is None else 'less'}"

@@ -310,7 +310,8 @@ def test_whole_steps():
         WholeSteps(Order(range(3)), 4)
 
 
-@pytest.mark.parametrize("tier", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     """The real thing: the command, its processes, SIGKILL in mid-run, and --resume auto on another number of ranks.
 
@@ -486,9 +487,14 @@ def on_failing_drive(text, nvme, checkpoint, how):
     ("how", "told"),
     [
         ("ENOSPC", r"NVMe tier: writing \S+ at byte \d+: \d+ bytes wanted, 0 moved: No space left on device\. Free space"),
-        ("EROFS", r"NVMe tier: writing \S+ at byte \d+: .*Read-only file system\. It is mounted read-only"),
-        ("EIO", r"NVMe tier: writing \S+ at byte \d+: .*Input/output error\. The drive failed"),
-        ("short", r"NVMe tier: writing \S+ at byte \d+: \d+ bytes wanted, 0 moved: the system moves no more"),
+        *(
+            pytest.param(how, rf"NVMe tier: writing \S+ at byte \d+: {told}", marks=pytest.mark.slow)
+            for how, told in {
+                "EROFS": r".*Read-only file system\. It is mounted read-only",
+                "EIO": r".*Input/output error\. The drive failed",
+                "short": r"\d+ bytes wanted, 0 moved: the system moves no more",
+            }.items()
+        ),
         ("flip", r"NVMe tier: a byte in \S+ between \d+ and \d+ changed since it was written"),
     ],
 )

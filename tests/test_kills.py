@@ -64,7 +64,7 @@ PLACES = {
     "device": {"stage": 3},
     "nvme": {"stage": 3, "parameters": "nvme", "gradients": "nvme", "state": "nvme", "update": "deferred"},
 }
-SLOW_KILLS, FAST_KILLS = 64, 12
+SLOW_KILLS, FAST_KILLS = 72, 4
 
 
 class Moment(NamedTuple):

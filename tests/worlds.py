@@ -125,7 +125,7 @@ class World:
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ftkit-world-")
         environ = {**self.environ, "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for number in range(self.size):
             ours, theirs = _context.Pipe()
             own = {**environ, "RANK": str(number), "LOCAL_RANK": str(number)}
@@ -174,7 +174,8 @@ class Worlds:
             world.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this host on which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -94,7 +94,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("writer", [1, 2, 3])
+@pytest.mark.parametrize("writer", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_training_goes_on_in_any_world_and_stage(worlds: Worlds, writer: int, tmp_path: Path) -> None:
     for number, (name, policy) in enumerate(POLICIES.items()):
         folder = str(tmp_path / name)

@@ -24,7 +24,7 @@ from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import make_base
-from tests.worlds import RankFailure
+from tests.worlds import RankFailure, free_port
 
 ENDS = (*range(2, 12), 47, 84)
 """Tokens that end an answer: so many that answers differ in length."""
@@ -438,10 +438,16 @@ def texts(folder: str, shards: bool, wanted: dict[str, Any]) -> list[str]:
     return answers
 
 
-def from_the_command_line(folder: str) -> list[str]:
-    """What each rank of `ftkit generate --nproc 2` does."""
+def as_a_job(port: int) -> Stop:
+    """Leave the group of the world: the ranks of a command meet at a port of their own."""
     torch.distributed.destroy_process_group()
-    return sharded_answers(Stop(rank=int(os.environ["RANK"])), folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
+    os.environ["MASTER_PORT"] = str(port)
+    return Stop(rank=int(os.environ["RANK"]))
+
+
+def from_the_command_line(folder: str, port: int) -> list[str]:
+    """What each rank of `ftkit generate --nproc 2` does."""
+    return sharded_answers(as_a_job(port), folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
 
 
 FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
@@ -451,15 +457,15 @@ def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path / "base")
     told = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
     assert len(set(told.values())) == 3
-    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(told.values())] * 2
+    assert world2.run(from_the_command_line, str(tmp_path / "base"), free_port()) == [list(told.values())] * 2
     peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
     adapter = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
     with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
-        world2.run(from_the_command_line, str(tmp_path))
+        world2.run(from_the_command_line, str(tmp_path), free_port())
 
 
-def batches_of_the_command(folder: str, shards: bool) -> list[list[list[int]]]:
+def batches_of_the_command(folder: str, port: int | None) -> list[list[list[int]]]:
     """The batches that a rank of `ftkit generate` computes of more prompts than one batch takes."""
     asked = [f"{'1' * (1 + 7 * number % 12)}+{number}?" for number in range(11)]
     seen = []
@@ -469,9 +475,8 @@ def batches_of_the_command(folder: str, shards: bool) -> list[list[list[int]]]:
         return [[3]] * len(given)
 
     with mock.patch.object(generation, "_batch", note):
-        if shards:
-            torch.distributed.destroy_process_group()
-            sharded_answers(Stop(rank=int(os.environ["RANK"])), folder, asked, {})
+        if port is not None:
+            sharded_answers(as_a_job(port), folder, asked, {})
         else:
             assert [prompt for prompt, _ in answers(folder, asked)] == asked
     return seen
@@ -479,9 +484,9 @@ def batches_of_the_command(folder: str, shards: bool) -> list[list[list[int]]]:
 
 def test_the_command_cuts_the_same_batches_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path)
-    expected = batches_of_the_command(str(tmp_path), False)
+    expected = batches_of_the_command(str(tmp_path), None)
     assert [len(batch) for batch in expected] == [8, 3]
-    found = world2.run(batches_of_the_command, str(tmp_path), True)
+    found = world2.run(batches_of_the_command, str(tmp_path), free_port())
     assert sorted(batch for each in found for batch in each) == sorted(expected)
 
 

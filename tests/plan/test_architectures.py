@@ -13,7 +13,7 @@ from ftkit.plan.hardware import box
 from ftkit.planning import model_of, plan_recipe
 from ftkit.recipe import Recipe, parse
 
-QUICK = ("meta-llama/Llama-2-13b-hf", "google-t5/t5-11b")
+QUICK = ("meta-llama/Llama-2-13b-hf",)
 NAMES: list[Any] = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in architectures()]
 
 

@@ -90,12 +90,15 @@ def live(settings, tied, adapter, accumulation, parts):
     return {k: v for k, v in told.items() if v}, {k: v for k, v in planned.items() if v}
 
 
+WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+
+
 def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1):
     for told, planned in world.run(live, settings, tied, adapter, accumulation, parts):
         assert told == planned, settings
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(worlds, world, stage):
     for dtype, accumulation, tied in (("bf16", 1, False), ("bf16", 2, True), ("fp32", 1, False)):
@@ -118,7 +121,7 @@ TIERS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: "-".join(f"{k}.{v}" for k, v in tiers.items()))
 def test_tiers(worlds, world, tiers, tmp_path):
     for dtype, accumulation, parts in (("bf16", 2, 1), ("fp32", 1, 2)):
