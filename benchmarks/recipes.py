@@ -55,7 +55,9 @@ LONG = {
 }
 GPTS = {"gpt-10b": 50, "gpt-15b": 78}
 GPT = """
-  config: {{model_type: gpt2, n_layer: {layers}, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}}
+  config:
+    {{model_type: gpt2, n_layer: {layers}, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304,
+     activation_function: gelu_pytorch_tanh}}  # GPT-2's function in one operation: it keeps one tensor, not five
   tokenizer: openai-community/gpt2"""
 
 

@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from ftkit.begin import checkpoints_to_try
 from ftkit.errors import EndedEarly, UserError
@@ -38,7 +37,7 @@ from ftkit.plan.show import show_answers, show_plan
 from ftkit.plan.what_if import what_if
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.recipe_list import planned_of, show_recipes
-from ftkit.report.text import visible
+from ftkit.report.text import literal
 from ftkit.run_folder import RunFolder
 from ftkit.watch import RankError, StoppedError
 from ftkit.words import counted
@@ -475,12 +474,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _leave(text: str, code: int) -> None:
     rank = os.environ.get("RANK")
     name = f"ftkit (rank {rank})" if rank is not None else "ftkit"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]{name}:[/] {escape(visible(text))}")
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]{name}:[/] {literal(text)}")
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(escape(text))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(literal(text))
 
 
 def _ranks(facts: Recipe, nproc: int | None) -> int:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from transformers import TrainerCallback
 
 from ftkit.divergence import MOST_ROLLBACKS, Action, Divergence
 from ftkit.errors import Diverged, UserError
 from ftkit.recipe_trainer import RecipeTrainer
+from ftkit.report.text import literal
 from ftkit.resume import first_whole
 from ftkit.run_folder import RunFolder, append_line, step_of
 
@@ -73,7 +73,7 @@ class DivergenceWatch(TrainerCallback):
         event = Divergence(step, reason, loss, norm, self.action, trainer.places(step))
         self.found.append(event)
         self._note(asdict(event))
-        self.say.print(escape(str(event)))
+        self.say.print(literal(str(event)))
         if self.action != "continue":
             trainer.sharded_optimizer.leave_out()
         if self.action in ("rollback", "stop"):
@@ -112,7 +112,7 @@ class DivergenceWatch(TrainerCallback):
         suitable = [path for path in newest_first if path not in self.unsuitable] or newest_first
         known = comm.same([str(path) for path in suitable])
         try:
-            found = first_whole(known, comm, lambda line: self.say.print(escape(line)))
+            found = first_whole(known, comm, lambda line: self.say.print(literal(line)))
         except UserError as error:
             raise Diverged(f"{event}\n{error}") from error
         if found is None or self.rollbacks > MOST_ROLLBACKS:

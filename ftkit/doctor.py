@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ftkit.probe import Probe
+from ftkit.report.text import literal
 from ftkit.words import counted
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -72,9 +72,9 @@ def show(findings: list[Finding], console: Console) -> None:
     """Print a table, and a line that says what it comes to."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for each in findings:
-        mend = f"\n[dim]-> {escape(each.mend)}[/]" if each.mend else ""
+        mend = f"\n[dim]-> {literal(each.mend)}[/]" if each.mend else ""
         verdict = f"[{COLOURS[each.verdict]}]{each.verdict}[/]"
-        table.add_row(verdict, f"[bold]{each.name}[/]", escape(each.found) + mend)
+        table.add_row(verdict, f"[bold]{each.name}[/]", literal(each.found) + mend)
     console.print(table)
     failed, warned = (sum(each.verdict == verdict for each in findings) for verdict in ("fail", "warn"))
     told = [counted(failed, "failure")] * bool(failed) + [counted(warned, "warning")] * bool(warned)

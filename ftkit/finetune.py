@@ -25,7 +25,6 @@ import datasets
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from rich.markup import escape
 from transformers import PrinterCallback, TrainerCallback
 
 from ftkit.arguments import compute_dtype, training_arguments
@@ -50,7 +49,7 @@ from ftkit.questions import Question, questions
 from ftkit.recipe import Recipe, split_batch
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
-from ftkit.report.text import visible
+from ftkit.report.text import literal
 from ftkit.resume import check_noted, first_whole, noted
 from ftkit.run_folder import RunFolder, step_of, write, write_json
 from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
@@ -153,14 +152,14 @@ class Job:
         say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
         [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
         comm = Communicator(arguments.device)
-        checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(escape(line)))
+        checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(literal(line)))
         if checkpoint is not None:
             check_noted(checkpoint, recipe, rows.prepared.report.digest)
-            say.print(escape(f"resuming from {checkpoint}"))
+            say.print(literal(f"resuming from {checkpoint}"))
         arguments.eval_on_start = rows.held_out is not None and checkpoint is None
-        say.print(escape(visible(str(rows.prepared.report))))
+        say.print(literal(str(rows.prepared.report)))
         batches = plan.accumulation * plan.way.parts
-        say.print(escape(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
+        say.print(literal(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
         self.trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
         if checkpoint is not None:
             self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
@@ -175,7 +174,7 @@ class Job:
         stops = stops_of(getattr(trainer.model, "generation_config", None))
         faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
         for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences, faults):
-            say.print(escape(visible(line)))
+            say.print(literal(line))
         if trainer.is_world_process_zero():
             write(folder.recipe, recipe.dump())
         shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
@@ -434,8 +433,8 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     numel = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     dtype = compute_dtype(recipe.train.dtype)
-    say.print(escape(recipe.dump()))
-    say.print(escape(visible(str(rows.prepared.report))))
+    say.print(literal(recipe.dump()))
+    say.print(literal(str(rows.prepared.report)))
     say.print(f"held out: {counted(len(rows.held_out) if rows.held_out is not None else 0, 'row')}")
     say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
     show_plan(say, plan)
@@ -446,5 +445,5 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
     for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults):
-        say.print(escape(visible(line)))
+        say.print(literal(line))
     say.print("nothing was trained (--dry-run)")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
 from ftkit.hf.blocks import units_of
 from ftkit.hf.islands import widens_inputs
 from ftkit.plan.choice import Plan
+from ftkit.report.text import literal
 from ftkit.run_folder import RunFolder, append_line
 
 GIB = 1 << 30
@@ -166,7 +166,7 @@ class TellFused(TrainerCallback):
             return
         self.told = True
         where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
-        self.console.print(escape(f"fused{where}: {units.fused.told()}"))
+        self.console.print(literal(f"fused{where}: {units.fused.told()}"))
 
 
 class LookAtFp16(TrainerCallback):

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+
+from ftkit.report.text import literal
 
 TYPICAL_TOKENS = 100_000_000
 """Of a data set, for the column of days: some 200,000 conversations of 500 tokens."""
@@ -67,4 +68,4 @@ def show_recipes(console: Console, rows: Mapping[str, Planned | str]) -> None:
         "`ftkit plan NAME --hardware BOX` says more[/]"
     )
     for line in others:
-        console.print(escape(line))
+        console.print(literal(line))

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -27,6 +26,7 @@ from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.progress import GIB, peak_device_bytes, peak_host_bytes
 from ftkit.recipe_trainer import RecipeTrainer
+from ftkit.report.text import literal
 from ftkit.run_folder import RunFolder
 from ftkit.words import counted
 
@@ -145,17 +145,17 @@ def _nvme_line(ranks: list[dict[str, Any]], seconds: float) -> str:
 def show_answers(console: Console, records: list[dict[str, str]]) -> None:
     """Show each question with the answers before and after, and the one that stands in the data."""
     for record in records:
-        console.print(f"\n[bold]{escape(record['question'])}[/]")
+        console.print(f"\n[bold]{literal(record['question'])}[/]")
         for name in ("before", "after", "expected"):
             if record[name]:
-                console.print(f"  [dim]{name:>8}:[/] {escape(record[name])}")
+                console.print(f"  [dim]{name:>8}:[/] {literal(record[name])}")
 
 
 def show_summary(console: Console, summary: dict[str, Any], folder: RunFolder) -> None:
     """Show the summary as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _lines(summary, folder):
-        table.add_row(f"[bold]{name}[/]", escape(value))
+        table.add_row(f"[bold]{name}[/]", literal(value))
     console.print()
     console.print(table)
 

@@ -98,3 +98,16 @@ def test_a_recipe_that_cannot_fit_is_refused() -> None:
     text = packaged()[QUICK[0]].read_text(encoding="utf-8")
     with pytest.raises(DoesNotFit, match="host memory"):
         plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, box("8xv100-16gb"))
+
+
+@pytest.mark.parametrize(
+    ("name", "goal", "bound"),
+    [("llama-2-13b-full-8xv100-16gb", 4200, 5100), ("gpt-10b-full-8xv100-16gb", 5800, 6600)],
+)
+def test_goals_of_the_box(name: str, goal: int, bound: int) -> None:
+    """Tokens a second, of 128K a step with exact clipping, and the bounds of performance-model.md, section D."""
+    plan = plan_recipe(parse(packaged()[name].read_text(encoding="utf-8"), name), 8, box("8xv100-16gb"))
+    assert plan.speed is not None
+    assert plan.speed.tokens == 131072
+    assert plan.speed.tokens_per_s >= max(goal, 0.9 * bound)
+    assert plan.speed.binds == "compute"

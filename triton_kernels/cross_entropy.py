@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import FLOATS, KernelError, options, use_triton
+from .launch import FLOATS, KernelError, as_on_gpu, options
 
 BLOCK = 8192
 """Logits in registers at once: 16 of fp32 in each of 512 threads."""
@@ -169,11 +169,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 def losses_of(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Return the loss and log(sum(exp(z))) of each row of logits (R, V), both fp32 (R,)."""
-    if not use_triton(logits):
+    if not as_on_gpu(logits):
         return _losses_reference(logits, labels, terms)
     rows, columns = logits.shape
     loss, total = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    if rows:
+    if rows and not logits.is_meta:
         _forward[(rows,)](
             logits, labels, loss, total, logits.stride(0), columns,
             terms.ignore_index, terms.smoothing, terms.cap, terms.z_weight,
@@ -199,9 +199,9 @@ def gradients_into(
     """
     rows, columns = logits.shape
     classes = classes or columns
-    if not use_triton(logits):
+    if not as_on_gpu(logits):
         _gradients_reference(logits, labels, total, dloss, terms, first, classes)
-    elif rows:
+    elif rows and not logits.is_meta:
         block = min(BLOCK, triton.next_power_of_2(columns))
         _backward[(rows, triton.cdiv(columns, block))](
             dloss, logits, labels, total, logits.stride(0), columns, first, terms.smoothing / classes,

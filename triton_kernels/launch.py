@@ -31,6 +31,11 @@ def use_triton(x: Tensor) -> bool:
     return x.is_cuda or INTERPRETED
 
 
+def as_on_gpu(x: Tensor) -> bool:
+    """Return whether memory is taken as on a GPU: there, interpreted, and on meta, where a launch has nothing to compute."""
+    return use_triton(x) or x.is_meta
+
+
 def options(warps: int) -> dict[str, Any]:
     """Return what a launch says of its compilation: products are fused with sums, which Triton 3.10 does not by itself."""
     return {"num_warps": warps, "enable_fp_fusion": True}

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .cross_entropy import PLAIN, LossTerms, cross_entropy_reference, gradients_into, losses_of
-from .launch import FLOATS, KernelError, use_triton
+from .launch import FLOATS, KernelError, as_on_gpu
 
 CHUNK_BYTES = 128 << 20
 """Of logits that exist at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
@@ -43,7 +43,7 @@ def linear_cross_entropy_reference(
 
 def part_of(hidden: Tensor, length: int, other: int, chunk_bytes: int) -> int:
     """Return how many of `length` rows (classes) exist at once, where each has `other` logits."""
-    itemsize = hidden.dtype.itemsize if use_triton(hidden) else 4  # the references compute in fp32
+    itemsize = hidden.dtype.itemsize if as_on_gpu(hidden) else 4  # the references compute in fp32
     return max(1, min(length, chunk_bytes // (max(other, 1) * itemsize)))
 
 
@@ -58,7 +58,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
+    elif not left.is_meta:
         total.addmm_(left.float(), right.float())
 
 

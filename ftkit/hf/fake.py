@@ -107,7 +107,7 @@ class _Reached(Exception):
 def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtype: torch.dtype | None) -> int:
     """Return the bytes that autograd keeps on a GPU of one block's forward of one sequence, weights not counted.
 
-    What all blocks share (masks, rotary tables) is not the block's; its own input is, if it keeps it.
+    What all blocks share (masks, rotary tables) is not the block's; its own input is: the engine holds it to the backward.
 
     Args:
         model: on any device; it is not changed, and nothing of it is read. block: of the model.
@@ -159,6 +159,7 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
             shared = [*own.values(), *(t for t in tree_leaves((inputs, others)) if isinstance(t, Tensor) and t is not first)]
             for tensor in shared:
                 kept.pop(tensor.untyped_storage()._cdata, None)
+            kept[first.untyped_storage()._cdata] = first.untyped_storage().nbytes()
             del result
         finally:
             handle.remove()

@@ -312,7 +312,7 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
     world, owners = shape.world_size, way.owners(shape.world_size)
     tokens = way.micro_batch * shape.sequence_tokens
     logits = tokens * way.parts * shape.vocabulary
-    head, gradient = _leaf_bytes(shape, way)
+    head, gradient, copied = _leaf_bytes(shape, way)
     hidden = tokens * way.parts * shape.hidden * (shape.itemsize + 4)  # the last norm's, in fp32 too
     if shape.chunked_loss:  # its backward sums the hidden states' gradient in fp32
         chunk = min(logits * shape.itemsize, LOSS_CHUNK_BYTES)
@@ -320,10 +320,11 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
             chunk = min(logits, LOSS_CHUNK_BYTES // 4) * LOGIT_BYTES
         summed = 4 * tokens * way.parts * shape.hidden
         yield {"logits": chunk + hidden + summed, "leaves": head + gradient}
+        yield {"logits": hidden, "leaves": gradient + copied}  # the weights went with the loss's graph
     else:
         yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
-        yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient}
-    yield {"leaves": gradient}
+        yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient + copied}
+    yield {"leaves": gradient + copied}
 
     graph = graph_bytes(shape, way)
     part, whole = BACKWARD_SHARE
@@ -343,10 +344,10 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
     yield {"workspace": update}
 
 
-def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int]:
-    """Return the bytes of the widest leaf, gathered, and of its gradient with what the reduction needs."""
+def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int, int]:
+    """Return the bytes of the widest leaf, gathered, of its gradient, and of what the reduction needs besides."""
     owners = way.owners(shape.world_size)
-    head = gradient = 0
+    head = gradient = copied = 0
     for line in shape.leaves:
         placed = Placed(line, "leaf")
         if not way.resident(placed, shape.world_size):
@@ -356,8 +357,8 @@ def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int]:
             copy = 0 if late else line.padded_numel(owners)
             if not late and shape.gradient_itemsize not in (0, line.itemsize):  # reduced apart, then widened
                 copy += line.shard_numel(owners)
-            gradient = max(gradient, (line.numel + copy) * line.itemsize)
-    return head, gradient
+            gradient, copied = max((gradient, copied), (line.numel * line.itemsize, copy * line.itemsize), key=sum)
+    return head, gradient, copied
 
 
 def _files(shape: Shape, way: Way) -> Iterator[Item]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ftkit.plan.choice import Plan
@@ -16,6 +15,7 @@ from ftkit.plan.memory import GIB, MOMENTS
 from ftkit.plan.schedule import STREAMS, Speed
 from ftkit.plan.shape import TIERS
 from ftkit.plan.what_if import Answer
+from ftkit.report.text import literal
 
 TITLES = {"device": "device, a rank", "host": "host, a box", "nvme": "NVMe, a box"}
 
@@ -27,7 +27,7 @@ def show_plan(console: Console, plan: Plan) -> None:
     console.print(f"{shape.numel:,} parameters, {trained}, on {ranks} rank{'s' * (ranks > 1)}")
     console.print(_table(plan))
     for name, text in (*lines(plan), *(time_lines(plan, plan.speed) if plan.speed is not None else ())):
-        console.print(f"[bold]{name:<13}[/] {escape(text)}")
+        console.print(f"[bold]{name:<13}[/] {literal(text)}")
 
 
 def show_answers(console: Console, answers: Sequence[Answer], before: Speed | None) -> None:

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from transformers import TrainerCallback
 
 from ftkit.engine.shard import Units
@@ -30,6 +29,7 @@ from ftkit.plan.schedule import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
 from ftkit.report.page import rewrite
 from ftkit.report.simulated import of_speed
+from ftkit.report.text import literal
 from ftkit.report.timeline import Part, Timeline, as_chrome
 from ftkit.run_folder import RunFolder, write_json
 
@@ -153,7 +153,7 @@ class RunReport(TrainerCallback):
             work(*arguments)
         except Exception as error:  # whatever it is: nobody trains for the report's sake
             self.broken = True
-            self.say.print(escape(f"no more reports of this run: {type(error).__name__}: {error}"))
+            self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
 
 
 def now() -> str:

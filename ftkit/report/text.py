@@ -9,6 +9,8 @@ import html
 import math
 from typing import Any
 
+from rich.markup import escape
+
 MOST_CHARACTERS = 20_000
 """Of one piece of text on a page."""
 
@@ -27,6 +29,11 @@ def escaped(value: Any, most: int = MOST_CHARACTERS) -> str:
 def visible(text: str) -> str:
     """Return text in which what a terminal would obey, or nobody would see, stands as a sign; line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else _sign(ord(c)) for c in text)
+
+
+def literal(text: str) -> str:
+    """Return text that a rich console prints as it stands: no markup, nothing that a terminal would obey."""
+    return escape(visible(text))
 
 
 def _sign(code: int) -> str:

@@ -50,7 +50,7 @@ def of_a_copy(logits: torch.Tensor, **how: Any) -> torch.Tensor:
 def test_as_exact_as_pytorch(interpreted: bool, task: Any, terms: LossTerms) -> None:
     logits, labels = task
     how = {"labels": labels, "terms": terms}
-    with mock.patch.object(module, "use_triton", return_value=interpreted):
+    with mock.patch.object(module, "as_on_gpu", return_value=interpreted):
         prove(partial(of_a_copy, **how), partial(cross_entropy_reference, **how), {"logits": logits}, roundings=DRAWN)
 
 
@@ -106,7 +106,7 @@ def test_a_heads_chunks_make_the_loss_and_gradients_of_the_whole(
     labels = head.pop("labels")
     how = {"terms": terms, "labels": labels, "scale": scale}
     chunk = {"chunk_bytes": rows * head["weight"].shape[0] * 4}
-    with mock.patch.object(module, "use_triton", return_value=interpreted):
+    with mock.patch.object(module, "as_on_gpu", return_value=interpreted):
         kernel, reference = partial(linear_cross_entropy, **how, **chunk), partial(linear_cross_entropy_reference, **how)
         prove(kernel, reference, head, roundings=DRAWN)
 
@@ -155,7 +155,7 @@ def test_no_more_logits_than_a_chunk_exist() -> None:
 @pytest.mark.parametrize("interpreted", [True, False])
 def test_a_label_that_is_no_class_is_loud(interpreted: bool) -> None:
     logits, labels = torch.randn(3, 8), torch.tensor([1, 8, -7])
-    with mock.patch.object(module, "use_triton", return_value=interpreted):
+    with mock.patch.object(module, "as_on_gpu", return_value=interpreted):
         if interpreted:
             assert torch.isnan(cross_entropy(logits, labels)).tolist() == [False, True, True]
         else:

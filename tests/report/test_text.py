@@ -1,0 +1,27 @@
+"""What strangers wrote, on a console: it is shown, and neither the console nor the terminal obeys it."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from ftkit.report.text import literal
+from ftkit.summary import show_answers
+
+
+def test_markup_and_signs_of_a_terminal_are_shown() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None, width=200)
+    console.print(literal("[bold]loud[/] \x1b[31mred\x07\u202e end"))
+    assert out.getvalue() == "[bold]loud[/] ␛[31mred␇\\u202e end\n"
+
+
+def test_answers_are_not_obeyed() -> None:
+    out = io.StringIO()
+    told = {"question": "[red]a\x1b]0;title\x07", "before": "\x1b[2J", "after": "[/]", "expected": ""}
+    show_answers(Console(file=out, force_terminal=True, color_system=None, width=200), [told])
+    assert "\x1b]" not in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()
+    assert "[red]a␛]0;title␇" in out.getvalue()
+    assert "after: [/]" in " ".join(out.getvalue().split())
