@@ -319,7 +319,8 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
         if cpu:  # by the reference, in fp32, with what softmax makes of it
             chunk = min(logits, LOSS_CHUNK_BYTES // 4) * LOGIT_BYTES
         summed = 4 * tokens * way.parts * shape.hidden
-        yield {"logits": chunk + hidden + summed, "leaves": head + gradient}
+        freed = copied if cpu else 0  # malloc does not find it again for the copy
+        yield {"logits": chunk + hidden + summed, "leaves": head + gradient + freed}
         yield {"logits": hidden, "leaves": gradient + copied}  # the weights went with the loss's graph
     else:
         yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
