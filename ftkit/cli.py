@@ -184,9 +184,10 @@ def plan(
         raise UserError("found both --largest and --dry-run: a dry run is of the recipe's own model; keep one")
     from ftkit.planning import ask, epoch_of  # here, see the top of this file
 
-    asked = ask(facts, ranks, box)
-    made = largest(asked) if most else asked.plan()
-    epoch = epoch_of(facts, made)
+    with Console(stderr=True).status("planning …"):
+        asked = ask(facts, ranks, box)
+        made = largest(asked) if most else asked.plan()
+        epoch = epoch_of(facts, made)
     if page is not None:
         from ftkit.report.plan_page import render  # here, see the top of this file
         from ftkit.run_folder import write
@@ -196,9 +197,11 @@ def plan(
     if dry_run:
         from ftkit.dry_run import dry_run_recipe  # here, see the top of this file
 
-        done = dry_run_recipe(facts, made, box)
+        with Console(stderr=True).status("executing the engine with tensors that hold nothing …"):
+            done = dry_run_recipe(facts, made, box)
     wonder = made.speed is not None and not as_json if wonder is None else wonder
-    answers = list(what_if(made.asked)) if wonder and made.asked is not None else []
+    with Console(stderr=True).status("and what if …"):
+        answers = list(what_if(made.asked)) if wonder and made.asked is not None else []
     if as_json:
         told = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
         if wonder:

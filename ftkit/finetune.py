@@ -12,7 +12,6 @@ a bare training would not make.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -46,14 +45,14 @@ from ftkit.plan.ways import KINDS, Limits
 from ftkit.planning import ask_model, box_here, build, disk_room, plan_recipe, settings_of
 from ftkit.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.questions import Question, questions
-from ftkit.recipe import Recipe, split_batch
+from ftkit.recipe import Recipe, split_batch, steps_of
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.text import literal
 from ftkit.resume import check_noted, first_whole, noted
 from ftkit.run_folder import RunFolder, step_of, write, write_json
 from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
-from ftkit.summary import device_name, show_answers, show_summary, summarise, tokens_until, versions
+from ftkit.summary import device_name, show_answers, show_summary, state_of, summarise, versions
 from ftkit.words import counted
 
 
@@ -74,7 +73,7 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
             `MemoryShort` and does not return.
     """
     job = Job(stop, recipe, ranks)
-    summary = job.run(checkpoints)
+    summary = job.run(checkpoints, unless_over=True)
     job.trainer.end()
     if not summary.pop("saved", True):
         raise UserError(summary["stopped"])
@@ -106,11 +105,12 @@ class Job:
         self.plan: Plan | None = None
         self.checkpoint: str | None = None  # that it goes on from
 
-    def run(self, checkpoints: list[str]) -> dict[str, Any]:
+    def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
         """Train, and leave the run's folder; all ranks take part.
 
         Args:
             checkpoints: As in `run`.
+            unless_over: Leave a run as it is that has made all its steps and left its model: nothing is loaded then.
 
         Returns:
             As `run`; where it was ended on request also `saved`: whether there is a checkpoint of its last step.
@@ -120,6 +120,8 @@ class Job:
         """
         with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
             plan = self._build(checkpoints)
+            if unless_over and (summary := self._summary_if_over()) is not None:
+                return summary
             return self._train(plan, checkpoints, memory, stack)
 
     def restore(self, checkpoints: list[str]) -> int:
@@ -165,6 +167,19 @@ class Job:
             self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
         return plan
 
+    def _summary_if_over(self) -> dict[str, Any] | None:
+        """Return what a run left that has nothing more to do, and say so; None for one that goes on. A collective."""
+        folder, order = self.folder, self.trainer.order
+        last = None if self.checkpoint is None else Path(self.checkpoint)
+        summary = folder.read_summary() if last is not None and last.parent == folder.path else {}
+        steps = steps_of(self.recipe, len(order.order), order.step_sequences)
+        over = folder.model.is_dir() and summary.get("steps") == steps == (step_of(last) if summary and last else None)
+        [summary] = broadcast_object_list([summary if over else None])
+        if summary is not None:
+            said = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
+            self.say.print(literal(f"{said}. More train.epochs or train.max_steps go on; --overwrite begins anew"))
+        return summary
+
     def _train(self, plan: Plan, checkpoints: list[str], memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
         """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
         recipe, trainer, rows, say, folder = self.recipe, self.trainer, self.rows, self.say, self.folder
@@ -173,7 +188,9 @@ class Job:
         checkpoint = self.checkpoint
         stops = stops_of(getattr(trainer.model, "generation_config", None))
         faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
-        for line in notices(recipe, rows.prepared.report, len(trainer.order.order), trainer.order.step_sequences, faults):
+        sequences, step_sequences = len(trainer.order.order), trainer.order.step_sequences
+        known = positions_of(trainer.model)
+        for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known):
             say.print(literal(line))
         if trainer.is_world_process_zero():
             write(folder.recipe, recipe.dump())
@@ -196,7 +213,7 @@ class Job:
         )
         trainer.add_callback(report)
         stack.enter_context(report)
-        tokens_before = tokens_until(checkpoint)
+        before = state_of(checkpoint)
         began = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         while watch.ended_by is not None:
@@ -219,7 +236,7 @@ class Job:
             trainer.evaluate()
         after = shown.answers(trainer.model) if asked else []
         trainer.save_model(str(folder.model))
-        summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, tokens_before)
+        summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, before)
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})
             report.end()
@@ -249,12 +266,18 @@ def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
             f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {config.vocab_size}; set "
             "model.tokenizer to the one that belongs to the model"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(model)
     rotary = getattr(config, "rope_parameters", None) is not None
     if positions and sequence_tokens > positions and not rotary:
         raise UserError(
             f"data.sequence_tokens is {sequence_tokens} and the model has {positions} positions; set it to at most that"
         )
+
+
+def positions_of(model: Any) -> int | None:
+    """Return for how many positions a model was made, as its configuration says."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def decoder_inputs(recipe: Recipe, model: Any) -> Callable[[Any], Any] | None:
@@ -427,7 +450,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     step_sequences = micro_batch * accumulation * ranks
     order = rows.prepared.order(recipe.train.seed)
     epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
-    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * epoch_steps)
+    steps = steps_of(recipe, len(order), step_sequences)
     model = build_model(recipe)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     numel = sum(each.numel() for each in model.parameters())
@@ -444,6 +467,6 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
-    for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults):
+    for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults, positions_of(model)):
         say.print(literal(line))
     say.print("nothing was trained (--dry-run)")

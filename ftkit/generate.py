@@ -23,6 +23,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
+from ftkit.engine.seal import CONTENTS
 from ftkit.errors import UserError
 from ftkit.hf.blocks import shard
 from ftkit.hf.generation import generate
@@ -127,6 +128,8 @@ def _check_folder(folder: str) -> None:
     names = ("config.json", "adapter_config.json")
     if not path.exists() and looks_like_a_path(folder):
         raise UserError(f"no such folder: {folder}; needed: a model folder, an adapter folder, or a hub id")
+    if (path / CONTENTS).is_file() and not any(path.glob("*.safetensors")):
+        raise UserError(f"{folder}: is a checkpoint, not a model; ftkit export {folder} OUT makes one of it")
     if not any((path / name).exists() for name in names) and any((path / "model" / name).exists() for name in names):
         raise UserError(f"{folder}: holds a run, not a model; did you mean {path / 'model'}?")
 

@@ -5,17 +5,21 @@ It refuses nothing: what must not run is refused where it is read. What it costs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ftkit.hf.counts import Report
 from ftkit.hf.faults import Fault
-from ftkit.recipe import Recipe
+from ftkit.recipe import Recipe, steps_of
 from ftkit.words import counted
 
 
 def notices(
-    recipe: Recipe, report: Report, sequences: int, step_sequences: int, faults: Sequence[Fault] = ()
+    recipe: Recipe,
+    report: Report,
+    sequences: int,
+    step_sequences: int,
+    faults: Sequence[Fault] = (),
+    positions: int | None = None,
 ) -> list[str]:
     """Return the lines to show before the first step.
 
@@ -25,6 +29,7 @@ def notices(
         sequences: Of one epoch.
         step_sequences: Of one optimizer step, all ranks together.
         faults: What is wrong with the rows, though they can be trained on.
+        positions: That the model's configuration names; None where it names none.
     """
     lines = [f"warning: {fault}" for fault in faults if fault.kind != "unusable"]  # those the report names
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
@@ -33,12 +38,17 @@ def notices(
     if rest := sequences % step_sequences:
         of = f"{rest} of {counted(sequences, 'sequence')} {'is' if rest == 1 else 'are'}"
         lines.append(f"{of} left over in each epoch: a step takes {step_sequences}")
-    steps = recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
+    steps = steps_of(recipe, sequences, step_sequences)
     warmup_steps = recipe.optimizer.warmup_steps
     if warmup_steps >= steps > 0:
         lines.append(
             f"warning: optimizer.warmup_steps is {warmup_steps} and the run has {counted(steps, 'step')}: the learning rate "
             "never comes to its peak"
+        )
+    if positions and recipe.data.sequence_tokens > positions:
+        lines.append(
+            f"warning: data.sequence_tokens is {recipe.data.sequence_tokens} and the model was made for {positions} "
+            "positions (max_position_embeddings): beyond them it has to learn anew where things stand"
         )
     if recipe.output.save_every_steps is None:
         lines.append(

@@ -15,8 +15,10 @@ Paths are relative to the current directory; `~` is the home directory and `bund
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,8 +62,17 @@ def _shorten(text: str) -> str:
 def _existing(text: str, info: ValidationInfo) -> str:
     if (info.context or {}).get("check_files", True) and not os.path.exists(text):
         hint = "" if os.path.isabs(text) else f" (relative paths start at {os.getcwd()})"
-        raise ValueError(f"no such file or folder: {text}{hint}")
+        raise ValueError(f"no such file or folder: {_shorten(text)}{hint}{_alike(text)}")
     return text
+
+
+def _alike(text: str) -> str:
+    """Return a hint at what lies beside a missing file under nearly its name."""
+    folder, name = os.path.split(text)
+    with suppress(OSError):
+        close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+    return ""
 
 
 def _existing_or_hub_id(text: str, info: ValidationInfo) -> str:
@@ -452,6 +463,11 @@ def parse(text: str, source: str, overrides: list[str] | None = None, *, check_f
             if not found:
                 return recipe
     raise RecipeError(found)
+
+
+def steps_of(recipe: Recipe, sequences: int, step_sequences: int) -> int:
+    """Return the optimizer steps of a run whose epoch has so many sequences, and each step so many of them."""
+    return recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
 
 
 def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ that is not listed keeps pydantic's own words.
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -50,7 +51,7 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
     """
     grouped: dict[KeyPath, list[Any]] = {}
     for found in error.errors(include_url=False):
-        grouped.setdefault(_written_path(found["loc"], document.values), []).append(found)
+        grouped.setdefault(_written_path(found["loc"] or _first_named(found), document.values), []).append(found)
     listed = []
     for path, founds in grouped.items():
         message = _messages(founds, path, root)
@@ -61,6 +62,12 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
 def _order(problem: Problem) -> tuple[bool, int]:
     line = problem.place.rsplit(":", 1)[-1]
     return (problem.place.startswith("--set"), int(line) if line.isdecimal() else 0)
+
+
+def _first_named(found: Any) -> tuple[str, ...]:
+    """Return the key with which a problem of several keys begins: such a one has no place of its own."""
+    named = re.match(r"([a-z_]+\.[a-z_.]+) ", str((found.get("ctx") or {}).get("error", "")))
+    return tuple(named[1].split(".")) if named else ()
 
 
 def _written_path(location: tuple[str | int, ...], values: Any) -> KeyPath:

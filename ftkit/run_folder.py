@@ -259,6 +259,14 @@ class RunFolder:
             except OSError as error:
                 raise UserError(f"--overwrite: {path} cannot be removed ({error.strerror}); remove it yourself") from None
 
+    def read_summary(self) -> dict[str, Any]:
+        """Return what came of the run that was here before; nothing where no summary can be read."""
+        try:
+            found = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after a step: a resumed run writes them again."""
         if self.metrics.exists():

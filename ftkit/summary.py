@@ -34,7 +34,7 @@ PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", 
 
 
 def summarise(
-    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, plan: Plan, tokens_before: int = 0
+    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, plan: Plan, before: TrainerState | None = None
 ) -> dict[str, Any]:
     """Return what summary.json holds, and write the loss of each held-out row; all ranks take part.
 
@@ -44,7 +44,7 @@ def summarise(
         seconds: Of training, the evaluations in between included.
         dtype: Of compute: fp32, bf16 or fp16.
         plan: Of the run; its peaks stand beside those measured.
-        tokens_before: Seen before the checkpoint that the run was continued from: they took other seconds.
+        before: What the checkpoint says that the run was continued from: its steps took other seconds.
     """
     peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
     units = trainer.units
@@ -52,21 +52,23 @@ def summarise(
     cores = trainer.all_ranks(str(units.affinity) if units.affinity else f"{counted(torch.get_num_threads(), 'thread')}")
     tokens = int(trainer.state.num_input_tokens_seen)
     noted = trainer.held_out
-    before = noted[0] if noted and noted[0].step == 0 else read_before(folder.per_example)
+    first = noted[0] if noted and noted[0].step == 0 else read_before(folder.per_example)
     after = noted[-1] if noted else None
     if trainer.is_world_process_zero() and after is not None:
-        write_rows(folder.per_example, before, after)
+        write_rows(folder.per_example, first, after)
+    tokens_before = int(before.num_input_tokens_seen) if before else 0
     return {
         "world_size": trainer.args.world_size,
         "steps": trainer.state.global_step,
+        "steps_before": before.global_step if before else 0,
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": (tokens - tokens_before) / seconds if seconds else None,
         "divergences": diverged_steps(folder.divergences),
         "train_loss": _mean_loss(trainer.state.log_history),
-        "eval_loss_before": before.loss if before else None,
+        "eval_loss_before": first.loss if first else None,
         "eval_loss_after": after.loss if after else None,
-        "eval_before": before.summary() if before else None,
+        "eval_before": first.summary() if first else None,
         "eval_after": after.summary() if after else None,
         "eval_metrics": list(trainer.wanted_metrics),
         "evaluations": [each.summary() for each in noted],
@@ -83,11 +85,9 @@ def summarise(
     }
 
 
-def tokens_until(checkpoint: str | None) -> int:
-    """Return the tokens seen until a checkpoint was written; to be asked before training, which may rotate it away."""
-    if checkpoint is None:
-        return 0
-    return int(TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).num_input_tokens_seen)
+def state_of(checkpoint: str | None) -> TrainerState | None:
+    """Return what a checkpoint says of the run until it; to be asked before training, which may remove it."""
+    return None if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
 
 
 def planned(plan: Plan) -> dict[str, int]:
@@ -163,7 +163,9 @@ def show_summary(console: Console, summary: dict[str, Any], folder: RunFolder) -
 def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     seconds, speed = summary["seconds"], summary["tokens_per_second"]
     ranks = f"{summary['world_size']} rank{'s' * (summary['world_size'] > 1)}"
-    lines = [("steps", f"{summary['steps']} on {ranks}, {seconds:.1f} s" + (f", {speed:,.0f} tokens/s" if speed else ""))]
+    steps, done = summary["steps"], summary["steps_before"]
+    made = f"{steps - done} on {ranks}, {seconds:.1f} s" + (f", {speed:,.0f} tokens/s" if speed else "")
+    lines = [("steps", f"{steps}: {done} before this start; {made}" if done else made)]
     if summary["divergences"]:
         lines.append(("gone wrong", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
     if summary["train_loss"] is not None:
@@ -175,6 +177,9 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {counted(rows, 'row')}"))
     elif after is not None:
         lines.append(("held-out loss", f"{after:.4f}"))
+    best = min(summary["evaluations"], key=lambda each: each["loss"], default=None)
+    if best is not None and after is not None and 0 < best["step"] < steps and best["loss"] < after:
+        lines.append(("best", f"held-out loss {best['loss']:.4f} after step {best['step']}; model/ is of the last step"))
     for name in ("perplexity", "accuracy"):
         if name in summary["eval_metrics"] and summary["eval_after"]:
             began = f"{summary['eval_before'][name]:.4f} before, " if summary["eval_before"] else ""

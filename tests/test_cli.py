@@ -302,6 +302,9 @@ def test_generate(capsys, base, tmp_path):
     assert "cannot be loaded" in refusal(capsys, "generate", tmp_path, "1+1?")
     assert "no such folder: runs/nowhere" in refusal(capsys, "generate", "runs/nowhere", "1+1?")
     shutil.copytree(base, tmp_path / "run" / "model")
+    (tmp_path / "run" / "checkpoint-4").mkdir()
+    (tmp_path / "run" / "checkpoint-4" / "contents.json").write_text("{}")
+    assert "is a checkpoint, not a model; ftkit export" in refusal(capsys, "generate", tmp_path / "run/checkpoint-4", "1+1?")
     text = refusal(capsys, "generate", tmp_path / "run", "1+1?")
     assert f"did you mean {tmp_path / 'run' / 'model'}?" in text
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": ""}')

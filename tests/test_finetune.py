@@ -89,6 +89,15 @@ def test_a_run_leaves_its_folder(whole):
     assert parse((folder / "recipe.yaml").read_text(), "recipe.yaml").train.max_steps == 10
 
 
+def test_a_run_that_is_over_is_left_as_it_is(whole, home, worlds):
+    folder, summary = whole
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    again = worlds[1].run(job, recipe(home, folder.name), (), str(folder / "checkpoint-10"))[0]
+    assert again == json.loads((folder / "summary.json").read_text())
+    assert again["seconds"] == summary["seconds"]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_leaves_its_report(whole, ended):
     page = (whole[0] / "report.html").read_text()
     check(page)

@@ -164,7 +164,8 @@ def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
     examples = list(itertools.chain.from_iterable(report.bad_examples for report in reports))[:EXAMPLES_SHOWN]
     shown = "\n".join(f"  {example}" for example in examples)
     more = f"\n  … and {bad_rows - len(examples)} more" if bad_rows > len(examples) else ""
-    advice = "A source has no others." if useless else "Correct them, or set data.on_bad_row: skip to leave them out."
+    skip = ", or set data.on_bad_row: skip to leave them out"
+    advice = "No row of a file would be left: correct them." if useless else f"Correct them{skip}."
     raise RefusedError(f"{bad_rows} of {rows} rows cannot be used:\n{shown}{more}\n{advice}")
 
 

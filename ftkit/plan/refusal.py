@@ -77,6 +77,8 @@ def refusal(
         f"rank{'s' * (shape.world_size > 1)}, {way.micro_batch * shape.sequence_tokens} tokens a micro-batch; {way}). "
         f"Ways out: {advice}"
     )
+    if limits.cpu:
+        text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME asks about another box"
     return DoesNotFit(text, short, ways_out)
 
 
@@ -118,7 +120,8 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
     if limits.nvme_bytes and (size := needs("nvme", limits)) and size > limits.nvme_bytes:
         yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each box"
     if limits.host_bytes is not None and (size := needs("host", limits)):
-        yield f"grant {gib_up(size)} GiB of host memory (memory.host_gib)"
+        by = "memory.device_gib" if limits.name("host") == "memory.device_gib" else "memory.host_gib"
+        yield f"grant {gib_up(size)} GiB of host memory ({by})"
     if not shape.peft and fits(with_adapter(shape), limits, forced):
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := needs("device", limits)):
