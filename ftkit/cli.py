@@ -200,8 +200,10 @@ def plan(
         with Console(stderr=True).status("executing the engine with tensors that hold nothing …"):
             done = dry_run_recipe(facts, made, box)
     wonder = made.speed is not None and not as_json if wonder is None else wonder
-    with Console(stderr=True).status("and what if …"):
-        answers = list(what_if(made.asked)) if wonder and made.asked is not None else []
+    answers = []
+    if wonder and made.asked is not None:
+        with Console(stderr=True).status("and what if …"):
+            answers = list(what_if(made.asked))
     if as_json:
         told = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
         if wonder:
@@ -210,7 +212,7 @@ def plan(
             told["dry_run"] = done.as_dict()
         typer.echo(json.dumps(told, indent=1))
     else:
-        console = Console(soft_wrap=True, highlight=False)
+        console = Console(soft_wrap=True, highlight=False, emoji=False)
         if most:
             size = f"{made.shape.numel / 1e9:.2f}B"
             console.print(f"the largest that fits: {counted(len(made.shape.blocks), 'block')}, {size}")
@@ -245,7 +247,7 @@ def data(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     found = preview(recipe, settings=overrides or (), rows=rows)
-    found.show(Console(soft_wrap=True, highlight=False))
+    found.show(Console(soft_wrap=True, highlight=False, emoji=False))
     if page is not None:
         try:
             write(page, found.page())
@@ -260,7 +262,8 @@ def data(
 def list_recipes() -> None:
     """List the packaged recipes, with what the planner says of each on its box."""
     rows = {name: planned_of(_title(path)) for name, path in packaged().items()}
-    show_recipes(Console(width=max(Console().width, 130), highlight=False), rows)  # a narrow terminal wraps it, uncut
+    width = max(Console().width, 130)  # a narrow terminal wraps it, uncut
+    show_recipes(Console(width=width, highlight=False, emoji=False), rows)
 
 
 @recipes_app.command("show")
@@ -354,7 +357,7 @@ def verify(
         found = room.verify(facts, ranks, most, folder.path, run, steps=steps, say=_say)
         path = folder.path / "verify.json"
         room.write_verdicts(path, facts, found, time.monotonic() - began)
-    room.show_verdicts(Console(soft_wrap=True, highlight=False), found)
+    room.show_verdicts(Console(soft_wrap=True, highlight=False, emoji=False), found)
     failed = [each.name for each in found if each.passed is False]
     _say(f"{len(found)} trials of {steps} steps in {time.monotonic() - began:.0f} s, {len(failed)} failed: {path}")
     if failed:
@@ -402,7 +405,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(as_dict(facts, findings), indent=1))
     else:
-        show(findings, Console(soft_wrap=True, highlight=False))
+        show(findings, Console(soft_wrap=True, highlight=False, emoji=False))
     raise typer.Exit(int(any(each.verdict == "fail" for each in findings)))
 
 
@@ -477,12 +480,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _leave(text: str, code: int) -> None:
     rank = os.environ.get("RANK")
     name = f"ftkit (rank {rank})" if rank is not None else "ftkit"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]{name}:[/] {literal(text)}")
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"[bold red]{name}:[/] {literal(text)}")
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(literal(text))
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(literal(text))
 
 
 def _ranks(facts: Recipe, nproc: int | None) -> int:

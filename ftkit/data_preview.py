@@ -47,7 +47,10 @@ class Preview(Findings):
     def __repr__(self) -> str:
         """Return it without its rows, as lines."""
         told = io.StringIO()
-        self.show(Console(file=told, width=110, color_system=None, highlight=False, force_jupyter=False), rows=False)
+        console = Console(
+            file=told, width=110, color_system=None, highlight=False, emoji=False, force_jupyter=False
+        )
+        self.show(console, rows=False)
         return told.getvalue().rstrip()
 
     def _repr_html_(self) -> str:

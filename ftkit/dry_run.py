@@ -17,8 +17,7 @@ so the engine itself tells one tier from the other, and a `Meter` counts both.
 
 Steps are those of the Trainer: the loss from the model's own forward with labels, scaled, backward, the norm, the update;
 one micro-batch or two, see `train`. Kernels are off, as the plan counts the model unfused; but the loss is made by chunks
-where the plan says so, with the references' few temporary tensors of a chunk in place of none. Rows are one sample each,
-as packing has it at least.
+where the plan says so, with what its kernels take on a GPU. Rows are one sample each, as packing has it at least.
 
 What it refuses: plans without a GPU, where a run can be had for less, and plans that put anything on NVMe. What it costs:
 some seconds, and a few hundred MiB for torch and the module tree.

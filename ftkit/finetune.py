@@ -110,7 +110,8 @@ class Job:
 
         Args:
             checkpoints: As in `run`.
-            unless_over: Leave a run as it is that has made all its steps and left its model: nothing is loaded then.
+            unless_over: Leave a run as it is whose recipe is the same and that made all its steps and left its model: no
+                weights are loaded then.
 
         Returns:
             As `run`; where it was ended on request also `saved`: whether there is a checkpoint of its last step.
@@ -151,7 +152,8 @@ class Job:
         check_fit(model, tokenizer, recipe.data.sequence_tokens)
         plan = self.plan = follow_plan(recipe, model, arguments, self.ranks)
         rows = self.rows = prepare_rows(recipe, tokenizer)
-        say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=arguments.process_index > 0)
+        quiet = arguments.process_index > 0
+        say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=quiet)
         [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
         comm = Communicator(arguments.device)
         checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(literal(line)))
@@ -170,14 +172,14 @@ class Job:
     def _summary_if_over(self) -> dict[str, Any] | None:
         """Return what a run left that has nothing more to do, and say so; None for one that goes on. A collective."""
         folder, order = self.folder, self.trainer.order
-        last = None if self.checkpoint is None else Path(self.checkpoint)
-        summary = folder.read_summary() if last is not None and last.parent == folder.path else {}
         steps = steps_of(self.recipe, len(order.order), order.step_sequences)
-        over = folder.model.is_dir() and summary.get("steps") == steps == (step_of(last) if summary and last else None)
-        [summary] = broadcast_object_list([summary if over else None])
+        last = folder.path / f"checkpoint-{steps}"
+        found = folder.read_summary(self.recipe.dump()) if self.checkpoint else {}
+        over = bool(found) and found.get("steps") == steps and Path(self.checkpoint or "").resolve() == last.resolve()
+        [summary] = broadcast_object_list([found if over else None])
         if summary is not None:
             said = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
-            self.say.print(literal(f"{said}. More train.epochs or train.max_steps go on; --overwrite begins anew"))
+            self.say.print(literal(f"{said}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew"))
         return summary
 
     def _train(self, plan: Plan, checkpoints: list[str], memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
@@ -214,6 +216,8 @@ class Job:
         trainer.add_callback(report)
         stack.enter_context(report)
         before = state_of(checkpoint)
+        if trainer.is_world_process_zero():
+            folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
         began = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         while watch.ended_by is not None:
@@ -275,9 +279,10 @@ def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
 
 
 def positions_of(model: Any) -> int | None:
-    """Return for how many positions a model was made, as its configuration says."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
+    """Return for how many positions a model was made, as its configuration says; None where it stretches them."""
+    config = model.config.get_text_config()
+    positions, rotary = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    return positions if isinstance(positions, int) and "factor" not in rotary else None
 
 
 def decoder_inputs(recipe: Recipe, model: Any) -> Callable[[Any], Any] | None:
@@ -441,7 +446,7 @@ def dry_run(recipe: Recipe, ranks: int) -> None:
     Raises:
         UserError: As `run` would.
     """
-    say = Console(soft_wrap=True, highlight=False)
+    say = Console(soft_wrap=True, highlight=False, emoji=False)
     split_batch(recipe, ranks)
     tokenizer = load_tokenizer(recipe.model)
     plan = plan_recipe(recipe, ranks)

@@ -71,7 +71,7 @@ def _alike(text: str) -> str:
     folder, name = os.path.split(text)
     with suppress(OSError):
         close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
-        return f"; did you mean {close[0]}?" if close else ""
+        return f"; did you mean {_shorten(os.path.join(folder, close[0]))}?" if close else ""
     return ""
 
 

@@ -51,7 +51,8 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
     """
     grouped: dict[KeyPath, list[Any]] = {}
     for found in error.errors(include_url=False):
-        grouped.setdefault(_written_path(found["loc"] or _first_named(found), document.values), []).append(found)
+        path = found["loc"] or _first_named(found)
+        grouped.setdefault(_written_path(path, document.values), []).append(found)
     listed = []
     for path, founds in grouped.items():
         message = _messages(founds, path, root)
@@ -95,7 +96,7 @@ def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
     if kind == "extra_forbidden":
         return _unknown(path, root)
     if kind == "value_error":
-        return str(context["error"])
+        return str(context["error"]).removeprefix(f"{dotted(path)} ")
     if kind in _NEEDS:
         return f"found {value}, needs {_NEEDS[kind]}"
     text = found["msg"].replace("Input should be", "needs", 1)

@@ -259,13 +259,15 @@ class RunFolder:
             except OSError as error:
                 raise UserError(f"--overwrite: {path} cannot be removed ({error.strerror}); remove it yourself") from None
 
-    def read_summary(self) -> dict[str, Any]:
-        """Return what came of the run that was here before; nothing where no summary can be read."""
+    def read_summary(self, recipe: str) -> dict[str, Any]:
+        """Return what came of a run that is here with its model; nothing where there is none, or of another recipe."""
         try:
+            same = self.recipe.read_text(encoding="utf-8") == recipe
             found = json.loads(self.summary.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        ended = not isinstance(found, dict) or found.keys() & {"stopped", "saved"}
+        return found if same and self.model.is_dir() and not ended else {}
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after a step: a resumed run writes them again."""

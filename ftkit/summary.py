@@ -71,6 +71,7 @@ def summarise(
         "eval_before": first.summary() if first else None,
         "eval_after": after.summary() if after else None,
         "eval_metrics": list(trainer.wanted_metrics),
+        "best": _best(trainer),
         "evaluations": [each.summary() for each in noted],
         "peaks_per_rank": peaks,
         "planned_per_rank": planned(plan),
@@ -115,6 +116,14 @@ def device_name() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of what a result depends on."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def _best(trainer: RecipeTrainer) -> dict[str, Any] | None:
+    """Return the trained step with the lowest held-out loss, of this start and those before it; None without any."""
+    known = {step: loss for step, loss in trainer.evaluated.items() if 0 < step <= trainer.state.global_step}
+    finite = {step: loss for step, loss in known.items() if math.isfinite(loss)}
+    step = min(finite, key=lambda each: finite[each], default=None)
+    return None if step is None else {"step": step, "loss": finite[step]}
 
 
 def _mean_loss(history: list[dict[str, Any]]) -> float | None:
@@ -177,8 +186,8 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({change:+.1f} %), {counted(rows, 'row')}"))
     elif after is not None:
         lines.append(("held-out loss", f"{after:.4f}"))
-    best = min(summary["evaluations"], key=lambda each: each["loss"], default=None)
-    if best is not None and after is not None and 0 < best["step"] < steps and best["loss"] < after:
+    best = summary["best"]
+    if best is not None and best["step"] < steps:
         lines.append(("best", f"held-out loss {best['loss']:.4f} after step {best['step']}; model/ is of the last step"))
     for name in ("perplexity", "accuracy"):
         if name in summary["eval_metrics"] and summary["eval_after"]:

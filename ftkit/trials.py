@@ -113,7 +113,7 @@ def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
     Args:
         trials: of as many ranks each; a stock one after another of one rank, whose first values it takes.
     """
-    say = Console(stderr=True, soft_wrap=True, highlight=False, quiet=stop.rank > 0)
+    say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=stop.rank > 0)
     found: list[Trajectory] = []
     first: dict[str, Tensor] = {}
     for trial in trials:

@@ -128,9 +128,9 @@ def test_checks_of_the_whole():
     assert "set train.batch_tokens to 1024" in found
     assert found.startswith("--set train.batch_tokens=1000: ")
     (found,) = problems(SMALL, "engine.state=nvme")
-    assert "engine.state is nvme and no folder is named for it; set memory.nvme_dir" in found
+    assert "engine.state: is nvme and no folder is named for it; set memory.nvme_dir" in found
     (found,) = problems(SMALL, "task=seq2seq", "data.packing=true")
-    assert "data.packing works with task: causal-lm only" in found
+    assert "data.packing: works with task: causal-lm only" in found
 
 
 def test_overrides():

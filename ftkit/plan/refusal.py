@@ -77,7 +77,7 @@ def refusal(
         f"rank{'s' * (shape.world_size > 1)}, {way.micro_batch * shape.sequence_tokens} tokens a micro-batch; {way}). "
         f"Ways out: {advice}"
     )
-    if limits.cpu:
+    if limits.cpu and not any("profile" in name for _, name in limits.names):
         text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME asks about another box"
     return DoesNotFit(text, short, ways_out)
 

@@ -92,7 +92,9 @@ def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def _is_lower(way: Way, other: Way) -> bool:
-    return all(getattr(way, kind) in (getattr(other, kind), "nvme") for kind in KINDS)
+    """Whether a way is another one with something moved down, and nothing moved up for it."""
+    lower = all(getattr(way, kind) in (getattr(other, kind), "nvme") for kind in KINDS)
+    return lower and (other.state != "nvme" or way.state_host_bytes <= other.state_host_bytes)
 
 
 def _kind(way: Way) -> Way:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import unicodedata
 from typing import Any
 
 from rich.markup import escape
@@ -15,6 +16,8 @@ MOST_CHARACTERS = 20_000
 """Of one piece of text on a page."""
 
 GIB = 1 << 30
+
+STAYING = "\n\t\u200c\u200d"
 
 
 def escaped(value: Any, most: int = MOST_CHARACTERS) -> str:
@@ -27,12 +30,15 @@ def escaped(value: Any, most: int = MOST_CHARACTERS) -> str:
 
 
 def visible(text: str) -> str:
-    """Return text in which what a terminal would obey, or nobody would see, stands as a sign; line breaks and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else _sign(ord(c)) for c in text)
+    """Return text in which what a terminal would obey, or nobody would see, stands as a sign.
+
+    Line breaks, tabs, spaces of all widths and the joiners of scripts and emoji stay.
+    """
+    return "".join(c if c.isprintable() or c in STAYING or unicodedata.category(c) == "Zs" else _sign(ord(c)) for c in text)
 
 
 def literal(text: str) -> str:
-    """Return text that a rich console prints as it stands: no markup, nothing that a terminal would obey."""
+    """Return what a rich console without emoji codes prints as this text: no markup, nothing that a terminal obeys."""
     return escape(visible(text))
 
 

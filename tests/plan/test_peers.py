@@ -20,7 +20,6 @@ EIGHT = replace(TEN_B, gpus=8)
 
 USED = {"V1", "V15", "V3", "V11", "V18c", "V18d", "V18e"}
 HELD_BACK = {"V7", "V8", "V12", "V14"}
-"""Held-back runs outside their tolerance. Why is in docs/published.md; a run may only ever leave this set."""
 
 
 # --- by hand: 10.28e9 parameters, 10 240 tokens: 217.9e12 operations a forward, 871e12 a step (performance-model.md, C1)

@@ -17,6 +17,13 @@ def test_markup_and_signs_of_a_terminal_are_shown() -> None:
     assert out.getvalue() == "[bold]loud[/] ␛[31mred␇\\u202e end\n"
 
 
+def test_scripts_and_slices_stay() -> None:
+    out = io.StringIO()
+    text = "xs[a:x:b] 日本\u3000語 \u00e9\u00a0! \u200d\u200c"
+    Console(file=out, force_terminal=True, color_system=None, width=200, emoji=False).print(literal(text))
+    assert out.getvalue() == text + "\n"
+
+
 def test_answers_are_not_obeyed() -> None:
     out = io.StringIO()
     told = {"question": "[red]a\x1b]0;title\x07", "before": "\x1b[2J", "after": "[/]", "expected": ""}
