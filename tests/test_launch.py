@@ -229,20 +229,20 @@ def test_the_cause_goes_before_its_consequences():
     assert isinstance(explain({0: lost, 1: Failure(2, refusal="no text", time_ns=3)}, pids), UserError)
 
 
-def test_threads_wait_asleep_unless_the_user_said():
-    assert launch.environment(0, 1, 1, 2, {})["OMP_WAIT_POLICY"] == "passive"
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in launch.environment(0, 1, 1, 2, {name: "1"})
+def test_threads_soon_wait_asleep_unless_the_user_said():
+    assert launch.environment(0, 1, 1, 2, {})["GOMP_SPINCOUNT"] == "3000"
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert "GOMP_SPINCOUNT" not in launch.environment(0, 1, 1, 2, {name: "1"})
 
 
 def how_they_wait(stop):
-    return os.environ.get("OMP_WAIT_POLICY"), open("/proc/self/environ", "rb").read().count(b"OMP_WAIT_POLICY=passive")
+    return os.environ.get("GOMP_SPINCOUNT"), open("/proc/self/environ", "rb").read().count(b"GOMP_SPINCOUNT=3000")
 
 
 def test_ranks_have_it_from_their_first_instruction_on(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert launch.start("tests.test_launch:how_they_wait", (), 1, environ=os.environ, say=print) == ("passive", 1)
-    assert "OMP_WAIT_POLICY" not in os.environ
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert launch.start("tests.test_launch:how_they_wait", (), 1, environ=os.environ, say=print) == ("3000", 1)
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_more_ranks_than_gpus_are_refused():

@@ -941,8 +941,8 @@ FAULTS = (
     _fault(
         "what shares a resource does not slow down",
         "ftkit/plan/events.py",
-        "for name, _ in shares[each] if asked[name] > 1), default=1.0)",
-        "for name, _ in shares[each] if asked[name] > 9), default=1.0)",
+        "for name, _ in shares[each] if asked[name] > 1], default=1.0)",
+        "for name, _ in shares[each] if asked[name] > 9], default=1.0)",
         "tests/plan/test_events.py::test_those_that_share_a_resource_slow_down_while_they_do",
     ),
     _fault(
