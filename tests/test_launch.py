@@ -164,6 +164,7 @@ def test_a_rank_that_leaves_without_a_word_is_named():
         start(leave_on_rank_1)
 
 
+@pytest.mark.slow
 def test_without_waitid_ends_are_read_all_the_same(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "waitid")  # as on macOS before Python 3.13
     assert start(add_up, 3)["total"] == 7.0

@@ -762,6 +762,7 @@ def test_many_rows_in_parallel_are_the_same_as_in_one_process(ready, write, toke
     assert {**one, "place": None} == {**two, "place": None}
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_prepare_once(write, tmp_path, tokenizer_of):
     tokenizer_of(CHATML).save_pretrained(tmp_path / "tokenizer")
     path = write([{"messages": TWO_ANSWERS}] * 400)

@@ -172,7 +172,9 @@ def outcomes(world2, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "given" in name or "tied" in name else name for name in RUNS]
+)
 def test_as_trl_under_ddp(name, outcomes):
     theirs, ours = outcomes("stock", name), outcomes("ours", name)
     for one, two in zip(ours, theirs):
