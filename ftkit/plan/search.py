@@ -93,7 +93,8 @@ def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _is_lower(way: Way, other: Way) -> bool:
     """Whether a way is another one with something moved down, and nothing moved up for it."""
-    lower = all(getattr(way, kind) in (getattr(other, kind), "nvme") for kind in KINDS)
+    tiers = [(getattr(way, kind), getattr(other, kind)) for kind in KINDS]
+    lower = all(own in (above, "nvme") for own, above in tiers) and any(own != above for own, above in tiers)
     return lower and (other.state != "nvme" or way.state_host_bytes <= other.state_host_bytes)
 
 
