@@ -318,6 +318,9 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
         chunk = min(logits * shape.itemsize, LOSS_CHUNK_BYTES)
         if cpu:  # by the reference, in fp32, with what softmax makes of it
             chunk = min(logits, LOSS_CHUNK_BYTES // 4) * LOGIT_BYTES
+            if shape.itemsize < 4:  # and the weights of a chunk's classes in fp32, for the hidden states' gradient
+                classes = max(LOSS_CHUNK_BYTES // (4 * tokens * way.parts), 1)
+                chunk += 4 * min(classes, shape.vocabulary) * shape.hidden
         summed = 4 * tokens * way.parts * shape.hidden
         freed = copied if cpu else 0  # malloc does not find it again for the copy
         yield {"logits": chunk + hidden + summed, "leaves": head + gradient + freed}
