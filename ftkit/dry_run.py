@@ -335,7 +335,7 @@ class DryAdamW(HostAdamW):
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    def update(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]
+    def update(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # any arguments will do
         """Do nothing."""
 
     def square_sum(self, gradient: Tensor) -> float:
