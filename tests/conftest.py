@@ -21,6 +21,12 @@ hypothesis.settings.register_profile("same every time", derandomize=True, deadli
 hypothesis.settings.load_profile("same every time")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's random numbers do not depend on which tests its worker ran before (`worksteal` deals anew each time)."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
