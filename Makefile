@@ -73,7 +73,7 @@ docs-serve: setup  ## the documentation at http://127.0.0.1:8000, built anew as 
 bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpeed ZeRO-3, in turns
 	$(BIN)/python -m benchmarks.run
 
-OFFLOAD := ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,ftkit-nvme-half,deepspeed-host,deepspeed-nvme
+OFFLOAD := ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,ftkit-nvme-all,deepspeed-host,deepspeed-nvme
 bench-offload: setup  ## a step with the state in RAM, in host arenas and on NVMe, deferred or not, beside DeepSpeed
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD)
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD) --batch 4

@@ -296,7 +296,7 @@ class Engine(Section):
     update: Literal["auto", "now", "deferred"] = Field("auto", description="in the step, or under the next forward")
     accumulate_in: Literal["auto", "step", "unit"] = Field("auto", description="micro-batches pass the model, or each block")
     state_host_gib: NotNegative | None = Field(
-        None, description="of each rank's state on NVMe, what stays in host memory; default: what is left"
+        None, description="of each rank's state on NVMe, what stays in host memory; default: what is left, or two units'"
     )
     prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
     kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(

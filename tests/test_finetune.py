@@ -527,7 +527,8 @@ def test_a_drive_that_fails_in_mid_run_loses_no_more_than_the_last_checkpoint(ho
     folder.mkdir()
     nvme.mkdir()
     kinds = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
-    text = recipe(home, folder.name, engine={"stage": 3, **kinds}, memory={"nvme_dir": str(nvme)})
+    engine = {"stage": 3, **kinds, "state_host_gib": 0}
+    text = recipe(home, folder.name, engine=engine, memory={"nvme_dir": str(nvme)})
     with pytest.raises(RankFailure, match=told):
         worlds[2].run(on_failing_drive, text, nvme, folder / "checkpoint-4", how)
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"], "nothing was saved of the broken step"

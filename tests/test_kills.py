@@ -62,7 +62,10 @@ PHASES = IN_SAVES | OUTSIDE
 AT_ANY_TIME = "at some time"
 PLACES = {
     "device": {"stage": 3},
-    "nvme": {"stage": 3, "parameters": "nvme", "gradients": "nvme", "state": "nvme", "update": "deferred"},
+    "nvme": {
+        **{"stage": 3, "update": "deferred", "state_host_gib": 0},
+        **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
+    },
 }
 SLOW_KILLS, FAST_KILLS = 72, 4
 

@@ -46,7 +46,7 @@ class EngineSettings:
         host_gib: host memory granted to all ranks of a box, GiB; None: what is free. nvme_dir: folder of the NVMe tier.
         nvme_gib: granted there to all ranks of a box, GiB; None: what is free.
         state_host_gib: of each rank's state, where that lies on NVMe, what stays in host memory, GiB; None: all that is left
-            there if the plan chose NVMe, and nothing if the user did.
+            there if the plan chose NVMe; of that as much as the two widest units' if the user did.
         kernels: "auto": submodules that fused kernels can compute get them, each proved first, and the Trainer's loss is
             made by chunks of the head; "off": the model is left as it is.
         affinity: bind each rank of a box to cores of its own (see `ftkit.engine.affinity`).

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ftkit.plan.memory import GIB, KEPT, MOMENTS, Memory, kept_bytes, memory
+from ftkit.plan.memory import GIB, KEPT, MOMENTS, Memory, kept_bytes, memory, widest_states_bytes
 from ftkit.plan.refusal import DoesNotFit, check_disk, refusal
 from ftkit.plan.schedule import Rates, Speed
 from ftkit.plan.search import Candidate, fastest
@@ -21,6 +21,11 @@ from ftkit.plan.ways import FREE, Forced, Limits, Shortage, larger, order, short
 
 SPARE_SHARE = (9, 10)
 """Of the host memory that is left, what a state on NVMe may have: the rest of the plan is an estimate."""
+
+UNITS_IN_HOST = 2
+"""Of a state that the user put on NVMe, the widest units whose bytes stay in host memory where they fit. Rooms to read two
+units ahead would take as much; but what stays need not be read, summed and written at all, and the drive has the whole
+forward for the others (benchmarks/results/2026-11-22-offload-11.json)."""
 
 KEPT_SHARE = (9, 10)
 """Of the blocks whose graphs would fit, those that are kept: what autograd keeps of a block is an estimate."""
@@ -199,12 +204,18 @@ def make_plan(
 
 
 def _with_spare_host(way: Way, shape: Shape, taken: Memory, limits: Limits, forced: Forced) -> Way:
-    """Return the way with as much of a state on NVMe in host memory as is left of that: it need not be moved."""
-    if way.state != "nvme" or limits.host_bytes is None or forced.state is not None or forced.state_host_bytes is not None:
+    """Return the way with as much of a state on NVMe in host memory as is left of that: it need not be moved.
+
+    Where the user chose NVMe, not more than some units.
+    """
+    if way.state != "nvme" or limits.host_bytes is None or forced.state_host_bytes is not None:
         return way
     spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
     part, whole = SPARE_SHARE
-    filled = replace(way, state_host_bytes=max(spare, 0) * part // whole)
+    stays = max(spare, 0) * part // whole
+    if forced.state is not None:
+        stays = min(stays, widest_states_bytes(shape, way, UNITS_IN_HOST, cpu=limits.cpu))
+    filled = replace(way, state_host_bytes=stays)
     return filled if not shortages(memory(shape, filled, cpu=limits.cpu), limits) else way
 
 

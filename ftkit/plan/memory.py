@@ -165,10 +165,10 @@ def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     for placed, count in shape.counted:
         if placed.line.trained:
             shard = count * placed.line.shard_numel(owners) * 4
-            apart = not own_master(placed, way, shape.world_size, cpu=cpu)
-            sizes["master"] += apart * shard
+            own = _line_state_bytes(shape, way, placed, cpu=cpu)
             sizes["moments"] += ADAM_MOMENTS * shard
-            widest = max(widest, (ADAM_MOMENTS + apart) * shard // count)
+            sizes["master"] += count * own - ADAM_MOMENTS * shard
+            widest = max(widest, own)
             if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
                 tier = "device" if way.state == "device" else "host"
                 yield Item("initial values", tier, shard, ("load", "train") if way.state == "nvme" else ("load",))
@@ -183,6 +183,25 @@ def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     if shape.fresh:
         widest = max(placed.line.padded_numel(owners) for placed, _ in shape.counted)
         yield Item("workspace", "device", 4 * widest, ("load",))
+
+
+def _line_state_bytes(shape: Shape, way: Way, placed: Placed, *, cpu: bool) -> int:
+    """Return the bytes of a line's master and moments on a rank."""
+    apart = not own_master(placed, way, shape.world_size, cpu=cpu)
+    numel = placed.line.shard_numel(way.owners(shape.world_size))
+    return placed.line.trained * (ADAM_MOMENTS + apart) * 4 * numel
+
+
+def widest_states_bytes(shape: Shape, way: Way, units: int, *, cpu: bool) -> int:
+    """Return the bytes of the state of the widest units, which are blocks, embedding and head, on a rank."""
+    kinds = [([Placed(line, "block") for line in lines], count) for lines, count in shape.groups]
+    kinds += [([Placed(line, "leaf")], 1) for line in shape.leaves]
+    sizes = [
+        sum(_line_state_bytes(shape, way, placed, cpu=cpu) for placed in unit)
+        for unit, count in kinds
+        for _ in range(min(count, units))
+    ]
+    return sum(sorted(sizes)[-units:])
 
 
 def own_master(placed: Placed, way: Way, world_size: int, *, cpu: bool) -> bool:

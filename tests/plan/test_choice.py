@@ -13,7 +13,7 @@ from ftkit.plan.hardware import Box, box, boxes
 from ftkit.plan.memory import GIB, MIB, memory
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.shape import Line, Shape, Way
-from ftkit.plan.ways import COSTS, Forced, Limits, cost, micro_batches, order, shortages
+from ftkit.plan.ways import COSTS, Forced, Limits, cost, micro_batches, order, shortages, with_adapter
 
 
 def llama(hidden, inner, layers, vocabulary, world=8, itemsize=2, sequence=2048):
@@ -167,7 +167,7 @@ def test_nvme_is_used_when_the_host_is_too_small():
     assert plan.way.state == "nvme"
     assert plan.way.deferred
     assert any("with state on device: host memory" in sentence for sentence in plan.why)
-    forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Forced(state="nvme"))
+    forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Forced(state="nvme", state_host_bytes=0))
     assert forced.way.state_host_bytes == 0, "the user said where all of it lies"
     assert forced.needed_bytes("nvme") >= 8 * MIDDLE.numel
     assert wear(forced.shape, forced.way, 1, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
@@ -175,7 +175,7 @@ def test_nvme_is_used_when_the_host_is_too_small():
 
 def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     limits = cpu(13, nvme_gib=100)
-    plan, all_there = make_plan(MIDDLE, limits), make_plan(MIDDLE, limits, Forced(state="nvme"))
+    plan, all_there = make_plan(MIDDLE, limits), make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=0))
     spare = limits.host_bytes - all_there.needed_bytes("host")
     part = spare // 2 * 9 // 10
     assert plan.way.state_host_bytes == part > GIB // 2
@@ -188,6 +188,20 @@ def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     assert "of each rank's state on host all the same" in str(plan.way)
     said = make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=GIB)).way
     assert (said.state, said.state_host_bytes) == ("nvme", GIB)
+
+
+def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
+    block, embedding = sum(line.shard_numel(2) * 8 for line in MIDDLE.blocks[0]), MIDDLE.leaves[0].shard_numel(2) * 8
+    assert embedding > block, "the embedding and the head are the widest"
+    plan = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme"))
+    assert plan.way.state_host_bytes == 2 * embedding
+    tied = replace(MIDDLE, leaves=MIDDLE.leaves[:1])
+    assert make_plan(tied, cpu(24, nvme_gib=100), Forced(state="nvme")).way.state_host_bytes == embedding + block
+    adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Forced(state="nvme"))
+    assert adapter.way.state_host_bytes == 0, "no block, embedding or head is trained"
+    needed = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme", state_host_bytes=0)).needed_bytes("host")
+    tight = Limits(None, needed + embedding, 100 * GIB, ranks_per_box=2, cpu=True)
+    assert make_plan(MIDDLE, tight, Forced(state="nvme")).way.state_host_bytes == embedding // 2 * 9 // 10
 
 
 @pytest.mark.parametrize("half_gib", range(12, 29))

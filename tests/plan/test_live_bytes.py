@@ -108,13 +108,13 @@ def test_stages(worlds, world, stage):
 
 TIERS = [
     {"state": "host"},
-    {"state": "nvme"},
+    {"state": "nvme", "state_host_gib": 0},
     {"gradients": "host", "state": "host"},
     {"gradients": "nvme"},
     {"parameters": "host"},
     {"parameters": "nvme"},
-    {"parameters": "nvme", "gradients": "nvme", "state": "nvme"},
-    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "kept": "nvme"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_gib": 0},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_gib": 0, "kept": "nvme"},
     {"parameters": "host", "gradients": "host", "state": "host", "kept": "host"},
     {"kept": "host"},
     {"kept": "nvme"},
