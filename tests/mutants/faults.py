@@ -1009,6 +1009,20 @@ FAULTS = (
         "tests/plan/test_search.py::test_the_next_best_way_is_of_another_kind",
     ),
     _fault(
+        "a way on NVMe is left out though it keeps more graphs",
+        "ftkit/plan/search.py",
+        " and each.way.graphs(blocks) <= one.graphs(blocks) for one",
+        " for one",
+        "tests/plan/test_search.py::test_a_way_with_the_state_on_nvme_is_worth_it_where_it_keeps_more_graphs",
+    ),
+    _fault(
+        "a state that the user put on NVMe fills the host's memory",
+        "ftkit/plan/choice.py",
+        "    if forced.state is not None:",
+        "    if False:",
+        "tests/plan/test_choice.py::test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit",
+    ),
+    _fault(
         "the documentation names an option that is gone",
         "ftkit/cli.py",
         '"--what-if/--no-what-if"',

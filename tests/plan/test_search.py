@@ -118,3 +118,14 @@ def test_without_rates_of_a_drive_nothing_is_said_of_it():
 def test_what_fits_nothing_is_refused_alike():
     with pytest.raises(DoesNotFit, match="host memory"):
         make_plan(LLAMA_13B, on("8xv100-16gb", host_bytes=64 * GIB), rates=V100)
+
+
+def test_a_way_with_the_state_on_nvme_is_worth_it_where_it_keeps_more_graphs():
+    fast = replace(V100, nvme_read=1e12, nvme_write=1e12)
+    shape = with_gradients(SHORT, Forced(), 4)
+    host = Way(state="host", gradients="host", deferred=True, micro_batch=2)
+    rounds = 2
+    lower, more = replace(host, state="nvme"), replace(host, state="nvme", activations=5)
+    assert [each.way for each, _ in fastest([Candidate(shape, way, rounds) for way in (host, lower)], fast)] == [host]
+    found = [each.way for each, _ in fastest([Candidate(shape, way, rounds) for way in (host, lower, more)], fast)]
+    assert found == [more, host], "fewer products are worth more than a drive costs that is as fast"
