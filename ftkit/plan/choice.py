@@ -208,14 +208,16 @@ def _with_spare_host(way: Way, shape: Shape, taken: Memory, limits: Limits, forc
 
     Where the user chose NVMe, not more than some units.
     """
-    if way.state != "nvme" or limits.host_bytes is None or forced.state_host_bytes is not None:
+    if way.state != "nvme" or forced.state_host_bytes is not None:
         return way
-    spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
-    part, whole = SPARE_SHARE
-    stays = max(spare, 0) * part // whole
+    most = []
     if forced.state is not None:
-        stays = min(stays, widest_states_bytes(shape, way, UNITS_IN_HOST, cpu=limits.cpu))
-    filled = replace(way, state_host_bytes=stays)
+        most.append(widest_states_bytes(shape, way, UNITS_IN_HOST, cpu=limits.cpu))
+    if limits.host_bytes is not None:
+        spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
+        part, whole = SPARE_SHARE
+        most.append(max(spare, 0) * part // whole)
+    filled = replace(way, state_host_bytes=min(most, default=0))
     return filled if not shortages(memory(shape, filled, cpu=limits.cpu), limits) else way
 
 
