@@ -27,6 +27,12 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Nor on which fixtures of several tests were made for this one."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -350,7 +350,7 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     more = ["--nproc", "2", "--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
     kinds = [] if tier == "device" else ["parameters", "gradients", "state"]
     more += [word for kind in kinds for word in ("--set", f"engine.{kind}={tier}")]
-    more += ["--set", f"memory.nvme_dir={nvme}"] * bool(kinds)
+    more += ["--set", f"memory.nvme_dir={nvme}", "--set", "engine.state_host_gib=0"] * bool(kinds)
     process = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
     ranks = []
     while not (folder / "checkpoint-4").exists():

@@ -39,7 +39,7 @@ from ftkit.hf.in_step import let_generate
 from ftkit.hf.loading import load_weights
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.shapes import common_limits, forced_of, shape_of
-from ftkit.plan.choice import Plan, make_plan
+from ftkit.plan.choice import Plan, make_plan, with_spare_host
 from ftkit.plan.shape import Shape
 from ftkit.plan.ways import KINDS
 
@@ -429,13 +429,16 @@ def _policy(
     parts: int,
 ) -> tuple[Policy, Plan]:
     """Return the policy, what is forced and for the rest the fastest way that fits on every rank; and the plan behind it."""
-    limits = common_limits(settings, comm)
+    free = limits = common_limits(settings, comm)
     decided = "auto" not in (settings.stage, settings.activations, settings.weights)
     if decided and settings.device_gib is None and settings.host_gib is None:
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
     shape = model_shape(model, blocks, comm.world_size, dtype, tokens, cpu=limits.cpu)
     forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
     plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
+    if limits is not free:  # what the user did not decide has to fit all the same
+        stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
+        plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
     return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan
 
 

@@ -113,6 +113,7 @@ class Plan:
                     f"residual sums overflow in fp16; in fp32 kept inputs take {more / GIB:.2f} GiB more, "
                     f"{needed / GIB:.2f} in all, and {self.limits.name(tier)} grants {granted / GIB:.2f} on {tier}: set "
                     f"engine.micro_batch below {self.way.micro_batch} or engine.kept to a lower tier"
+                    f"{', or engine.state_host_gib to 0' if self.way.state_host_bytes else ''}"
                 )
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,13 +177,12 @@ def make_plan(
         if short:
             passed.append((way, short))
             continue
-        way = _with_spare_host(way, settled, taken, limits, forced)
         accumulation = sequences // (way.micro_batch * way.parts) or 1
-        fitting.append(Candidate(settled, way, accumulation))
+        fitting.append(Candidate(settled, with_spare_host(way, settled, limits, forced), accumulation))
         if rates is None:
             break
         if (kept := _most_kept(settled, way, limits, forced)) is not None:
-            fitting.append(Candidate(settled, kept, accumulation))
+            fitting.append(Candidate(settled, with_spare_host(kept, settled, limits, forced), accumulation))
     if not fitting:
         raise refusal(shape, limits, forced, sequences, preferred, passed)
     best = [] if rates is None else fastest(fitting, rates)
@@ -195,7 +195,7 @@ def make_plan(
         taken,
         limits,
         tuple(_why(chosen, limits, forced, passed, preferred, best, len(fitting))),
-        _largest(chosen.shape, chosen.way, limits),
+        _largest(chosen.shape, _without_spare_host(chosen.way, forced), limits),
         chosen.accumulation,
         best[0][1] if best else None,
         (best[1][0].way, best[1][1].without_timeline()) if len(best) > 1 else None,
@@ -203,22 +203,27 @@ def make_plan(
     )
 
 
-def _with_spare_host(way: Way, shape: Shape, taken: Memory, limits: Limits, forced: Forced) -> Way:
+def with_spare_host(way: Way, shape: Shape, limits: Limits, forced: Forced = FREE) -> Way:
     """Return the way with as much of a state on NVMe in host memory as is left of that: it need not be moved.
 
-    Where the user chose NVMe, not more than some units.
+    Where the user chose NVMe, not more than some units; where the user said how much stays, or nobody knows what is left,
+    the way as it is.
     """
-    if way.state != "nvme" or forced.state_host_bytes is not None:
+    if way.state != "nvme" or limits.host_bytes is None or forced.state_host_bytes is not None:
         return way
-    most = []
+    taken = memory(shape, way, cpu=limits.cpu)
+    spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
+    part, whole = SPARE_SHARE
+    stays = max(spare, 0) * part // whole
     if forced.state is not None:
-        most.append(widest_states_bytes(shape, way, UNITS_IN_HOST, cpu=limits.cpu))
-    if limits.host_bytes is not None:
-        spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
-        part, whole = SPARE_SHARE
-        most.append(max(spare, 0) * part // whole)
-    filled = replace(way, state_host_bytes=min(most, default=0))
+        stays = min(stays, widest_states_bytes(shape, way, UNITS_IN_HOST, cpu=limits.cpu))
+    filled = replace(way, state_host_bytes=stays)
     return filled if not shortages(memory(shape, filled, cpu=limits.cpu), limits) else way
+
+
+def _without_spare_host(way: Way, forced: Forced) -> Way:
+    """Return the way with no more of a state on NVMe in host memory than the user said: the rest makes way for others."""
+    return replace(way, state_host_bytes=forced.state_host_bytes or 0) if way.state == "nvme" else way
 
 
 def _most_kept(shape: Shape, way: Way, limits: Limits, forced: Forced) -> Way | None:
@@ -263,7 +268,7 @@ def _why(
         return
     if not best:
         yield f"the fastest way ({passed[0][0]}) does not fit: {_and(passed[0][1])}"
-    for name, better in _better(chosen.way, limits, forced, preferred):
+    for name, better in _better(_without_spare_host(chosen.way, forced), limits, forced, preferred):
         short = shortages(memory(chosen.shape, better, cpu=limits.cpu), limits)
         if short and (best or better != passed[0][0]):
             yield f"{name}: {_and(short)}"
@@ -284,7 +289,7 @@ def _better(way: Way, limits: Limits, forced: Forced, preferred: int) -> Iterato
         changes = {kind: up}
         if kind == "state" and up == "device":
             changes |= {"parameters": "device", "gradients": "device"}
-        better = replace(way, **changes)
+        better = replace(way, **changes, **({"state_host_bytes": 0} if kind == "state" else {}))
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('kept', 'kept inputs')} on {up}", better
     if forced.micro_batch is None and way.micro_batch < preferred:

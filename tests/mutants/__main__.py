@@ -8,6 +8,7 @@ wrong name, an error while collecting) fails the run. Words on the command line 
 The repository's own install must not answer for the copy. A copy therefore lies as an installed package does, its mapped
 folders (pyproject.toml, package-dir) linked into `ftkit/`, stands first on PYTHONPATH, and every run asks where `ftkit`
 came from before it tests anything. No bytecode is written: a file changed twice in a second could pass for its old self.
+Runs are forked from a process that has imported what no fault touches, once: that is half of what a run took (warm.py).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from __future__ import annotations
 import os
 import queue
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.warm import Warm
 
 HERE = Path(__file__).parents[2]
 COPIED = ("ftkit", "recipes", "data", "triton_kernels", "tests", "benchmarks", "docs")
@@ -35,16 +38,6 @@ KERNELS = "tests/kernels/"
 """Tests in Triton's interpreter, which a process has from its beginning: they run apart from the others."""
 RED, GREEN = 1, 0
 """What pytest returns when a test failed, and when none did; anything else means that it could not tell."""
-
-LAUNCH = """
-import pathlib, sys
-import ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels
-here = pathlib.Path.cwd()
-for module in (ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels):
-    assert here in pathlib.Path(module.__file__).parents, f"{module.__name__} comes from {module.__file__}, not the copy"
-import pytest
-sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *sys.argv[1:]]))
-"""
 
 
 @dataclass
@@ -70,53 +63,48 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, tests: tuple[str, ...], seconds: float = FAULT_SECONDS) -> tuple[int, str]:
-    """Run tests on a copy; return pytest's exit code and what it printed.
+class Place:
+    """A copy of the repository and the processes that run its tests: plain ones, and such as interpret kernels."""
 
-    Raises:
-        subprocess.TimeoutExpired: if they take longer; they are ended.
-    """
-    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    if all(test.startswith(KERNELS) for test in tests):
-        environ["TRITON_INTERPRET"] = "1"
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, *tests],
-        cwd=folder,
-        env=environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        raise
-    return process.returncode, printed
+    def __init__(self, folder: Path) -> None:
+        self.folder = copy_repository(folder)
+        self._warm: dict[bool, Warm] = {}
+
+    def run(self, tests: tuple[str, ...], seconds: float = FAULT_SECONDS) -> tuple[int | None, str]:
+        """Run tests, all interpreted or none; see `Warm.run`."""
+        interpreted = all(test.startswith(KERNELS) for test in tests)
+        if interpreted not in self._warm:
+            environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+            # as tests/conftest.py sets them, which comes after the imports here
+            environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._warm[interpreted] = Warm(environ | ({"TRITON_INTERPRET": "1"} if interpreted else {}))
+        return self._warm[interpreted].run(self.folder, tests, seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        for warm in self._warm.values():
+            warm.close()
 
 
-def plant(fault: Fault, folder: Path) -> Outcome:
+def plant(fault: Fault, place: Place) -> Outcome:
     """Write the fault, run its tests, put the files back."""
     start = time.monotonic()
     originals: dict[Path, str] = {}
     try:
         for name, old, new in fault.edits:
-            path = folder / name
+            path = place.folder / name
             text = path.read_text()
             originals.setdefault(path, text)
             if text.count(old) != 1:
                 return Outcome(fault, 0.0, False, f"its text is found {text.count(old)} times in {name}:\n{old}")
             path.write_text(text.replace(old, new))
-        code, printed = run_tests(folder, fault.tests)
-    except subprocess.TimeoutExpired:
-        return Outcome(fault, time.monotonic() - start, False, f"its tests take more than {FAULT_SECONDS} s")
+        code, printed = place.run(fault.tests)
     finally:
         for path, text in originals.items():
             path.write_text(text)
     red = [line.removeprefix("FAILED ").partition(" - ")[0] for line in printed.splitlines() if line.startswith("FAILED ")]
-    told = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}
+    told: dict[int | None, str] = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}
+    told[None] = f"its tests take more than {FAULT_SECONDS} s"
     return Outcome(
         fault, time.monotonic() - start, code == RED and bool(red), told.get(code, f"pytest ended with {code}:\n{printed}")
     )
@@ -126,27 +114,29 @@ def main(words: list[str]) -> int:
     """Run the faults; return the exit code."""
     faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ftkit-mutants-") as place, ThreadPoolExecutor(WORKERS) as pool:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(WORKERS):
-            copies.put(copy_repository(Path(place) / str(number)))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftkit-mutants-")))
+        pool = stack.enter_context(ThreadPoolExecutor(WORKERS))
+        places = [stack.enter_context(closing(Place(folder / str(number)))) for number in range(WORKERS)]
+        free: queue.Queue[Place] = queue.Queue()
+        for place in places:
+            free.put(place)
 
         def on_a_copy(fault: Fault) -> Outcome:
-            folder = copies.get()
+            place = free.get()
             try:
-                return plant(fault, folder)
+                return plant(fault, place)
             finally:
-                copies.put(folder)
+                free.put(place)
 
         named = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
-        folder = copies.get()
-        for interpreted in (True, False):
-            tests = tuple(test for test in named if test.startswith(KERNELS) is interpreted)
-            code, printed = run_tests(folder, tests, seconds=600) if tests else (GREEN, "")
+        kernels = tuple(test for test in named if test.startswith(KERNELS))
+        others = tuple(test for test in named if test not in kernels)
+        shares = [tests for tests in (kernels, *(others[number::WORKERS] for number in range(WORKERS))) if tests]
+        for code, printed in pool.map(lambda place, tests: place.run(tests, seconds=600), cycle(places), shares):
             if code != GREEN:
                 print(f"without a fault the tests are not green, a red one would prove nothing (pytest: {code})\n{printed}")
                 return 1
-        copies.put(folder)
         print(f"{len(named)} tests are green without a fault ({time.monotonic() - start:.0f} s)\n", flush=True)
         width = max(len(fault.name) for fault in faults)
         outcomes = []

@@ -1018,8 +1018,8 @@ FAULTS = (
     _fault(
         "a state that the user put on NVMe fills the host's memory",
         "ftkit/plan/choice.py",
-        "        most.append(widest_states_bytes",
-        "        most.append(1 << 60 or widest_states_bytes",
+        "        stays = min(stays, widest_states_bytes",
+        "        stays = max(stays, widest_states_bytes",
         "tests/plan/test_choice.py::test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit",
     ),
     _fault(

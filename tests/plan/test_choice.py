@@ -195,7 +195,11 @@ def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
     assert embedding > block, "the embedding and the head are the widest"
     plan = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme"))
     assert plan.way.state_host_bytes == 2 * embedding
-    assert make_plan(MIDDLE, replace(plan.limits, host_bytes=None), Forced(state="nvme")).way.state_host_bytes == 2 * embedding
+    unlimited = make_plan(MIDDLE, replace(plan.limits, host_bytes=None), Forced(state="nvme"))
+    assert unlimited.way.state_host_bytes == 0, "nobody knows what is left"
+    bare = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme", state_host_bytes=0))
+    assert plan.largest_micro_batch == bare.largest_micro_batch, "what stays makes way for a larger one"
+    assert plan.why == bare.why
     tied = replace(MIDDLE, leaves=MIDDLE.leaves[:1])
     assert make_plan(tied, cpu(24, nvme_gib=100), Forced(state="nvme")).way.state_host_bytes == embedding + block
     adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Forced(state="nvme"))
