@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import shared_memory
 from tests.browser.jupyter import Lab, Page, chromium, notebook
 
 pytestmark = pytest.mark.browser
@@ -74,11 +75,6 @@ def step(shown: str) -> int:
     return int(found[-1].replace(",", "")) if found else 0
 
 
-def shared_memory() -> set[str]:
-    """Return what lies in /dev/shm, without semaphores: other programs' come and go, and no rank makes one with a name."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
-
-
 def ended(pids: list[int], seconds: float = 20) -> bool:
     deadline = time.monotonic() + seconds
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
@@ -100,7 +96,7 @@ def picture(page: Page, number: int, name: str) -> None:
 
 
 def test_a_notebook_trains_is_interrupted_generates_resumes_and_survives_a_kill(page: Page, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = shared_memory.names()
     first = [int(pid) for pid in page.run(START).split()]
     assert len(first) == 2
 
@@ -141,7 +137,7 @@ def test_a_notebook_trains_is_interrupted_generates_resumes_and_survives_a_kill(
     assert len(second) == 2
     assert "all ended" in page.run(END)
     assert ended(second, 5)
-    assert shared_memory() <= before
+    assert not shared_memory.stays(before)
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.endswith((".writing", ".partial"))]
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ftkit.notebook import Interrupted, RankFailed, Ranks
+from tests import shared_memory
 from tests.notebook.test_ranks import short
 
 pytestmark = pytest.mark.slow
@@ -43,11 +44,6 @@ def interrupt_at(folder, step):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def shared_memory():
-    """Return what lies in /dev/shm, without semaphores: other programs' come and go, and no rank makes one with a name."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 def gone(pids, seconds=15.0):
@@ -164,7 +160,7 @@ def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path):
     kernel = subprocess.Popen(
         [sys.executable, "-c", KERNEL.format(then=then)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
     )
-    before = shared_memory()
+    before = shared_memory.names()
     pids = [int(pid) for pid in kernel.stdout.readline().split()]
     assert len(pids) == 2
     children = []
@@ -177,7 +173,7 @@ def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path):
     try:
         assert gone(pids)
         assert not list(tmp_path.iterdir())
-        assert shared_memory() <= before
+        assert not shared_memory.stays(before)
     finally:
         for child in children:
             if child.is_running():
