@@ -153,10 +153,11 @@ def test_a_worker_that_leaves_says_its_last_words(ranks):
 
 
 @pytest.mark.parametrize("how", ["ends", "killed"])
-def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path):
+def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path, tmp_path_factory):
     """Also where a child that it forked lives on and holds its sockets, and a worker is stopped."""
     then = "if os.fork() == 0: time.sleep(60)\ntime.sleep(600)" if how == "killed" else ""
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    caches = str(tmp_path_factory.mktemp("caches"))  # torch's own, which it makes in TMPDIR unless it is told where
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": caches}
     kernel = subprocess.Popen(
         [sys.executable, "-c", KERNEL.format(then=then)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
     )
