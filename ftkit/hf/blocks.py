@@ -436,7 +436,7 @@ def _policy(
     shape = model_shape(model, blocks, comm.world_size, dtype, tokens, cpu=limits.cpu)
     forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
     plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
-    if limits is not free:  # what the user did not decide has to fit all the same
+    if limits is not free and plan.way.state == "nvme":  # what the user did not decide has to fit all the same
         stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
         plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
     return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan

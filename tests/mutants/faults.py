@@ -1009,6 +1009,13 @@ FAULTS = (
         "tests/plan/test_search.py::test_the_next_best_way_is_of_another_kind",
     ),
     _fault(
+        "what stays of a state need not fit where the user decided the rest",
+        "ftkit/hf/blocks.py",
+        "        stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes",
+        "        stays = 1 << 30",
+        "tests/plan/test_live_bytes.py::test_what_stays_of_a_state_fits_what_is_free_though_the_user_decided_the_rest",
+    ),
+    _fault(
         "a way on NVMe is left out though it keeps more graphs",
         "ftkit/plan/search.py",
         " and each.way.graphs(blocks) <= one.graphs(blocks) for one",

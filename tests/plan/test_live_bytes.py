@@ -5,6 +5,8 @@ Every stage, tier and world size on a small Llama, after a step; they must be eq
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -12,9 +14,10 @@ from peft import LoraConfig, get_peft_model
 
 from ftkit.engine import comm, drain, flatfile, kept, storage, transfer, update
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.hf import shapes
 from ftkit.hf.blocks import shard
 from ftkit.plan import memory as plan
-from ftkit.plan.memory import kept_bytes, memory
+from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
 
 SEQUENCE, VOCABULARY = 16, 1024
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}
@@ -135,3 +138,19 @@ def test_adapters(worlds, world, tmp_path):
     for stage, state in ((1, "device"), (3, "nvme"), (3, "host")):
         settings = {"stage": stage, "activations": "recompute", "dtype": "bf16", "state": state, "nvme_dir": str(tmp_path)}
         check(worlds[world], {**settings, "kept": "device"}, adapter=True)
+
+
+def staying(folder, free_bytes):
+    """What stays in host memory of a state on NVMe, where all else is decided and so much is free."""
+    decided = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16"}
+    settings = {**decided, **DEVICE, "state": "nvme", "nvme_dir": folder}
+    with mock.patch.object(shapes, "usable_host", return_value=(free_bytes, "this test", free_bytes)):
+        units = shard(build(False, False), settings, device=torch.device("cpu"), micro_batch_tokens=2 * SEQUENCE)
+    units.tiers.close()
+    return units.plan.way.state_host_bytes, widest_states_bytes(units.plan.shape, units.plan.way, 2, cpu=True)
+
+
+def test_what_stays_of_a_state_fits_what_is_free_though_the_user_decided_the_rest(world2, tmp_path):
+    for stays, most in world2.run(staying, str(tmp_path), 64 << 30):
+        assert stays == most > 0
+    assert [stays for stays, _ in world2.run(staying, str(tmp_path), 0)] == [0, 0]
