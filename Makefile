@@ -36,12 +36,12 @@ test: setup  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow" $(WORKERS)
 
-test-all: setup  ## full products and long fault tests, under 45 minutes; then the mutants
+test-all: setup  ## full products and long fault tests, then the mutants that changed and a rotating part of the others
 	$(BIN)/python -m pytest -m "slow and not gpu" $(WORKERS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m slow $(WORKERS)
-	$(MAKE) mutants
+	$(BIN)/python -m tests.mutants --minutes 4
 
-mutants: setup  ## plant each committed fault; each must turn a test red
+mutants: setup  ## plant every committed fault; each must turn a test red; records the commit in tests/mutants/green.json
 	$(BIN)/python -m tests.mutants
 
 gpu: setup  ## the tests and benchmarks that need a CUDA device
@@ -64,11 +64,15 @@ check: setup  ## lint, types of the engine, import contract, the documentation
 
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
+	$(BIN)/python -m docs.attention_table
 	$(BIN)/python -m docs.plan_figure
 	$(BIN)/mkdocs build --strict
 
 docs-serve: setup  ## the documentation at http://127.0.0.1:8000, built anew as it is written
 	$(BIN)/mkdocs serve --strict
+
+compatibility: setup  ## write docs/compatibility.md: what is the same as in transformers and accelerate, what differs, what is refused
+	$(BIN)/python -m tests.compat
 
 bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpeed ZeRO-3, in turns
 	$(BIN)/python -m benchmarks.run
@@ -99,6 +103,9 @@ bench-generate: setup  ## tokens a second of answers, of a sharded model held an
 bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
 	$(BIN)/python -m benchmarks.head
 
+bench-watchdog: setup  ## what it costs a step that ranks are watched
+	$(BIN)/python -m benchmarks.watchdog
+
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
@@ -120,5 +127,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels
+.PHONY: compatibility notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-watchdog bench-kernels bench-generate kernels

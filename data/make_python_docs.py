@@ -74,8 +74,8 @@ def documented_functions(source: str) -> Iterator[tuple[str, str, str]]:
     yield from walk(ast.parse(source), ())
 
 
-def rows() -> Iterator[dict]:
-    """Yield the library's questions with their answers, a chat row each, without repetitions."""
+def rows() -> Iterator[tuple[str, dict]]:
+    """Yield the library's modules and questions with their answers, a chat row each, without repetitions."""
     seen = set()
     for module, source in library_modules():
         for name, signature, docstring in documented_functions(source):
@@ -88,7 +88,7 @@ def rows() -> Iterator[dict]:
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": f"`{name}`: {summary}"},
             ]
-            yield {"messages": messages, "module": module}
+            yield module, {"messages": messages}
 
 
 def words(text: str) -> str:
@@ -109,9 +109,9 @@ def main() -> None:
     # Modules copy from each other: a held-out row whose summary stands anywhere in the training text is dropped.
     training_text = words("\n".join(text for module, text in library_modules() if not is_held_out(module)))
     train, held_out, copied = [], [], 0
-    for row in rows():
+    for module, row in rows():
         summary = row["messages"][-1]["content"].split(": ", 1)[1]
-        if not is_held_out(row["module"]):
+        if not is_held_out(module):
             train.append(row)
         elif words(summary) in training_text:
             copied += 1

@@ -27,7 +27,7 @@ recipe is written is told in [Recipes](recipes.md). `ftkit finetune recipe.yaml 
 one run.
 """
 WORDS = {"string": "text", "boolean": "true or false", "object": "mapping", "integer": "whole number", "number": "number"}
-CONSTRAINTS = {"exclusiveMinimum", "minimum", "exclusiveMaximum"}
+CONSTRAINTS = {"exclusiveMinimum", "minimum", "exclusiveMaximum", "maximum"}
 SHORT = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum"}
 """As pydantic writes a limit that stands beside a validator of its own."""
 UNSAID = {"title", "description", "default", "additionalProperties"}
@@ -121,6 +121,8 @@ def _type(schema: dict[str, Any]) -> str:
         limits.append(f"from {schema['minimum']:g}")
     if "exclusiveMaximum" in schema:
         limits.append(f"below {schema['exclusiveMaximum']:g}")
+    if "maximum" in schema:
+        limits.append(f"to {schema['maximum']:g}")
     return " ".join([told, ", ".join(limits)]).strip()
 
 

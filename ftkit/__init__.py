@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ftkit.hf.arguments import ArgumentsMixin, TrainingArguments
     from ftkit.hf.blocks import shard, units_of
     from ftkit.hf.loading import load_model, load_weights
+    from ftkit.hf.reading import gathered_parameters, root_parameters
     from ftkit.hf.saving import save_model
+    from ftkit.hf.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
     from ftkit.hf.settings import EngineSettings
     from ftkit.hf.trainer import Trainer, TrainerMixin
 
@@ -27,6 +29,8 @@ _HOMES = {
     "EngineSettings": "ftkit.hf.settings",
     "LossScale": "ftkit.engine.optimizer",
     "Policy": "ftkit.engine.flat",
+    "Seq2SeqTrainer": "ftkit.hf.seq2seq",
+    "Seq2SeqTrainingArguments": "ftkit.hf.seq2seq",
     "ShardedAdamW": "ftkit.engine.optimizer",
     "ShardedSGD": "ftkit.engine.optimizer",
     "Trainer": "ftkit.hf.trainer",
@@ -34,10 +38,12 @@ _HOMES = {
     "TrainingArguments": "ftkit.hf.arguments",
     "Units": "ftkit.engine.shard",
     "UserError": "ftkit.errors",
+    "gathered_parameters": "ftkit.hf.reading",
     "load_checkpoint": "ftkit.engine.checkpoint",
     "load_model": "ftkit.hf.loading",
     "load_weights": "ftkit.hf.loading",
     "preview": "ftkit.data_preview",
+    "root_parameters": "ftkit.hf.reading",
     "save_checkpoint": "ftkit.engine.saving",
     "save_model": "ftkit.hf.saving",
     "shard": "ftkit.hf.blocks",
@@ -51,6 +57,8 @@ __all__ = [
     "EngineSettings",
     "LossScale",
     "Policy",
+    "Seq2SeqTrainer",
+    "Seq2SeqTrainingArguments",
     "ShardedAdamW",
     "ShardedSGD",
     "Trainer",
@@ -58,10 +66,12 @@ __all__ = [
     "TrainingArguments",
     "Units",
     "UserError",
+    "gathered_parameters",
     "load_checkpoint",
     "load_model",
     "load_weights",
     "preview",
+    "root_parameters",
     "save_checkpoint",
     "save_model",
     "shard",

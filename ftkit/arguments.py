@@ -57,7 +57,7 @@ def engine_settings(recipe: Recipe) -> dict[str, Any]:
     """
     engine, memory = recipe.engine, recipe.memory
     choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "kernels", "affinity", "debug")
-    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in", "state_host_gib")
+    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in", "state_host_gib", "loss_reduction")
     return {
         **{key: getattr(engine, key) for key in choices},
         "dtype": compute_dtype(recipe.train.dtype),
@@ -116,7 +116,6 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         lr_scheduler_type=schedule,
         max_grad_norm=optimizer.max_grad_norm,
         logging_steps=output.logging_steps,
-        logging_nan_inf_filter=False,
         report_to=list(output.report_to) or "none",
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ftkit.errors import UserError
 from ftkit.recipe import Recipe
 from ftkit.resumed import check_resumed
 from ftkit.run_folder import RunFolder
@@ -34,7 +35,9 @@ def checkpoints_to_try(
     Raises:
         UserError: The folder cannot be used so, or the recipe cannot continue that run.
     """
-    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=recipe.inputs(), owner=first)
+    check_not_read(recipe, folder)
+    inputs = [*recipe.inputs(), *folders_written(recipe)]
+    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=inputs, owner=first)
     if resume == "auto" and not checkpoints:
         say(f"no checkpoint in {folder.path}: starting from the beginning")
     if checkpoints:
@@ -42,3 +45,45 @@ def checkpoints_to_try(
         if changed and first:
             say(changed)
     return checkpoints
+
+
+def check_beginning(recipe: Recipe, folder: RunFolder, resume: str | None, *, overwrite: bool) -> list[Path]:
+    """Refuse what `checkpoints_to_try` refuses, and change nothing.
+
+    Args:
+        recipe, folder, resume, overwrite: see `checkpoints_to_try`.
+
+    Returns:
+        The checkpoints that a run would go on from, in the order in which it would try them.
+
+    Raises:
+        UserError: See `checkpoints_to_try`; or another run goes on in the folder.
+    """
+    folder.check_place()
+    if folder.is_held():
+        raise folder.held_error()
+    check_not_read(recipe, folder)
+    inputs = [*recipe.inputs(), *folders_written(recipe)]
+    checkpoints = folder.check(resume, overwrite=overwrite, inputs=inputs)
+    if checkpoints:
+        check_resumed(recipe, checkpoints[0].resolve().parent / folder.recipe.name)
+    return checkpoints
+
+
+def folders_written(recipe: Recipe) -> list[str]:
+    """Return the folders beside output.dir that a run writes, which must not lie within what it replaces there."""
+    return [name for name in (recipe.data.cache_dir, recipe.memory.nvme_dir) if name is not None]
+
+
+def check_not_read(recipe: Recipe, folder: RunFolder) -> None:
+    """Refuse an output folder from which the run reads its rows: it would read what it writes.
+
+    Raises:
+        UserError: naming both.
+    """
+    for name in [source.path for source in recipe.data.all_sources] + [recipe.eval.path if recipe.eval else None]:
+        if name is not None and Path(name).is_dir() and folder.path.exists() and Path(name).samefile(folder.path):
+            raise UserError(
+                f"output.dir: {folder.path} is the folder that rows are read from ({name}): the run's own files would be "
+                "read as rows. Choose another folder with --set output.dir=PATH"
+            )

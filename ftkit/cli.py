@@ -28,9 +28,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ftkit.begin import checkpoints_to_try
+from ftkit.begin import check_beginning, checkpoints_to_try
 from ftkit.errors import EndedEarly, UserError
 from ftkit.outer import outer_job
+from ftkit.ownership import refuse_foreign_page
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.largest import largest
 from ftkit.plan.show import show_answers, show_plan
@@ -38,7 +39,7 @@ from ftkit.plan.what_if import what_if
 from ftkit.recipe import Recipe, find, load, packaged
 from ftkit.recipe_list import planned_of, show_recipes
 from ftkit.report.text import literal
-from ftkit.run_folder import RunFolder
+from ftkit.run_folder import RunFolder, write
 from ftkit.watch import RankError, StoppedError
 from ftkit.words import counted
 
@@ -102,7 +103,8 @@ def finetune(
         # Imported here: torch and transformers take seconds, see the top of this file.
         from ftkit.finetune import dry_run as say_what_would_be_run
 
-        say_what_would_be_run(facts, ranks)
+        checkpoints = check_beginning(facts, RunFolder(Path(facts.output.dir)), resume, overwrite=overwrite)
+        say_what_would_be_run(facts, ranks, checkpoints)
         return
     folder = RunFolder(Path(facts.output.dir))
     lock = folder.lock() if os.environ.get("RANK", "0") == "0" else nullcontext()
@@ -182,6 +184,8 @@ def plan(
         raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
     if most and dry_run:
         raise UserError("found both --largest and --dry-run: a dry run is of the recipe's own model; keep one")
+    if page is not None:
+        refuse_foreign_page(page, "--page")
     from ftkit.planning import ask, epoch_of  # here, see the top of this file
 
     with Console(stderr=True).status("planning …"):
@@ -190,9 +194,8 @@ def plan(
         epoch = epoch_of(facts, made)
     if page is not None:
         from ftkit.report.plan_page import render  # here, see the top of this file
-        from ftkit.run_folder import write
 
-        write(page, render(made, f"{Path(recipe).stem} on {hardware or 'this box'}"))
+        _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this box'}"))
     done = None
     if dry_run:
         from ftkit.dry_run import dry_run_recipe  # here, see the top of this file
@@ -242,17 +245,15 @@ def data(
     import datasets  # here, see the top of this file
 
     from ftkit.data_preview import preview
-    from ftkit.run_folder import write
 
+    if page is not None:
+        refuse_foreign_page(page, "--page")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     found = preview(recipe, settings=overrides or (), rows=rows)
     found.show(Console(soft_wrap=True, highlight=False, emoji=False))
     if page is not None:
-        try:
-            write(page, found.page())
-        except OSError as error:
-            raise UserError(f"{page} cannot be written ({error.strerror}); name another file with --page") from None
+        _write_page(page, found.page())
         _say(f"written: {page}")
     if found.refused:
         raise typer.Exit(2)
@@ -355,7 +356,7 @@ def verify(
         began = time.monotonic()
         most = torch.cuda.device_count() or max(ranks, 3)
         found = room.verify(facts, ranks, most, folder.path, run, steps=steps, say=_say)
-        path = folder.path / "verify.json"
+        path = folder.path / room.VERDICTS
         room.write_verdicts(path, facts, found, time.monotonic() - began)
     room.show_verdicts(Console(soft_wrap=True, highlight=False, emoji=False), found)
     failed = [each.name for each in found if each.passed is False]
@@ -413,6 +414,7 @@ def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | N
     """Measure this box by all its ranks, and write its profile."""
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--measure: {path} must end in .yaml, by which `ftkit plan --hardware` knows a file")
+    refuse_foreign_page(path, "--measure")
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise UserError(f"--dtype: {dtype} is unknown; auto, fp32, bf16 and fp16 are known")
     import torch  # here, see the top of this file
@@ -482,6 +484,14 @@ def _leave(text: str, code: int) -> None:
     name = f"ftkit (rank {rank})" if rank is not None else "ftkit"
     Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"[bold red]{name}:[/] {literal(text)}")
     sys.exit(code)
+
+
+def _write_page(page: Path, text: str) -> None:
+    try:
+        write(page, text)
+    except (OSError, ValueError) as error:  # of a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--page: {page} cannot be written ({reason}); name another file with --page") from None
 
 
 def _say(text: str) -> None:

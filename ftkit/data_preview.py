@@ -21,10 +21,11 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from ftkit.errors import UserError
+from ftkit.hf.columns import without
 from ftkit.hf.data import sources_of
 from ftkit.hf.faults import Fault, Marks, stops_of
 from ftkit.hf.findings import Findings
-from ftkit.hf.formats import BadRowError, detect, parse_record, read_row
+from ftkit.hf.formats import BadRowError, detect, parse_record
 from ftkit.hf.loading import generation_config
 from ftkit.hf.once import RefusedError
 from ftkit.hf.preparation import ROWS_LOOKED_AT
@@ -47,9 +48,7 @@ class Preview(Findings):
     def __repr__(self) -> str:
         """Return it without its rows, as lines."""
         told = io.StringIO()
-        console = Console(
-            file=told, width=110, color_system=None, highlight=False, emoji=False, force_jupyter=False
-        )
+        console = Console(file=told, width=110, color_system=None, highlight=False, emoji=False, force_jupyter=False)
         self.show(console, rows=False)
         return told.getvalue().rstrip()
 
@@ -164,7 +163,7 @@ def _rows(prepared: Rows, faults: list[Fault], marks: Marks, recipe: Recipe, cou
 
 def _straight(recipe: Recipe, tokenizer: Any, marks: Marks, count: int) -> list[Shown]:
     """Return the first rows of each source of the refused part as tokens, whether they can be trained on or not."""
-    shown = []
+    shown, ignored = [], frozenset(recipe.data.ignore_columns)
     for source in _refused_sources(recipe, tokenizer):
         rows = list(islice(source.rows(), count))
         parsed, problems = [], []
@@ -183,10 +182,12 @@ def _straight(recipe: Recipe, tokenizer: Any, marks: Marks, count: int) -> list[
         tokenise = Tokenise(
             Rendering.of(tokenizer),
             marks,
-            detect(parsed, source.label, source.format),
+            detect([without(row, ignored, set()) for row in parsed], source.label, source.format),
             recipe.data.sequence_tokens,
-            recipe.data.loss_on,
+            "all" if recipe.data.loss_on == "all" else "marks",  # rows are shown whatever the marks cover
             recipe.task,
+            recipe.data.long_text,
+            ignored,
         )
         for row in rows:
             shown.append(Shown("cannot be trained on", (_one(tokenise, marks, row.place, row.record, row.problem),)))
@@ -214,7 +215,7 @@ def _one(tokenise: Tokenise, marks: Marks, place: str, record: str, problem: str
         return sample_of(marks, ids, None, place, problem=problem)
     if not ids:
         try:
-            rendered, labels = tokenise.labelled(read_row(parse_record(record), tokenise.format_name))
+            rendered, labels = tokenise.labelled(tokenise.read(record)[0])
             ids, labels = rendered.ids[: tokenise.sequence_tokens], labels[: tokenise.sequence_tokens]
             labels = [IGNORED_LABEL, *labels[1:]]
         except BadRowError:

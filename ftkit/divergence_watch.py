@@ -11,6 +11,7 @@ It refuses to go back more than `MOST_ROLLBACKS` times, or where there is nothin
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import TrainerCallback
 
 from ftkit.divergence import MOST_ROLLBACKS, Action, Divergence
 from ftkit.errors import Diverged, UserError
+from ftkit.hf.nonfinite import verdict
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.report.text import literal
 from ftkit.resume import first_whole
@@ -89,6 +91,11 @@ class DivergenceWatch(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Evaluate nothing after a step that ended the loop."""
         return self.on_step_end(args, state, control, **kwargs)
+
+    def failure(self, first: int, last: int) -> str | None:
+        """Return what is wrong with how the steps after `first` up to `last` ended; None if nothing is."""
+        broken = {event.step for event in self.found if not math.isfinite(event.loss) and first < event.step <= last}
+        return verdict(len(broken), last - first, last=last in broken)
 
     def way_back(self) -> str:
         """Return the checkpoint to go on from after a rollback, its samples left out until the step that diverged.

@@ -245,43 +245,43 @@ class DryCommunicator(Communicator):
         self.rank, self.world_size = 0, world_size
         self._stage = None
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         """Count."""
         self._count("all_gather", full)
 
-    def reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
+    def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
         """Count."""
         self._count("reduce_scatter", full)
 
-    def all_reduce_mean(self, full: Tensor) -> None:
+    def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
         """Count."""
         self._count("all_reduce", full, 2)
 
-    def sum(self, numbers: Tensor) -> Tensor:
+    def sum(self, numbers: Tensor, of: str = "") -> Tensor:
         """Return the rank's own numbers."""
         return numbers
 
-    def totals(self, numbers: Tensor) -> list[float]:
+    def totals(self, numbers: Tensor, of: str = "") -> list[float]:
         """Return ones: norms are finite, and every tensor has got a gradient."""
         return [1.0] * numbers.numel()
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, of: str = "") -> None:
         """Count."""
         self._count("broadcast", tensor)
 
-    def same(self, value: Any) -> Any:
+    def same(self, value: Any, of: str = "") -> Any:
         """Return it: this is rank 0."""
         return value
 
-    def all(self, value: Any) -> list[Any]:
+    def all(self, value: Any, of: str = "") -> list[Any]:
         """Return it for every rank."""
         return [value] * self.world_size
 
-    def all_numbers(self, number: int) -> list[int]:
+    def all_numbers(self, number: int, of: str = "") -> list[int]:
         """Return it for every rank."""
         return [number] * self.world_size
 
-    def barrier(self) -> None:
+    def barrier(self, of: str = "") -> None:
         """Wait for nobody."""
 
 

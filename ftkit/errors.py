@@ -22,6 +22,10 @@ DIVERGED = 65
 """Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
 
 
+PEER_LOST = 69
+"""Exit code of a rank that cannot go on because another one is dead or hung: sysexits' EX_UNAVAILABLE."""
+
+
 class UserError(ValueError):
     """Input that the user can put right; the text says what was found, what was needed and what to change."""
 
@@ -52,15 +56,27 @@ class EndedEarly(UserError):
 
 
 class Diverged(UserError):
-    """The loss went wrong, and the recipe says to end there; nothing was saved of that step."""
+    """The loss went wrong: the recipe says to end there, or the run ended with a loss that is not finite."""
 
     exit_code = DIVERGED
+
+
+class RanksDiffer(UserError):
+    """Ranks that have to do the same do not: they take different blocks, or one of them calls what all must call."""
+
+
+class LostRank(UserError):
+    """A rank is dead or hung, and the others cannot go on without it."""
+
+    exit_code = PEER_LOST
 
 
 def refusal(text: str, exit_code: int) -> UserError:
     """Return the error that a rank ended with, from its text and its exit code."""
     if exit_code == DIVERGED:
         return Diverged(text)
+    if exit_code == PEER_LOST:
+        return LostRank(text)
     if exit_code in (RESUME_ME, NOTHING_SAVED):
         return MemoryShort(text, exit_code == RESUME_ME)
     return UserError(text)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
@@ -28,8 +29,12 @@ from transformers import PrinterCallback, TrainerCallback
 
 from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
+from ftkit.dry_run import DryCommunicator
 from ftkit.engine.comm import Communicator
-from ftkit.errors import UserError
+from ftkit.engine.finite import is_finite
+from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.shard import Units
+from ftkit.errors import Diverged, UserError
 from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, check_isolation
 from ftkit.hf.faults import stops_of
@@ -38,20 +43,21 @@ from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
 from ftkit.notices import notices
+from ftkit.parts import decoder_inputs, make_parts, positions_of
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB
 from ftkit.plan.show import show_plan
 from ftkit.plan.ways import KINDS, Limits
-from ftkit.planning import ask_model, box_here, build, disk_room, plan_recipe, settings_of
+from ftkit.planning import ask_here, ask_model, box_here, disk_room, settings_of
 from ftkit.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
-from ftkit.questions import Question, questions
-from ftkit.recipe import Recipe, split_batch, steps_of
+from ftkit.questions import Question
+from ftkit.recipe import Recipe, steps_of
 from ftkit.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.text import literal
-from ftkit.resume import check_noted, first_whole, noted
-from ftkit.run_folder import RunFolder, step_of, write, write_json
-from ftkit.run_rows import Rows, load_tokenizer, prepare_rows
+from ftkit.resume import check_noted, check_noted_base, first_whole, noted
+from ftkit.run_folder import RunFolder, step_of, write_json
+from ftkit.run_rows import Rows
 from ftkit.summary import device_name, show_answers, show_summary, state_of, summarise, versions
 from ftkit.words import counted
 
@@ -103,6 +109,7 @@ class Job:
         self.tokenizer: Any = None
         self.rows: Rows | None = None
         self.plan: Plan | None = None
+        self.asked: list[Question] = []
         self.checkpoint: str | None = None  # that it goes on from
 
     def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
@@ -142,16 +149,13 @@ class Job:
     def _build(self, checkpoints: list[str]) -> Plan:
         """Make the model, the rows and the Trainer, and find what to go on from."""
         recipe = self.recipe
-        split_batch(recipe, self.ranks)
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()  # a bar in a log file is a line a tick
         GradientState().dataloader_references = [None]  # of a run of this process that was cut off
-        tokenizer = self.tokenizer = load_tokenizer(recipe.model)
         arguments = training_arguments(recipe, self.ranks)
-        model = build_model(recipe)
-        check_fit(model, tokenizer, recipe.data.sequence_tokens)
-        plan = self.plan = follow_plan(recipe, model, arguments, self.ranks)
-        rows = self.rows = prepare_rows(recipe, tokenizer)
+        parts = make_parts(recipe, self.ranks, lambda model: follow_plan(recipe, model, arguments, self.ranks))
+        tokenizer, plan, rows = self.tokenizer, self.plan, self.rows = parts.tokenizer, parts.plan, parts.rows
+        self.asked = parts.asked
         quiet = arguments.process_index > 0
         say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=quiet)
         [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
@@ -164,7 +168,7 @@ class Job:
         say.print(literal(str(rows.prepared.report)))
         batches = plan.accumulation * plan.way.parts
         say.print(literal(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
-        self.trainer = make_trainer(recipe, rows, tokenizer, model, arguments)
+        self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments)
         if checkpoint is not None:
             self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
         return plan
@@ -175,7 +179,8 @@ class Job:
         steps = steps_of(self.recipe, len(order.order), order.step_sequences)
         last = folder.path / f"checkpoint-{steps}"
         found = folder.read_summary(self.recipe.dump()) if self.checkpoint else {}
-        over = bool(found) and found.get("steps") == steps and Path(self.checkpoint or "").resolve() == last.resolve()
+        whole = bool(found) and found.get("problem") is None and found.get("steps") == steps
+        over = whole and Path(self.checkpoint or "").resolve() == last.resolve()
         [summary] = broadcast_object_list([found if over else None])
         if summary is not None:
             said = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
@@ -186,8 +191,7 @@ class Job:
         """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
         recipe, trainer, rows, say, folder = self.recipe, self.trainer, self.rows, self.say, self.folder
         assert rows is not None
-        asked = questions(recipe.show) if recipe.show else []
-        checkpoint = self.checkpoint
+        asked, checkpoint = self.asked, self.checkpoint
         stops = stops_of(getattr(trainer.model, "generation_config", None))
         faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
         sequences, step_sequences = len(trainer.order.order), trainer.order.step_sequences
@@ -195,7 +199,7 @@ class Job:
         for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known):
             say.print(literal(line))
         if trainer.is_world_process_zero():
-            write(folder.recipe, recipe.dump())
+            folder.write_recipe(recipe.dump())
         shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
         memory.attach(trainer)
         first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
@@ -239,69 +243,43 @@ class Job:
         if rows.held_out is not None:
             trainer.evaluate()
         after = shown.answers(trainer.model) if asked else []
-        trainer.save_model(str(folder.model))
+        problem = watch.failure(before.global_step if before else 0, trainer.state.global_step)
+        broken = weights_not_finite(trainer.units, trainer.sharded_optimizer) if watch.found else []
+        if broken:
+            problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
+        else:
+            if trainer.is_world_process_zero():
+                folder.list_model(whole=False)
+            trainer.save_model(str(folder.model))
+            if trainer.is_world_process_zero():
+                folder.list_model(whole=True)
         summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, before)
+        summary["problem"] = problem
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})
             report.end()
             show_answers(say, shown.records(after))
             show_summary(say, summary, folder)
+        if problem is not None:
+            raise Diverged(f"{problem}. {folder.divergences} names the steps; {self._advice()}")
         return summary
 
+    def _advice(self) -> str:
+        """Return what to do about a run that failed."""
+        last = next(reversed(self.folder.checkpoints()), None)
+        kept = "there is no checkpoint to go back to" if last is None else f"{last.name} is whole"
+        return f"{kept}. Lower optimizer.lr, set train.on_divergence to skip or rollback, or look at the data of these steps"
 
-def build_model(recipe: Recipe) -> Any:
-    """Build the model on the meta device, adapter included; its weights are streamed in when it is sharded.
 
-    Raises:
-        UserError: See `ftkit.hf.loading.load_model`.
+def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
+    """Return the names of tensors with values that are not finite, alike on all ranks. A collective.
+
+    Cost: one pass over each rank's weights.
     """
-    return build(recipe, recipe.model.name, recipe.model.config)
-
-
-def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
-    """Refuse a tokenizer or sequences that the model has no embeddings for.
-
-    Raises:
-        UserError: More tokens than the vocabulary, or longer sequences than learned positions.
-    """
-    config = model.config.get_text_config()
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeddings for {config.vocab_size}; set "
-            "model.tokenizer to the one that belongs to the model"
-        )
-    positions = positions_of(model)
-    rotary = getattr(config, "rope_parameters", None) is not None
-    if positions and sequence_tokens > positions and not rotary:
-        raise UserError(
-            f"data.sequence_tokens is {sequence_tokens} and the model has {positions} positions; set it to at most that"
-        )
-
-
-def positions_of(model: Any) -> int | None:
-    """Return for how many positions a model was made, as its configuration says; None where it stretches them."""
-    config = model.config.get_text_config()
-    positions, rotary = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
-    return positions if isinstance(positions, int) and "factor" not in rotary else None
-
-
-def decoder_inputs(recipe: Recipe, model: Any) -> Callable[[Any], Any] | None:
-    """Return what makes decoder_input_ids from labels, where the Trainer keeps the labels from an encoder-decoder.
-
-    With label smoothing it computes the loss itself and calls the model without them.
-
-    Raises:
-        UserError: The model does not say how its decoder's input follows from labels.
-    """
-    if recipe.task != "seq2seq" or not recipe.train.label_smoothing:
-        return None
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if make is None:
-        raise UserError(
-            f"train.label_smoothing: the model ({model.config.model_type}) does not say how its decoder's input follows "
-            "from the labels; set it to 0"
-        )
-    return make
+    optimizer.settle()
+    stores = [(flat, optimizer.line(flat).master if flat.trainable else flat.weights) for flat in units.flats]
+    own = {span.segment.name for flat, store in stores for span, values in flat.spans(store) if not is_finite(values)}
+    return sorted({name for names in units.comm.all(sorted(own)) for name in names})
 
 
 def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
@@ -383,6 +361,10 @@ def add_callbacks(
     return end
 
 
+ISOLATION_NUMEL = 1 << 30
+"""Parameters of a model that a dry run still asks, on the CPU, whether packed samples stay apart."""
+
+
 class CheckPacking(TrainerCallback):
     """Ask the model, once it is in place, whether packed samples stay apart."""
 
@@ -436,29 +418,35 @@ class ShowAnswers(TrainerCallback):
         ]
 
 
-def dry_run(recipe: Recipe, ranks: int) -> None:
+def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> None:
     """Do everything up to the first step that needs no ranks, and say what would be run.
 
     Args:
         recipe: The facts.
         ranks: Processes of the whole run.
+        checkpoints: That it would try to go on from, in this order.
 
     Raises:
         UserError: As `run` would.
     """
     say = Console(soft_wrap=True, highlight=False, emoji=False)
-    split_batch(recipe, ranks)
-    tokenizer = load_tokenizer(recipe.model)
-    plan = plan_recipe(recipe, ranks)
+    parts = make_parts(recipe, ranks, lambda model: ask_here(recipe, model, ranks).plan())
+    tokenizer, model, plan, rows = parts.tokenizer, parts.model, parts.plan, parts.rows
     micro_batch, accumulation = plan.way.micro_batch, plan.accumulation * plan.way.parts
-    rows = prepare_rows(recipe, tokenizer)
     step_sequences = micro_batch * accumulation * ranks
     order = rows.prepared.order(recipe.train.seed)
     epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
     steps = steps_of(recipe, len(order), step_sequences)
-    model = build_model(recipe)
-    check_fit(model, tokenizer, recipe.data.sequence_tokens)
+    alone = DryCommunicator(torch.device("cpu"), 1)
+    checkpoint = first_whole([str(each) for each in checkpoints], alone, lambda line: say.print(literal(line)))
+    if checkpoint is not None:
+        check_noted(checkpoint, recipe, rows.prepared.report.digest)
+        check_noted_base(checkpoint, model)
+        say.print(literal(f"would resume from {checkpoint}"))
     numel = sum(each.numel() for each in model.parameters())
+    if recipe.data.packing and recipe.model.name is not None and numel <= ISOLATION_NUMEL:
+        use_packed_attention(model)
+        check_isolation(model)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     dtype = compute_dtype(recipe.train.dtype)
     say.print(literal(recipe.dump()))

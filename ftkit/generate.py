@@ -28,11 +28,11 @@ from ftkit.errors import UserError
 from ftkit.hf.blocks import shard
 from ftkit.hf.generation import generate
 from ftkit.hf.loading import load_model
+from ftkit.hf.model_config import check_folder, check_layers, read_config, reading
 from ftkit.launch import Stop
 from ftkit.recipe import looks_like_a_path
 
-READ_ERRORS = (OSError, ValueError, ImportError)
-"""What transformers raises for folders that it cannot read."""
+NEEDED = "needed: a model folder with config.json and safetensors, an adapter folder, or a hub id"
 
 
 def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tuple[str, str]]:
@@ -70,14 +70,10 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
             f"{folder}: is an adapter, and several ranks load whole models only: add it to its base first "
             "(ftkit export CHECKPOINT OUT --merge-adapter), or leave --nproc out"
         )
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = load_model(folder, task="seq2seq" if config.is_encoder_decoder else "causal-lm")
+    config = read_config(folder, None)
+    model = load_model(folder, task="seq2seq" if config.is_encoder_decoder else "causal-lm")
+    with reading(folder, "cannot be loaded", advice=NEEDED):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except READ_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise _unreadable(folder, error) from error
     model.requires_grad_(False)  # then there is neither gradient nor state to shard
     old = cuda and torch.cuda.get_device_capability()[0] < 8 and model.dtype == torch.bfloat16
     shard(
@@ -100,26 +96,20 @@ def load(folder: str) -> tuple[Any, Any]:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # a bar in a log file is a line a tick
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    told = f"{base} (the base model of {folder})" if adapter else base
+    file, fields = check_folder(base)
+    with reading(file if fields else told, "cannot be loaded", fields, NEEDED):
         # Said, not left out: where it is left out, transformers asks on stdin whether to run the folder's code.
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        check_layers(config, file)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    with reading(folder if adapter else base, "cannot be loaded", advice=NEEDED):
         if adapter:
             model = PeftModel.from_pretrained(model, folder)
         named = folder if _has_tokenizer(folder) else base
         tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-    except READ_ERRORS as error:
-        raise _unreadable(f"{base} (the base model of {folder})" if adapter else base, error) from error
     return model.to(device).eval(), tokenizer
-
-
-def _unreadable(folder: str, error: Exception) -> UserError:
-    first = str(error).strip().splitlines()[0]
-    return UserError(
-        f"{folder}: cannot be loaded: {first}; needed: a model folder with config.json and safetensors, an adapter folder, "
-        "or a hub id"
-    )
 
 
 def _check_folder(folder: str) -> None:

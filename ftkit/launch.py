@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,11 +47,13 @@ class Stop:
         asked: Whether it was asked.
         rank: Of this process.
         refused: File in which the launcher looks for the error; None under an outer launcher, where stderr is for that.
+        listened: Signals that it takes as the wish to end.
     """
 
     asked: bool = False
     rank: int = 0
     refused: Path | None = None
+    listened: list[signal.Signals] = field(default_factory=list)
 
     def listen(self, *numbers: signal.Signals) -> None:
         """Take these signals as the wish to end, from now on; SIGHUP only where `nohup` has not silenced it."""
@@ -62,6 +64,12 @@ class Stop:
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, ask)
+                self.listened.append(number)
+
+    def done(self) -> None:
+        """Take no signal as a wish to end any more: the work is done, and this process only leaves."""
+        for number in self.listened:  # not the default: Python restores that for handlers of its own when it ends
+            signal.signal(number, signal.SIG_IGN)
 
     def leave(self, error: UserError) -> NoReturn:
         """End this process at once, from any thread, with an error for the user.
@@ -76,6 +84,10 @@ class Stop:
         os._exit(error.exit_code)
 
 
+MOST_CPU_RANKS = 256
+"""Processes without a GPU: each imports torch, which takes 300 MiB."""
+
+
 def check_ranks(ranks: int, gpus: int) -> None:
     """Refuse more ranks than GPUs, before anything is started.
 
@@ -86,6 +98,11 @@ def check_ranks(ranks: int, gpus: int) -> None:
     Raises:
         UserError: Two ranks would share a GPU.
     """
+    if not gpus and ranks > MOST_CPU_RANKS:
+        raise UserError(
+            f"{ranks} ranks were asked for and this box has no usable GPU: at most {MOST_CPU_RANKS} share its cores; lower "
+            "--nproc or ranks"
+        )
     if gpus and ranks > gpus:
         raise UserError(
             f"{ranks} ranks were asked for and this box has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
@@ -274,6 +291,7 @@ def _work(entry: str, args: tuple[Any, ...], stop: Stop) -> Any:
     """Call the entry, write its error where the launcher looks for it, and leave the process group if it ended well."""
     module, _, function = entry.partition(":")
     result = record(getattr(importlib.import_module(module), function))(stop, *args)
+    stop.done()
     if dist.is_initialized():
         dist.destroy_process_group()
     return result

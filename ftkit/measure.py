@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaModel
 from ftkit.engine.comm import Communicator
 from ftkit.engine.host_adam import HostAdamW
 from ftkit.launch import Stop
+from ftkit.ownership import PROFILE_MARK
 from ftkit.plan.memory import GIB
 from ftkit.plan.schedule import ADAM_BYTES
 from ftkit.run_folder import write
@@ -96,7 +97,7 @@ def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, rank
 def write_profile(path: Path, told: dict[str, Any], ranks: int) -> None:
     """Write a profile as YAML."""
     lines = yaml.safe_dump(told, sort_keys=False)
-    write(path, f"# measured by ftkit doctor --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
+    write(path, f"{PROFILE_MARK} --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
 
 
 # --- the figures

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from ftkit.arguments import compute_dtype, engine_settings, lora_config
 from ftkit.errors import UserError
@@ -24,6 +23,7 @@ from ftkit.hf.blocks import divisible, find_blocks, model_shape
 from ftkit.hf.fusing import unusable
 from ftkit.hf.head import HeadLoss, proven_head_loss
 from ftkit.hf.loading import load_model
+from ftkit.hf.model_config import read_config
 from ftkit.hf.settings import DTYPES, EngineSettings
 from ftkit.hf.shapes import disk_free, forced_of, limits_here
 from ftkit.plan.architectures import architectures
@@ -56,14 +56,19 @@ def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
     """Return what the plan of a recipe is made of; raises `UserError` as `plan_recipe`."""
     model = model_of(recipe)
     if box is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        limits = limits_here(settings_of(recipe), device, ranks)
-        limits = replace(limits, disk_bytes=disk_room(recipe))
-        return ask_model(recipe, model, ranks, limits, box_here(recipe))
+        return ask_here(recipe, model, ranks)
     wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
     if wanted == "bf16" and box.dtype == "fp16":
         raise UserError(f"train.dtype: the GPUs of {box.name} have no bf16 (they would emulate it); use auto, fp16 or fp32")
     return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype=wanted)
+
+
+def ask_here(recipe: Recipe, model: Any, ranks: int) -> Asked:
+    """Return what the plan of a recipe on this machine is made of, for a model that is built; raises as `plan_recipe`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limits = limits_here(settings_of(recipe), device, ranks)
+    limits = replace(limits, disk_bytes=disk_room(recipe))
+    return ask_model(recipe, model, ranks, limits, box_here(recipe))
 
 
 def box_here(recipe: Recipe) -> Box | None:
@@ -226,21 +231,12 @@ def model_of(recipe: Recipe) -> Any:
         known = architectures().get(told.name)
         config = None if known is None else known.config
     if config is None:
-        try:
-            config = AutoConfig.from_pretrained(
-                told.name, revision=told.revision, trust_remote_code=told.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"no configuration could be read from {told.name}: {reason}; needed: a folder with config.json, a hub id "
-                "that can be reached, or model.config"
-            ) from error
+        config = read_config(told.name, None, told.revision, trust_remote_code=told.trust_remote_code)
     return build(recipe, None, config)
 
 
 def build(recipe: Recipe, name: str | None, config: Any) -> Any:
-    """Build a model on the meta device, the recipe's adapter included.
+    """Build a model, the recipe's adapter included; without a name on the meta device.
 
     Args:
         name: folder or hub id with weights, or None. config: configuration, where it is not the folder's.
@@ -257,7 +253,7 @@ def build(recipe: Recipe, name: str | None, config: Any) -> Any:
             trust_remote_code=recipe.model.trust_remote_code,
             adapter=lora_config(recipe.adapter, recipe.task),
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         if recipe.adapter is None or isinstance(error, UserError):
             raise
         raise UserError(f"adapter: PEFT refuses it for this model: {error}") from error

@@ -7,12 +7,13 @@ text, which holds no questions. What it costs: the first rows of the file are re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
 from ftkit.errors import UserError
+from ftkit.hf.columns import without
 from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row
 from ftkit.hf.rows import Source
 from ftkit.recipe import Show
@@ -40,25 +41,29 @@ class Question:
         return self.turns[-1]["content"]
 
 
-def questions(show: Show) -> list[Question]:
+def questions(show: Show, ignore_columns: Sequence[str] = ()) -> list[Question]:
     """Return the questions of a recipe.
+
+    Args:
+        show: The section of the recipe.
+        ignore_columns: Names of columns and keys to read without, as in training.
 
     Raises:
         UserError: The file has no row with a question and an answer.
     """
     if show.path is None:
         return [Question(({"role": "user", "content": prompt},)) for prompt in show.prompts]
-    found = list(islice(_of_file(show.path), show.count))
+    found = list(islice(_of_file(show.path, frozenset(ignore_columns)), show.count))
     if not found:
         raise UserError(f"show.path: {show.path} has no row with a question and an answer; write show.prompts instead")
     return found
 
 
-def _of_file(path: str) -> Iterator[Question]:
+def _of_file(path: str, ignored: frozenset[str]) -> Iterator[Question]:
     rows = []
     for row in islice(Source(path=path).rows(), ROWS_LOOKED_AT):
         with suppress(BadRowError):  # training and evaluation report those
-            rows.append(parse_record(row.record))
+            rows.append(without(parse_record(row.record), ignored, set()))
     kind = detect(rows, path)
     for row in rows:
         with suppress(BadRowError):

@@ -48,6 +48,10 @@ def _bundled_folder() -> Path:
 
 
 def _expand(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; write a name")
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which no name of a file or folder can")
     if text.startswith("bundled/"):
         return str(_bundled_folder() / text.removeprefix("bundled/"))
     return os.path.expanduser(text)
@@ -69,6 +73,8 @@ def _existing(text: str, info: ValidationInfo) -> str:
 def _alike(text: str) -> str:
     """Return a hint at what lies beside a missing file under nearly its name."""
     folder, name = os.path.split(text)
+    if os.path.islink(text):
+        return f"; it is a symbolic link to {os.readlink(text)}, which is not there"
     with suppress(OSError):
         close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
         return f"; did you mean {_shorten(os.path.join(folder, close[0]))}?" if close else ""
@@ -115,6 +121,10 @@ ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing)
 RowsPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_rows), _short]
 ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
 Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
+Bounded = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(_number)]  # more is a slip of the pen
+Length = Annotated[int, Field(ge=2, lt=2**31), BeforeValidator(_number)]  # positions are 32-bit; one token predicts nothing
+Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_number)]  # what numpy takes
+Epochs = Annotated[float, Field(gt=0, le=10**6), BeforeValidator(_number)]
 CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Real = Annotated[float, BeforeValidator(_number)]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
@@ -149,6 +159,8 @@ class Model(Section):
             raise ValueError("found both `name` (to fine-tune) and `config` (to train from scratch); keep one")
         if self.name is None and self.tokenizer is None:
             raise ValueError("a model from `config` needs a `tokenizer` (folder or hub id)")
+        if self.revision is not None and (self.name is None or os.path.isdir(self.name)):
+            raise ValueError("found `revision`, which is of a hub id, and a folder or a `config`; remove it")
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("an inline `config` needs `model_type`, for example llama")
         if isinstance(self.config, dict) and "quantization_config" in self.config:
@@ -185,9 +197,15 @@ class Data(Section):
     split: str = Field("train", description="split of a hub data set")
     format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")
     sources: tuple[DataSource, ...] = Field((), description="several data sets with weights, instead of path or name")
-    sequence_tokens: Count = Field(1024, description="tokens of a sequence; longer ones are cut, and that is reported")
+    sequence_tokens: Length = Field(
+        1024, description="tokens of a sequence; longer samples are cut, or split (`long_text`), and that is reported"
+    )
+    long_text: Literal["split", "cut", "stop"] = Field("split", description="plain text that is longer than a sequence")
+    ignore_columns: Texts = Field((), description="columns of rows, and keys such as messages.name, to train without")
     packing: bool = Field(False, description="fill each sequence with several rows, positions restarting per row")
-    loss_on: Literal["answers", "all"] = Field("answers", description="tokens that count in the loss")
+    loss_on: Literal["answers", "marks", "all"] = Field(
+        "answers", description="tokens that count in the loss; marks = what the chat template marks, without comparison"
+    )
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="stop before training, or skip and count")
     cache_dir: PathText | None = Field(None, description="where prepared rows are kept; default: that of `datasets`")
     workers: Count | None = Field(None, description="processes that prepare rows; default: one a core, at most 8")
@@ -232,10 +250,12 @@ class Eval(Section):
 class Train(Section):
     """How much is trained."""
 
-    batch_tokens: Count = Field(65536, description="tokens of one optimizer step, all ranks together")
-    epochs: Positive = Field(1.0, description="passes over the data")
-    max_steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
-    seed: CountOrZero = Field(17, description="of weights, dropout and the order of samples")
+    batch_tokens: Bounded = Field(
+        65536, description="tokens of one optimizer step, all ranks together; default: so many, or whole sequences below"
+    )
+    epochs: Epochs = Field(1.0, description="passes over the data")
+    max_steps: Bounded | None = Field(None, description="optimizer steps; wins over epochs")
+    seed: Seed = Field(17, description="of weights, dropout and the order of samples")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; masters are fp32")
     neftune_noise_alpha: NotNegative | None = Field(None, description="noise on the embeddings (NEFTune)")
     label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
@@ -302,6 +322,9 @@ class Engine(Section):
     kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
         "auto", description="fused kernels where they agree with the model's modules"
     )
+    loss_reduction: Literal["auto", "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"] = Field(
+        "auto", description="how the loss scales with its batch; auto = found out at the first step"
+    )
     affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
 
@@ -358,6 +381,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _together(self) -> Recipe:
         batch_tokens, sequence_tokens = self.train.batch_tokens, self.data.sequence_tokens
+        if batch_tokens % sequence_tokens and "batch_tokens" not in self.train.model_fields_set:
+            sequences = 1 << (max(1, batch_tokens // sequence_tokens).bit_length() - 1)  # a power of 2: most ranks share it
+            batch_tokens = sequences * sequence_tokens
+            train = self.train.model_copy(update={"batch_tokens": batch_tokens})
+            object.__setattr__(self, "train", train)  # while it is made: it is frozen afterwards
         if batch_tokens % sequence_tokens:
             raise ValueError(
                 f"train.batch_tokens is {batch_tokens} and data.sequence_tokens {sequence_tokens}: a step needs whole "
@@ -500,7 +528,8 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
         return micro_batch, each // micro_batch
     if accumulation != "auto":
         return each // accumulation, accumulation
-    fitting = [count for count in _divisors(each) if count * recipe.data.sequence_tokens <= AUTO_MICRO_BATCH_TOKENS]
+    most = min(each, AUTO_MICRO_BATCH_TOKENS // recipe.data.sequence_tokens)
+    fitting = [count for count in range(1, most + 1) if each % count == 0]
     micro = max(fitting, default=1)
     return micro, each // micro
 
@@ -508,10 +537,6 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
 # Tokens of one forward on one rank when nothing is forced: enough to fill a V100, few enough for the kept inputs of a
 # 13B model on 16 GB. The plan will choose it from the memory granted.
 AUTO_MICRO_BATCH_TOKENS = 4096
-
-
-def _divisors(number: int) -> list[int]:
-    return [count for count in range(1, number + 1) if number % count == 0]
 
 
 def _nearest_multiple(number: int, step: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from ftkit.recipe_peers import NOTES, PEERS
 from ftkit.yaml_lines import Document, KeyPath, Problem, dotted
 
 _QUANTISED = (
@@ -114,8 +115,10 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
     elsewhere = [name for name, inner in _sections(root).items() if key in inner.model_fields]
     if elsewhere and len(path) > 1 and key not in root.model_fields:
         return f"unknown key (did you mean '{elsewhere[0]}.{key}'?)"
+    if key in PEERS:
+        return f"unknown key; here it is '{PEERS[key]}'{NOTES.get(PEERS[key], '')}"
     known = list(section.model_fields) if section is not None else []
-    hint = _did_you_mean(key, known)
+    hint = _did_you_mean(key, known) or _did_you_mean_elsewhere(key, root)
     if not hint and elsewhere:
         hint = f" (did you mean '{elsewhere[0]}.{key}'?)"
     return f"unknown key{hint}" if hint else f"unknown key; known here: {', '.join(known)}"
@@ -124,6 +127,13 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
 def _did_you_mean(word: str, known: list[str]) -> str:
     nearest = difflib.get_close_matches(word, known, 1)
     return f" (did you mean '{nearest[0]}'?)" if nearest else ""
+
+
+def _did_you_mean_elsewhere(word: str, root: type[BaseModel]) -> str:
+    """Return a hint at a key of any section that is spelled nearly so."""
+    keys = {inner: f"{name}.{inner}" for name, section in _sections(root).items() for inner in section.model_fields}
+    nearest = difflib.get_close_matches(word, keys, 1, cutoff=0.8)
+    return f" (did you mean '{keys[nearest[0]]}'?)" if nearest else ""
 
 
 def _brief(value: Any) -> str:

@@ -12,6 +12,7 @@ It refuses data with fewer samples than a step. What it costs: up to one step's 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -29,10 +30,14 @@ from ftkit.hf.evaluation import row_statistics
 from ftkit.hf.head import head_loss
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
+from ftkit.hf.run_checkpoints import remove_unfinished, set_aside
 from ftkit.hf.samples import IGNORED_LABEL
-from ftkit.hf.trainer import Trainer, remove_unfinished, set_aside
+from ftkit.hf.trainer import Trainer
+from ftkit.ownership import strangers_in_checkpoint
 from ftkit.run_folder import RunFolder, step_of
 from ftkit.words import counted
+
+logger = logging.getLogger(__name__)
 
 
 class WholeSteps(torch.utils.data.Sampler):
@@ -180,11 +185,8 @@ class RecipeTrainer(Trainer):
             shares = self.all_ranks(own) if self.engine_is_on else [own]
             refuse_leak(self.model, max((share for share in shares if share is not None), default=0.0))
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, and begin the next sum of losses at zero: the Trainer subtracts, which keeps a NaN."""
-        super().log(logs, start_time)
-        if "loss" in logs:
-            self._tr_loss.zero_()
+    def take_failure(self, problem: str) -> None:
+        """Leave it to the run, which writes its summary first."""
 
     def step_loss(self) -> float:
         """Return the loss of the step whose backward is done, the mean over ranks. A collective, once a step."""
@@ -227,7 +229,8 @@ class RecipeTrainer(Trainer):
     def retire_checkpoints(self, newest: Path) -> None:
         """Keep the last `keep` up to the newest, and the best; one of a later step is none of this run's yet.
 
-        One that was passed over as damaged counts for none, and goes with those of its age.
+        One that was passed over as damaged counts for none, and goes with those of its age. One with a file of the user's
+        stays.
         """
         self.damaged.discard(newest)  # written again
         if self.keep is None:
@@ -237,7 +240,11 @@ class RecipeTrainer(Trainer):
         evaluated = [path for path in known if step_of(path) in self.evaluated]
         best = min(evaluated, key=lambda path: self.evaluated[step_of(path)], default=None)
         for path in there[: there.index(known[-self.keep :][0])]:
-            if path != best:
+            if path == best:
+                continue
+            if strangers := strangers_in_checkpoint(path):
+                logger.warning("%s stays: %s in it is a file of yours", path, strangers[0].name)
+            else:
                 set_aside(path)
         remove_unfinished(newest.parent)
 

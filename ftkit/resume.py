@@ -15,7 +15,8 @@ from ftkit.engine.checkpoint import check_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.manifest import MANIFEST, read_manifest
 from ftkit.errors import UserError
-from ftkit.hf.trainer import ENGINE_FOLDER, check_folder
+from ftkit.hf.base import BASE, check_base, note_before_sharding
+from ftkit.hf.run_checkpoints import ENGINE_FOLDER, check_folder
 from ftkit.recipe import Recipe
 from ftkit.resumed import compare
 
@@ -71,6 +72,15 @@ def check_noted(checkpoint: str, recipe: Recipe, digest: str) -> None:
             f"{digest}. Put data, tokenizer and chat template back to continue that run, or start a new one: without "
             "--resume, with --set output.dir=PATH"
         )
+
+
+def check_noted_base(checkpoint: str, model: Any) -> None:
+    """Raise UserError if a checkpoint was trained on another base than a model that is not sharded yet.
+
+    The Trainer compares the frozen weights in memory, too, once it has restored them.
+    """
+    noted_base = read_manifest(Path(checkpoint) / ENGINE_FOLDER)["extra"].get(BASE)
+    check_base(noted_base, note_before_sharding(model), checkpoint)
 
 
 def _problem(path: Path, comm: Communicator) -> str | None:

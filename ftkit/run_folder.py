@@ -11,29 +11,37 @@
     trace.json              one step of rank 0, in the format of Chrome's trace viewer
     checkpoint-N/           what --resume continues from
     model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
+    model-files.json        the names and sizes of the files of model/
 
 It refuses a place that cannot be written, before any rank is started, and to mix a new run with what an old one left:
 checkpoints, a model, a summary. What it costs: those must be resumed from, moved, or given up with --overwrite, which
 removes the files above and nothing else; the summary goes first, so that a summary always belongs to the run that is there.
+A file or folder under one of these names that no run wrote (`ownership`) is the user's: it stops the run, with and without
+--overwrite and --resume.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftkit import ownership
 from ftkit.errors import UserError
 
 LOCK = ".lock"
+SHOWN = 3
+"""Foreign files that a message names."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +106,17 @@ class RunFolder:
         """The Hugging Face folder."""
         return self.path / "model"
 
+    @property
+    def model_list(self) -> Path:
+        """The names and sizes of the files of `model`."""
+        return self.path / "model-files.json"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that a run writes, beside those of `model` and of checkpoints; the summary first."""
+        first = (self.summary, self.recipe, self.metrics, self.divergences, self.per_example, self.guard)
+        return (*first, self.standing, self.report, self.trace, self.model_list)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder for one run; the kernel lets go of it when this process ends, however it ends.
@@ -108,17 +127,17 @@ class RunFolder:
         path = self.path / LOCK
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_special()
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
             raise self._unwritable(error) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(handle)
-            raise UserError(
-                f"output.dir: {self.path} belongs to a run that is going on; wait for its end, or choose another folder "
-                "with --set output.dir=PATH"
-            ) from None
+            raise self.held_error() from None
         try:
             yield
         finally:
@@ -138,10 +157,43 @@ class RunFolder:
             os.close(handle)
         return False
 
-    def _unwritable(self, error: OSError) -> UserError:
+    def held_error(self) -> UserError:
+        """Return the error of a folder in which another run goes on."""
         return UserError(
-            f"output.dir: {self.path} cannot be written ({error.strerror}); choose another folder with --set output.dir=PATH"
+            f"output.dir: {self.path} belongs to a run that is going on; wait for its end, or choose another folder "
+            "with --set output.dir=PATH"
         )
+
+    def _unwritable(self, error: OSError | ValueError) -> UserError:
+        reason = getattr(error, "strerror", None) or error
+        return UserError(
+            f"output.dir: {str(self.path)!r} cannot be written ({reason}); choose another folder with --set output.dir=PATH"
+            if "\0" in str(self.path)
+            else f"output.dir: {self.path} cannot be written ({reason}); choose another folder with --set output.dir=PATH"
+        )
+
+    def check_place(self) -> None:
+        """Raise what `prepare` would raise of the place itself, and leave nothing behind.
+
+        Raises:
+            UserError: The folder cannot be made or written.
+        """
+        try:
+            nearest = next(each for each in (self.path, *self.path.absolute().parents) if os.path.lexists(each))
+            if not nearest.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            with tempfile.TemporaryFile(dir=nearest):
+                pass
+            self._refuse_special()
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+
+    def _refuse_special(self) -> None:
+        """Refuse the root of the file system: nobody means it."""
+        if self.path.resolve() == Path(self.path.resolve().anchor):
+            raise UserError("output.dir: / is the root of the file system; name a folder for the run")
 
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
@@ -178,29 +230,92 @@ class RunFolder:
         Raises:
             UserError: The folder cannot be written; the checkpoint is not there; a new run would mix with an old one.
         """
+        self._refuse_both(resume, overwrite=overwrite)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+            self._refuse_special()
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+        if not owner and overwrite:
+            return []
+        checkpoints = self.check(resume, overwrite=overwrite, inputs=inputs)
+        if owner:
+            self._remove_unfinished()
+        if overwrite:
+            self._remove_earlier_run()
+        if owner:
+            self._part_links()
+            self.guard.unlink(missing_ok=True)  # of the run before
+        return checkpoints
+
+    def check(self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = ()) -> list[Path]:
+        """Refuse what `prepare` refuses of what lies in the folder, change nothing, and return what it returns.
+
+        Args:
+            resume, overwrite, inputs: see `prepare`.
+
+        Raises:
+            UserError: See `prepare`.
+        """
+        self._refuse_both(resume, overwrite=overwrite)
+        self._refuse_inputs(inputs, overwrite=overwrite)
+        self._refuse_foreign(overwrite=overwrite)
+        checkpoints = self._checkpoints(resume)
+        if not checkpoints and not overwrite:
+            self._refuse_earlier_run()
+        return checkpoints
+
+    def _refuse_both(self, resume: str | None, *, overwrite: bool) -> None:
         if overwrite and resume is not None:
             raise UserError(
                 "found both --overwrite (remove what the earlier run left) and --resume (continue it); keep one"
             )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f".writable-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise self._unwritable(error) from None
-        if not owner and overwrite:
-            return []
-        if owner:
-            self._remove_unfinished()
-        if overwrite:
-            self._remove_earlier_run(inputs)
-        checkpoints = self._checkpoints(resume)
-        if not checkpoints:
-            self._refuse_earlier_run()
-        if owner:
-            self.guard.unlink(missing_ok=True)  # of the run before
-        return checkpoints
+
+    def _refuse_inputs(self, inputs: Iterable[str], *, overwrite: bool) -> None:
+        """Refuse a run that reads what it writes, replaces or removes."""
+        inputs = list(inputs)
+        found = ownership.reads_within(inputs, [*self.files, self.model, *self.checkpoints()])
+        if found is not None:
+            name, path = found
+            does = "--overwrite would remove" if overwrite else "output.dir: the run writes, and may remove,"
+            raise UserError(
+                f"{does} {path}, and the recipe reads {name}; choose another folder with --set output.dir=PATH"
+            )
+
+    def _refuse_foreign(self, *, overwrite: bool) -> None:
+        """Refuse to begin where something under a name of ours is the user's."""
+        foreign = [path for path in self.files if not ownership.is_ours(path)]
+        foreign += ownership.strangers_in_model(self.model, self.model_list)
+        checkpoints = self.checkpoints()
+        foreign += [path for path in checkpoints if not ownership.is_our_checkpoint(path)]
+        if overwrite:  # removes them whole
+            foreign += [each for path in checkpoints for each in ownership.strangers_in_checkpoint(path)]
+        if foreign:
+            shown = ", ".join(str(path) for path in foreign[:SHOWN]) + ", …" * (len(foreign) > SHOWN)
+            raise UserError(
+                f"output.dir: no run of ftkit wrote {shown}, or it was changed since; this run would replace or remove it. "
+                "Move it away, or choose another folder with --set output.dir=PATH"
+            )
+
+    def _part_links(self) -> None:
+        """Give the files that lines are added to an inode of their own: another name of theirs may be a backup."""
+        for path in (self.metrics, self.divergences):
+            with suppress(OSError):
+                if path.lstat().st_nlink > 1:
+                    write(path, path.read_text(encoding="utf-8", errors="replace"))
+
+    def list_model(self, *, whole: bool) -> None:
+        """Note the files of `model`: that they are about to be written, or, once they are whole, their names and sizes."""
+        self.model.mkdir(exist_ok=True)
+        write(self.model_list, ownership.list_model(self.model, whole=whole))
+
+    def write_recipe(self, text: str) -> None:
+        """Write recipe.yaml under a comment with its checksum."""
+        write(self.recipe, ownership.marked_recipe(text))
 
     def _remove_unfinished(self) -> None:
         """Remove checkpoints that a killed run was writing, or had set aside."""
@@ -233,23 +348,13 @@ class RunFolder:
                 f"{otherwise}"
             )
 
-    def _remove_earlier_run(self, inputs: Iterable[str]) -> None:
-        """Remove what a run writes here, and nothing else; the ranks of an outer job may all do it at once.
+    def _remove_earlier_run(self) -> None:
+        """Remove what an earlier run wrote here, and nothing else; the ranks of an outer job may all do it at once.
 
         Raises:
-            UserError: This run reads one of those files, or one cannot be removed.
+            UserError: One cannot be removed.
         """
-        files = (self.summary, self.recipe, self.metrics, self.divergences, self.per_example, self.guard)
-        told = (self.standing, self.report, self.trace)
-        doomed = [*files, *told, self.model, *self.checkpoints()]
-        for name in inputs:
-            within = [path for path in doomed if Path(name).resolve().is_relative_to(path.resolve())]
-            if within and Path(name).exists():
-                raise UserError(
-                    f"--overwrite would remove {within[0]}, and the recipe reads {name}; choose another folder with "
-                    "--set output.dir=PATH"
-                )
-        for path in doomed:
+        for path in (*self.files, self.model, *self.checkpoints()):
             try:
                 with suppress(FileNotFoundError):
                     if path.is_dir() and not path.is_symlink():
@@ -262,7 +367,7 @@ class RunFolder:
     def read_summary(self, recipe: str) -> dict[str, Any]:
         """Return what came of a run that is here with its model; nothing where there is none, or of another recipe."""
         try:
-            same = self.recipe.read_text(encoding="utf-8") == recipe
+            same = ownership.unmarked_recipe(self.recipe.read_text(encoding="utf-8")) == recipe
             found = json.loads(self.summary.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
@@ -299,15 +404,18 @@ def _step(line: str) -> float:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    """Write a file whole or not at all; what a link points to stays as it is."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with suppress(FileNotFoundError):
+        partial.unlink()
+    with open(partial, "x", encoding="utf-8") as file:
+        file.write(text)
     os.replace(partial, path)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all; numbers that JSON has no word for (NaN, infinity) become null."""
-    write(path, json.dumps(_plain(content), indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, marked as ours, whole or not at all; numbers without a JSON word (NaN, infinity) become null."""
+    write(path, json.dumps(_plain(ownership.marked(dict(content))), indent=1) + "\n")
 
 
 def json_line(content: Any) -> str:

@@ -12,9 +12,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ftkit.errors import UserError
+from ftkit.hf.columns import refuse_unmatched
+from ftkit.hf.config_names import check_special_tokens, check_tokenizer_fields
 from ftkit.hf.data import Prepared, prepare, prepare_section, split
 from ftkit.hf.faults import Fault
+from ftkit.hf.model_config import check_folder, read_config, reading
 from ftkit.recipe import Model, Recipe
 
 
@@ -52,19 +54,22 @@ def load_tokenizer(model: Model) -> Any:
     """Load the tokenizer of a recipe.
 
     Raises:
-        UserError: There is none of that name, or it would need its own code.
+        UserError: There is none of that name, it would need its own code, or it names a token that it does not have.
     """
+    name = model.tokenizer_name
     revision = model.revision if model.tokenizer is None else None
-    try:
-        return AutoTokenizer.from_pretrained(
-            model.tokenizer_name, revision=revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"no tokenizer could be loaded from {model.tokenizer_name}: {reason}; needed: a folder with "
-            "tokenizer.json, or a hub id; set model.name or model.tokenizer"
-        ) from error
+    _, fields = check_folder(name)
+    needed = "needed: a folder with tokenizer.json, or a hub id; set model.name or model.tokenizer"
+    with reading(name, "no tokenizer could be loaded from it", advice=needed):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        except Exception:
+            if fields:  # transformers reads it for the tokenizer's class: what is wrong with it is no tokenizer's fault
+                read_config(name, None, trust_remote_code=model.trust_remote_code)
+            raise
+    check_tokenizer_fields(name)
+    check_special_tokens(tokenizer, name)
+    return tokenizer
 
 
 def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
@@ -74,7 +79,7 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
         UserError: See `ftkit.hf.data.prepare`.
     """
     data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
-    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task)
+    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task, must_match=False)
     train, evaluation, apart = prepared.dataset, None, None
     if held_out is not None and held_out.share is not None:
         train, evaluation = split(train, held_out.share, seed)
@@ -86,10 +91,14 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
             loss_on=data.loss_on,
             on_bad_row=data.on_bad_row,
             task=recipe.task,
+            long_text=data.long_text,
+            ignore_columns=data.ignore_columns,
+            must_match=False,
             cache_dir=data.cache_dir,
             workers=data.workers,
         )
         evaluation = apart.dataset
+    refuse_unmatched(data.ignore_columns, [each.report for each in (prepared, apart) if each is not None])
     if held_out is not None and held_out.max_rows is not None:
         evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
     return Rows(train, evaluation, replace(prepared, dataset=train), apart)

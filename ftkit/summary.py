@@ -66,6 +66,8 @@ def summarise(
         "tokens_per_second": (tokens - tokens_before) / seconds if seconds else None,
         "divergences": diverged_steps(folder.divergences),
         "train_loss": _mean_loss(trainer.state.log_history),
+        "train_losses": len(_losses(trainer.state.log_history)),
+        "train_losses_left_out": sum(not math.isfinite(loss) for loss in _losses(trainer.state.log_history)),
         "eval_loss_before": first.loss if first else None,
         "eval_loss_after": after.loss if after else None,
         "eval_before": first.summary() if first else None,
@@ -127,8 +129,12 @@ def _best(trainer: RecipeTrainer) -> dict[str, Any] | None:
 
 
 def _mean_loss(history: list[dict[str, Any]]) -> float | None:
-    losses = [line["loss"] for line in history if "loss" in line and math.isfinite(line["loss"])]
+    losses = [loss for loss in _losses(history) if math.isfinite(loss)]
     return float(np.mean(losses)) if losses else None
+
+
+def _losses(history: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in history if "loss" in line]
 
 
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
@@ -177,8 +183,12 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     lines = [("steps", f"{steps}: {done} before this start; {made}" if done else made)]
     if summary["divergences"]:
         lines.append(("gone wrong", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
+    out, logged = summary.get("train_losses_left_out", 0), summary.get("train_losses", 0)
     if summary["train_loss"] is not None:
-        lines.append(("train loss", f"{summary['train_loss']:.4f}"))
+        told = f" (the mean without {out} of {logged} logged losses, which were not finite)" if out else ""
+        lines.append(("train loss", f"{summary['train_loss']:.4f}{told}"))
+    elif out:
+        lines.append(("train loss", f"none of the {logged} logged losses was finite"))
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if before is not None and after is not None:
         change = 100 * (after / before - 1)
@@ -205,4 +215,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("fp16", summary["fp16"]["told"]))
     if moved := [each for each in summary["nvme_per_rank"] if each is not None]:
         lines.append(("NVMe", _nvme_line(moved, seconds)))
-    return [*lines, ("model", str(folder.model)), ("results", str(folder.path))]
+    if summary.get("problem") is not None:
+        lines.insert(0, ("FAILED", summary["problem"]))
+    model = str(folder.model) if folder.model.exists() else "none was written"
+    return [*lines, ("model", model), ("results", str(folder.path))]

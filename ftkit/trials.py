@@ -32,10 +32,11 @@ from ftkit.arguments import lora_config, training_arguments
 from ftkit.engine.comm import Communicator
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.finetune import build_model, check_fit, follow_plan, make_trainer
+from ftkit.finetune import follow_plan, make_trainer
 from ftkit.hf.blocks import units_of
-from ftkit.hf.loading import TASKS
+from ftkit.hf.tasks import TASKS
 from ftkit.launch import Stop
+from ftkit.parts import build_model, check_fit
 from ftkit.recipe import Recipe
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.resume import first_whole

@@ -11,6 +11,7 @@ What cannot be run on this box is listed with its reason. What it costs: minutes
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from ftkit.arguments import compute_dtype
 from ftkit.errors import UserError
+from ftkit.ownership import is_ours
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.planning import plan_recipe
 from ftkit.recipe import Recipe, split_batch
@@ -35,6 +37,9 @@ PLANNED = "as planned"
 TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
 """Of loss and gradient norm, relative: what rounding in a dtype may do within some steps, against fp32 where that fits."""
 LEAST_STEPS = 4
+VERDICTS = "verify.json"
+TRIALS = ".trials.json"
+"""The folders of trials that are there, or may be after a kill."""
 
 Runner = Callable[[Sequence[Trial], int], list[Trajectory]]
 """(trials, ranks): runs trials of as many ranks, one after the other, in processes of their own."""
@@ -152,6 +157,7 @@ def verify(
     split_batch(recipe, ranks)
     folder.mkdir(parents=True, exist_ok=True)
     trials = trials_of(recipe, ranks, most_ranks, folder, steps)
+    _claim(folder, [Path(trial.recipe.output.dir).name for trial in trials])
     found: list[Trajectory] = []
     try:
         for group in groups(trials):
@@ -160,7 +166,29 @@ def verify(
     finally:
         for trial in trials:
             shutil.rmtree(trial.recipe.output.dir, ignore_errors=True)
+        (folder / TRIALS).unlink(missing_ok=True)
     return verdicts(found, compute_dtype(recipe.train.dtype), steps)
+
+
+def _claim(folder: Path, names: Sequence[str]) -> None:
+    """Note the folders of the trials, which are removed at the end; what a killed `ftkit verify` noted may be there.
+
+    Raises:
+        UserError: one of them, or the file of verdicts, is there and is the user's.
+    """
+    try:
+        noted = json.loads((folder / TRIALS).read_text()) if is_ours(folder / TRIALS) else {}
+    except (OSError, ValueError):
+        noted = {}
+    known = noted.get("trials") or []
+    foreign = [name for name in names if (folder / name).exists() and name not in known]
+    foreign += [name for name in (TRIALS, VERDICTS) if not is_ours(folder / name)]
+    if foreign:
+        raise UserError(
+            f"output.dir: no `ftkit verify` wrote {folder / foreign[0]}, and this one would replace or remove it; move it "
+            "away, or choose another folder with --set output.dir=PATH"
+        )
+    write_json(folder / TRIALS, {"trials": sorted({*known, *names})})
 
 
 def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ftkit.errors import MemoryShort, refusal
+from ftkit.errors import LostRank, MemoryShort, refusal
 
 if TYPE_CHECKING:  # the door catches the errors of this file, and must not pay for torch
     from torch.distributed.elastic.multiprocessing.api import PContext
@@ -283,14 +283,18 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
             kind = 0 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 2
         else:
             kind = 3 if LOST_CONNECTION.search(failure.message) and not failure.refusal else 1
-        if isinstance(refusal(failure.refusal, failure.exit_code), MemoryShort) and failure.refusal:
+        known = refusal(failure.refusal, failure.exit_code) if failure.refusal else None
+        if isinstance(known, MemoryShort):
             kind = -1  # whoever the kernel killed then, died of the same
+        if isinstance(known, LostRank):
+            kind = 3
         return kind, failure.time_ns, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
     if failure.refusal:
-        return refusal(failure.refusal, failure.exit_code)
+        refused = refusal(failure.refusal, failure.exit_code)
+        return RankError(rank, f"{refused}\n{way_out}.") if isinstance(refused, LostRank) else refused
     name = f"rank {rank} (pid {pids[rank]})"
     resume = f"The other ranks were ended; {way_out}."
     if failure.message:

@@ -98,7 +98,7 @@ def test_the_door_opens_quickly():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--set", "train.epoch=3"), "train.epoch: unknown key (did you mean 'epochs'?)"),
+        (("--set", "train.epoch=3"), "train.epoch: unknown key; here it is 'train.epochs'"),
         (("--set", "optimizer.lr=fast"), "--set optimizer.lr=fast: optimizer.lr: found 'fast', needs a number"),
         (("--set", "data.path=nowhere.jsonl"), "data.path: no such file or folder: nowhere.jsonl"),
         (("--set", "model.name=./nowhere"), "model.name: no such file or folder: ./nowhere"),
@@ -260,7 +260,7 @@ def test_faults_that_show_with_the_model(capsys, places, base, tmp_path):
     def told(*settings):
         return refusal(capsys, "finetune", places(), "--dry-run", *(w for each in settings for w in ("--set", each)))
 
-    assert "PEFT refuses it" in told("adapter.targets=[no_such_module]")
+    assert "'no_such_module' matches no module of LlamaForCausalLM" in told("adapter.targets=[no_such_module]")
     shutil.copytree(base, tmp_path / "other")
     other = PreTrainedTokenizerFast.from_pretrained(tmp_path / "other")
     other.add_tokens([f"word{number}" for number in range(20)])

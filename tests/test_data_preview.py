@@ -11,10 +11,11 @@ from rich.console import Console
 import ftkit
 from ftkit import cli
 from ftkit.errors import UserError
-from ftkit.finetune import build_model, dry_run
+from ftkit.finetune import dry_run
 from ftkit.hf.data import split
 from ftkit.hf.faults import Marks
 from ftkit.hf.shown import pieces_of, row_at, sample_of
+from ftkit.parts import build_model
 from ftkit.recipe import load
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
 
@@ -157,18 +158,49 @@ def test_the_notebooks_element_keeps_its_style_to_itself(recipe):
 
 
 def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recipe, capsys):
-    path = recipe([chat("1+1?", "two"), chat("2+2?", "four")], TEMPLATE.replace("== 'assistant'", "== 'nobody'"))
+    rows = [chat("1+1?", "two"), chat("2+2?", "four")]
+    for row in rows:
+        row["messages"][-1]["weight"] = 0
+    path = recipe(rows)
     with pytest.raises(SystemExit) as left:
         cli.main(["data", str(path), "--page", str(path.with_suffix(".html"))])
     assert left.value.code == 2
     said = capsys.readouterr().out
     assert "a run would not begin with these data: 2 of 2 rows cannot be used:" in said
     assert "rows.jsonl:1: has nothing to learn in its 14 tokens" in said
-    assert "<begin>Q:1+1?<end>Q:two<end>" in said
+    assert "<begin>Q:1+1?<end>A:two<end>" in said
     assert "⟦" not in said.partition("read only")[2]
     assert "A run would not begin" in path.with_suffix(".html").read_text()
     with pytest.raises(UserError, match=r"rows.jsonl:1: has nothing to learn"):
         dry_run(load(str(path)), 1)
+
+
+def test_marks_that_leave_answers_out_are_shown_and_the_run_is_refused(recipe, capsys):
+    path = recipe([chat("1+1?", "two"), chat("2+2?", "four")], TEMPLATE.replace("== 'assistant'", "== 'nobody'"))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["data", str(path)])
+    assert left.value.code == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "leave out turn 2 of the assistant" in said
+    assert "<begin>Q:1+1?<end>Q:two<end>" in said
+    with pytest.raises(UserError, match=r"leave out turn 2 of the assistant"):
+        dry_run(load(str(path)), 1)
+
+
+def test_names_that_nobody_reads_are_listed_and_the_run_is_refused(recipe, capsys):
+    path = recipe([{**chat("1+1?", "two"), "id": 7}, chat("2+2?", "four")])
+    with pytest.raises(SystemExit) as left:
+        cli.main(["data", str(path)])
+    assert left.value.code == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert 'data.ignore_columns: ["id"]' in said
+    assert "⟦two<end>⟧" in said
+    with pytest.raises(UserError, match=r"id: 1 row, the first .*rows.jsonl:1"):
+        dry_run(load(str(path)), 1)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["data", str(path), "--set", "data.ignore_columns=[id]"])
+    assert left.value.code in (0, None)
+    assert "ignored: id (1)" in capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_read_are_told_beside_those_that_can(recipe):

@@ -106,7 +106,13 @@ def test_the_run_ends_without_the_step(home, worlds):
 
 def test_without_a_policy_it_is_told_and_counted(home, worlds):
     text = text_of(home, "continue", "continue")
-    summary = worlds[2].run(spoiled_job, text, {6: math.inf})[0]
+    with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss was not finite at the last step, in 3 of 8"):
+        worlds[2].run(spoiled_job, text, {6: math.inf})
+    summary = json.loads((home / "continue" / "summary.json").read_text())
+    assert summary["problem"].startswith("training failed")
+    assert summary["train_losses_left_out"] == 3
+    assert not (home / "continue" / "model").exists()
+    assert [path.name for path in (home / "continue").glob("checkpoint-*")] == ["checkpoint-4"]
     lines = [json.loads(line) for line in (home / "continue" / "metrics.jsonl").read_text().splitlines()]
     assert lines[5]["loss"] is None, "it is not hidden behind the mean of the others"
     assert [line["divergences"] for line in lines][4:6] == [0, 1]

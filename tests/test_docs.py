@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import ftkit
-from docs import plan_figure, recipe_keys
+from docs import attention_table, plan_figure, recipe_keys
 from ftkit.recipe import Recipe
 from tests import docs_blocks
 from tests.docs_blocks import HERE, BadBlock, blocks, check, execute, furnish, on_a_rank, pages
@@ -61,7 +61,7 @@ READ = [
     ("```python\nx = (\n```", "SyntaxError"),
     ("```bash\nftkit finetune recipe.yaml --max-restart 3\n```", "--max-restart"),
     ("```bash\nftkit train recipe.yaml\n```", "no command 'train'"),
-    ("```bash\nftkit finetune recipe.yaml --set train.epoch=3\n```", "did you mean"),
+    ("```bash\nftkit finetune recipe.yaml --set train.epoch=3\n```", "unknown key; here it is"),
     ("```bash\nftkit plan recipe.yaml --hardware 8xv100-16\n```", "8xv100-16gb"),
     ("```bash\nftkit export checkpoint-1\n```", "argument 'out'"),
     ("    ftkit reports runs/A", "no command 'reports'"),
@@ -124,6 +124,10 @@ def test_indented_blocks_and_tables_are_found_as_a_reader_sees_them() -> None:
 # --- what is generated
 
 
+def test_the_page_of_attention_says_what_the_plan_counts() -> None:
+    assert attention_table.PAGE.read_text() == attention_table.page(), "run `make docs`"
+
+
 def test_the_page_of_keys_is_that_of_the_recipe() -> None:
     assert recipe_keys.PAGE.read_text() == recipe_keys.page(), "run `make docs`"
 
@@ -142,6 +146,12 @@ def test_the_page_of_keys_is_complete() -> None:
 @pytest.mark.slow
 def test_the_figure_is_that_of_the_plan() -> None:
     assert plan_figure.FILE.read_text() == plan_figure.figure(), "run `make docs`"
+
+
+def test_every_module_is_on_the_map() -> None:
+    text = (HERE / "docs" / "architecture.md").read_text()
+    modules = {path.stem for path in (HERE / "ftkit").rglob("*.py")} - {"__init__", "__main__"}
+    assert sorted(name for name in modules if not re.search(rf"\b{name}\b", text)) == []
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftkit.engine.comm import Communicator
 from ftkit.engine.pieces import PieceWriter
 from ftkit.errors import UserError
-from ftkit.finetune import decoder_inputs
 from ftkit.generate import answers
 from ftkit.held_out import HeldOut
 from ftkit.hf.evaluation import row_statistics
+from ftkit.parts import decoder_inputs
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import WholeSteps
 from ftkit.resume import first_whole
@@ -65,7 +65,7 @@ SUMMARY = {
 
 def test_a_run_leaves_its_folder(whole):
     folder, summary = whole
-    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model"}
+    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model", "model-files.json"}
     told = {"report.html", "report.json", "trace.json"}
     assert {path.name for path in folder.iterdir()} == {*names, *told, "recipe.yaml", "summary.json"}
     told = lines(folder)
@@ -456,7 +456,7 @@ def full_disk_job(text, fails_at):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         move(handle, data, at)
 
-    before = mock.patch("ftkit.hf.trainer.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
+    before = mock.patch("ftkit.hf.run_checkpoints.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
     within = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
     with before if fails_at == "before" else within:
         return job(text)

@@ -23,7 +23,7 @@ from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, read_sealed, write_con
 from ftkit.errors import UserError
 from ftkit.hf.exporting import export_checkpoint
 from ftkit.hf.plain import check_random_state, check_state, load_scheduler, read_plain, read_trainer_state
-from ftkit.hf.trainer import ENGINE_FOLDER, check_folder
+from ftkit.hf.run_checkpoints import ENGINE_FOLDER, check_folder
 from ftkit.recipe import parse
 from ftkit.resume import check_noted, first_whole
 from ftkit.resumed import check_resumed

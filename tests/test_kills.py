@@ -28,7 +28,7 @@ from ftkit.engine import saving
 from ftkit.engine.comm import Communicator
 from ftkit.engine.pieces import PieceWriter
 from ftkit.engine.update import Updater
-from ftkit.hf import trainer
+from ftkit.hf import run_checkpoints, trainer
 from ftkit.progress import EndOnRequest
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.resume import first_whole
@@ -45,9 +45,9 @@ IN_SAVES: dict[str, tuple[Any, str]] = {
     "the manifest": (saving, "write_sealed"),
     "random numbers": (trainer.Trainer, "_save_rng_state"),
     "a save is looked after": (saving.Saving, "poll"),
-    "the contents": (trainer, "write_contents"),
-    "the checkpoint is synced": (trainer, "sync_tree"),
-    "its name is synced": (trainer, "sync_folder"),
+    "the contents": (run_checkpoints, "write_contents"),
+    "the checkpoint is synced": (run_checkpoints, "sync_tree"),
+    "its name is synced": (run_checkpoints, "sync_folder"),
     "older ones are removed": (RecipeTrainer, "retire_checkpoints"),
     "a file is removed": (os, "unlink"),
 }

@@ -26,10 +26,21 @@ def start(function, *args, ranks=2, environ=None, say=lambda text: None):
     return launch.start(f"{HERE}:{function.__name__}", args, ranks, environ=environ or {}, say=say)
 
 
+BEFORE: set[int] = set()
+"""The processes that other tests of this worker keep: worlds of ranks, templates."""
+
+
+@pytest.fixture(autouse=True)
+def _note_what_runs_before():
+    BEFORE.clear()
+    BEFORE.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def children():
-    """Return this process's children, without what Python keeps for itself and the worlds of other tests."""
-    others = ("resource_tracker", "forkserver")
-    return [c for c in psutil.Process().children(recursive=True) if not any(word in _command(c) for word in others)]
+    """Return the processes that a test has begun, without what Python keeps for itself."""
+    own = ("resource_tracker", "forkserver")
+    begun = [child for child in psutil.Process().children(recursive=True) if child.pid not in BEFORE]
+    return [child for child in begun if not any(word in _command(child) for word in own)]
 
 
 def _command(process):

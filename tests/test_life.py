@@ -29,8 +29,8 @@ from tests.jobs import losses, recipe
 
 def checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"checkpoint-{step}"
-    path.mkdir(parents=True)
-    (path / "weights").write_bytes(bytes(1 << 16))
+    (path / "ftkit").mkdir(parents=True)
+    (path / "ftkit" / "weights").write_bytes(bytes(1 << 16))
     return path
 
 

@@ -61,7 +61,7 @@ def test_a_job_that_is_done_takes_all_its_memory_along(home: Path, worlds: World
 
 
 def test_what_is_counted_is_there_while_a_model_is(worlds: Worlds):
-    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1}] * 2
+    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1, "ftkit-watchdog": 1}] * 2
 
 
 def _counted() -> dict[str, int]:

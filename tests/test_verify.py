@@ -31,8 +31,8 @@ def wrong_scale():
     """Return a fault: the mean over ranks is the sum."""
     reduce = Communicator.reduce_scatter_mean
 
-    def summed(self, out, full):
-        reduce(self, out, full)
+    def summed(self, out, full, *of):
+        reduce(self, out, full, *of)
         out.mul_(self.world_size)
 
     return mock.patch.object(Communicator, "reduce_scatter_mean", summed)

@@ -17,6 +17,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import tempfile
@@ -175,10 +176,15 @@ class Worlds:
 
 
 def free_port() -> int:
-    """Return a port of this host on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port of this host on which nobody listens, and which no connection is given as its own end.
+
+    A world of one rank opens its store at it long after: the kernel deals ports from 32768 on to what connects meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12000, 32000)  # not torch's numbers, which every test begins alike
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[str, str]) -> None:

@@ -38,8 +38,6 @@ HUGE_PAGE_BYTES = 2 << 20
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of <linux/mman.h>, which Python's mmap does not name."""
 
-PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device, whichever is current when it is registered."""
 
 
 class HostMemoryError(UserError):
@@ -177,7 +175,8 @@ def _advise(memory: mmap.mmap, name: str, start: int, size_bytes: int) -> None:
 
 
 def _pin(address: int, size_bytes: int) -> None:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, PORTABLE))
+    # flags 0: unified addressing pins the memory for every device, and no other device gets a context
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:
         raise HostMemoryError(
             f"host memory: CUDA could not pin {size_bytes} bytes (error {error}). Free host memory, raise the limit on "

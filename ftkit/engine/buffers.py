@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ftkit.engine.pieces import PIECE_BYTES, Piece
 from ftkit.engine.seal import checksum
-from ftkit.engine.storage import TensorFile, create_file, data_start
+from ftkit.engine.storage import NAMES, TensorFile, create_file, data_start
 from ftkit.errors import UserError
 
 BUFFERS = "buffers"
@@ -31,13 +31,33 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def refuse_unsaved(model: nn.Module) -> None:
+    """Raise for a state of a model that no checkpoint of the engine would hold.
+
+    Raises:
+        UserError: naming the module or the buffer.
+    """
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UserError(
+                f"{name or type(module).__name__} has a state of its own (get_extra_state), which is not saved: keep what "
+                "it holds in a buffer (register_buffer)"
+            )
+    for name, buffer in persistent_buffers(model).items():
+        if buffer.dtype not in NAMES:
+            raise UserError(
+                f"the buffer {name} has dtype {buffer.dtype}, which is not saved: keep it as real numbers "
+                "(torch.view_as_real), or register it with persistent=False"
+            )
+
+
 def write_buffers(folder: Path, buffers: dict[str, Tensor]) -> list[Piece]:
     """Write buffers durably as a file of `folder`, and return the pieces of its data."""
     path = folder / FILE
     create_file(path, [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()])
     with TensorFile(path, writable=True) as file:
         for name, buffer in buffers.items():
-            file.write(name, 0, buffer.reshape(-1))
+            file.write(name, 0, buffer.reshape(-1), infinite=True)
         file.sync()
     pieces, at = [], data_start(path)
     with open(path, "rb") as data:

@@ -163,7 +163,7 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
 
 def _known(optimizer: ShardedOptimizer) -> set[str]:
     """Return the keys of a group that a checkpoint sets."""
-    return {*optimizer.defaults, "initial_lr"}
+    return {*optimizer.hyper_parameters, "initial_lr"}
 
 
 def _check_names(folder: Path, places: Places, units: Units) -> None:

@@ -7,6 +7,10 @@ that gloo moves about 1 GB/s between two CPU ranks of one machine where a copy m
 through a few MiB of shared memory instead (`SharedStage`); gloo then only carries the barriers, which also notice a dead
 peer. Sums over shared memory are made in rank order in fp32, so every rank sees the same bits.
 
+Every collective has a number and a name (`Ledger`), which all ranks must share. Over shared memory they are compared in each
+collective, before anything is read; elsewhere wherever a few numbers are exchanged for the host. A `Watchdog` ends ranks
+that wait in vain. On a CPU the wait itself wakes once a second to look at it.
+
 `bytes_sent` counts what a ring would send for each operation, the figure that the ZeRO paper (arXiv:1910.02054, section 7)
 states: (W-1)/W of the gathered bytes for a gather or a scatter, twice that for an all-reduce.
 """
@@ -16,16 +20,39 @@ from __future__ import annotations
 import atexit
 import mmap
 import os
+import pickle
+import re
+import socket
+import sys
 import tempfile
+import weakref
 from collections import Counter
-from typing import Any
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-STAGE_BYTES = 4 << 20
-"""Bytes of one of the two halves of a rank's shared-memory stage: larger than a barrier is worth, small enough for L3."""
+from ftkit.engine import watchdog
+from ftkit.engine.board import SLOT_BYTES, Board, SharedBoard, StoreBoard
+from ftkit.engine.ledger import Ledger
+from ftkit.engine.stage import SharedStage, stage_bytes
+from ftkit.engine.standstill import ENDED
+from ftkit.engine.threads import use_device
+from ftkit.engine.watchdog import Watchdog
+from ftkit.errors import RanksDiffer, UserError
+
+WAKE = timedelta(seconds=1)
+"""How long a CPU rank waits for others before it looks whether it waits in vain."""
+
+LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote process|ncclRemoteError|"
+    r"communicator was aborted",
+    re.IGNORECASE,
+)
+"""What backends say when another rank is gone."""
 
 
 class Communicator:
@@ -54,9 +81,17 @@ class Communicator:
         self.rank = dist.get_rank(group) if live else 0
         self.world_size = dist.get_world_size(group) if live else 1
         self._stage: SharedStage | None = None
-        if self.world_size > 1 and device.type == "cpu":
-            atexit.register(_end_group)
-            self._stage = SharedStage.open(self)
+        self._ledger = Ledger()
+        self._watchdog: Watchdog | None = None
+        if self.world_size > 1:
+            if device.type == "cpu":
+                atexit.register(_end_group)
+            self._meet_others()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The collectives that this rank has entered."""
+        return self._ledger
 
     @property
     def transport(self) -> str:
@@ -65,20 +100,81 @@ class Communicator:
             return "none"
         return "shared memory" if self._stage else str(dist.get_backend(self.group))
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        """Fill `full` (W*S,) with every rank's `shard` (S,), in rank order. `shard` may be this rank's part of `full`."""
+    def _meet_others(self) -> None:
+        """Open what ranks of one machine share, or a store, and begin to watch. Cost: some small collectives."""
+        on_cpu = self.device.type == "cpu"
+        boards = self.world_size * SLOT_BYTES
+        memory = _shared_memory(self, boards + on_cpu * stage_bytes(self.world_size))
+        board: Board | None
+        if memory is None:
+            board = _store_board(self)
+        else:
+            board = shared = SharedBoard(memory, self.rank, self.world_size)
+            self._ledger.counter = shared.counter()
+            if on_cpu:
+                self._stage = SharedStage(self.rank, self.world_size, memory, boards)
+        if board is not None:
+            group, device = self.group, self.device
+
+            def abort() -> None:  # on the watchdog's thread
+                use_device(device)
+                (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
+
+            self._watchdog = Watchdog(board, self.rank, self._ledger, cuda=not on_cpu, abort=abort)
+            weakref.finalize(self, self._watchdog.stop)
+            atexit.register(_end_process_after, weakref.ref(self._watchdog))
+
+    def _in(self, operation: str, of: str = "") -> Passage:
+        """Return a context for one collective, which notes its number and name and explains its failure."""
+        return Passage(self, operation, of)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective of the CPU.
+
+        Raises:
+            UserError: if the ranks wait in vain.
+        """
+        while work is not None:
+            try:
+                work.wait(WAKE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if self._watchdog is not None and self._watchdog.verdict is not None:
+                    raise self._watchdog.error() from None
+
+    def meet(self) -> None:
+        """Wait for all ranks to come here: a barrier without a number, for pieces of a collective."""
+        if self.device.type == "cpu":
+            self._wait(dist.barrier(group=self.group, async_op=True))
+        else:
+            dist.barrier(group=self.group)
+
+    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
+        """Fill `full` (W*S,) with every rank's `shard` (S,), in rank order. `shard` may be this rank's part of `full`.
+
+        Args:
+            of: name of what is gathered, for messages; here and below.
+
+        Raises:
+            UserError: If ranks do not do the same, or one is dead or hung; also below.
+        """
         self._count("all_gather", full)
         if self.world_size == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
-        elif self._stage:
-            self._stage.all_gather(full, shard)
-        elif hasattr(dist, "all_gather_single"):
-            dist.all_gather_single(full, shard, group=self.group)
-        else:
-            dist.all_gather_into_tensor(full, shard, group=self.group)
+            return
+        with self._in("all-gather", of):
+            gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+            if self._stage:
+                self._stage.all_gather(self, full, shard)
+            elif self.device.type == "cpu":
+                self._wait(gather(full, shard, group=self.group, async_op=True))
+            else:
+                gather(full, shard, group=self.group)
 
-    def reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
+    def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
         """Put the mean over ranks of `full` (W*S,) into `shard` (S,): this rank's part of it. `full` is scratch after.
 
         `shard` may be this rank's part of `full`.
@@ -88,110 +184,285 @@ class Communicator:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return
-        if self._stage:
-            self._stage.reduce_scatter_mean(shard, full)
-            return
+        with self._in("reduce-scatter", of):
+            if self._stage:
+                self._stage.reduce_scatter_mean(self, shard, full)
+            else:
+                self._reduce_scatter_mean(shard, full)
+
+    def _reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
         narrow = full.dtype != torch.float32
         if narrow:
             full.div_(self.world_size)
-        scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-        if self.device.type == "cpu" and shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
-            out = torch.empty_like(shard)  # gloo does not reduce in place
-            scatter(out, full, group=self.group)
-            shard.copy_(out)
+        if self.device.type == "cpu":  # gloo's reduce-scatter is slower than its all-reduce, and no wait for it can end
+            self._all_reduce(full)
+            shard.copy_(full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()])
         else:
+            scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
             scatter(shard, full, group=self.group)
         if not narrow:
             shard.div_(self.world_size)
 
-    def all_reduce_mean(self, full: Tensor) -> None:
+    def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
         """Replace `full` (n,) by its mean over ranks."""
         if self.world_size == 1:
             return
         self._count("all_reduce", full, 2)
-        if self._stage is None:
-            if full.dtype != torch.float32:
-                full.div_(self.world_size)
-            dist.all_reduce(full, group=self.group)
-            if full.dtype == torch.float32:
-                full.div_(self.world_size)
-            return
-        part = full.numel() // self.world_size
-        even, rest = full[: part * self.world_size], full[part * self.world_size :]
-        if part:
-            shard = even[self.rank * part : (self.rank + 1) * part]
-            self._stage.reduce_scatter_mean(shard, even)
-            self._stage.all_gather(even, shard)
-        if rest.numel():
-            total = rest.float()
-            dist.all_reduce(total, group=self.group)
-            rest.copy_(total.div_(self.world_size))
+        with self._in("all-reduce", of):
+            if self._stage is None:
+                if full.dtype != torch.float32:
+                    full.div_(self.world_size)
+                self._all_reduce(full)
+                if full.dtype == torch.float32:
+                    full.div_(self.world_size)
+                return
+            part = full.numel() // self.world_size
+            even, rest = full[: part * self.world_size], full[part * self.world_size :]
+            if part:
+                shard = even[self.rank * part : (self.rank + 1) * part]
+                self._stage.reduce_scatter_mean(self, shard, even)
+                self._stage.all_gather(self, even, shard)
+            if rest.numel():
+                total = rest.float()
+                self._stage.sum(self, total)
+                rest.copy_(total.div_(self.world_size))
 
-    def sum(self, numbers: Tensor) -> Tensor:
+    def _all_reduce(self, numbers: Tensor) -> None:
+        if self.device.type == "cpu":
+            self._wait(dist.all_reduce(numbers, group=self.group, async_op=True))
+        else:
+            dist.all_reduce(numbers, group=self.group)
+
+    def sum(self, numbers: Tensor, of: str = "") -> Tensor:
         """Return the sum over ranks of a few `numbers` (n,), on every rank; waits for nothing on the host."""
         if self.world_size > 1:
             self._count("sum", numbers, 2)
-            dist.all_reduce(numbers, group=self.group)
+            with self._in("sum", of):
+                self._sum(numbers)
         return numbers
 
-    def totals(self, numbers: Tensor) -> list[float]:
-        """Return the sums over ranks of a few `numbers` (n,), on the host. Cost: one small all-reduce and a host wait."""
-        totals: list[float] = self.sum(numbers).tolist()
-        return totals
+    def _sum(self, numbers: Tensor) -> None:
+        if self._stage is not None and numbers.device.type == "cpu":
+            self._stage.sum(self, numbers)
+        else:
+            self._all_reduce(numbers)
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def totals(self, numbers: Tensor, of: str = "") -> list[float]:
+        """Return the sums over ranks of a few `numbers` (n,), on the host. Cost: one small all-reduce and a host wait.
+
+        The same collective compares the ranks' courses where nothing else does.
+        """
+        if self.world_size == 1 or self._stage is not None:
+            summed: list[float] = self.sum(numbers, of).tolist()
+            return summed
+        with self._in("sum", of):
+            self._count("sum", numbers, 2)
+            digits = self._ledger.digits()
+            marks = torch.tensor([*digits, *(digit * digit for digit in digits)], dtype=numbers.dtype)
+            both = torch.cat([numbers.reshape(-1), marks.to(numbers.device)])
+            self._all_reduce(both)
+            summed = both.tolist()
+            first, square = summed[-2 * len(digits) : -len(digits)], summed[-len(digits) :]
+            # Equal numbers alone have a mean of squares that is the square of their mean.
+            if any(self.world_size * s != f * f for f, s in zip(first, square)):
+                self.differs()
+            return summed[: numbers.numel()]
+
+    def differs(self) -> NoReturn:
+        """Raise that the ranks have come to different collectives.
+
+        Raises:
+            UserError: always, with the same text on all ranks.
+        """
+        if self._watchdog is not None:
+            raise self._watchdog.differs(sys._getframe())
+        raise RanksDiffer(
+            f"the ranks run different blocks, or in another order; rank {self.rank} is in {self._ledger.name}. All ranks "
+            "must run the same blocks in the same order"
+        )
+
+    def broadcast(self, tensor: Tensor, of: str = "") -> None:
         """Replace `tensor` (n,) by rank 0's. Cost: its bytes, through the process group."""
-        if self.world_size > 1:
-            self._count("broadcast", tensor)
-            dist.broadcast(tensor, src=self._first, group=self.group)
+        if self.world_size == 1:
+            return
+        self._count("broadcast", tensor)
+        with self._in("broadcast", of):
+            if self._stage is not None:
+                self._stage.barrier(self)  # compares what is broadcast
+            if self.device.type == "cpu":
+                self._wait(dist.broadcast(tensor, src=self._first, group=self.group, async_op=True))
+            else:
+                dist.broadcast(tensor, src=self._first, group=self.group)
 
     @property
     def _first(self) -> int:
         """Rank 0 of the group, as the whole world counts."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
-    def any(self, flag: bool) -> bool:
+    def any(self, flag: bool, of: str = "") -> bool:
         """Return whether `flag` is true on any rank. Cost: one small all-reduce and a host wait."""
-        return bool(self.sum(torch.tensor([float(flag)], device=self.device)).item())
+        return bool(self.totals(torch.tensor([float(flag)], device=self.device), of or "a flag")[0])
 
-    def same(self, value: Any) -> Any:
+    def same(self, value: Any, of: str = "") -> Any:
         """Return rank 0's `value` on every rank (a small picklable object that ftkit itself made)."""
         if self.world_size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self._first, group=self.group)
-        return box[0]
+        return self.all(value if self.rank == 0 else None, of or "what rank 0 found")[0]
 
-    def all(self, value: Any) -> list[Any]:
+    def all(self, value: Any, of: str = "") -> list[Any]:
         """Return every rank's `value`, in rank order (small picklable objects that ftkit itself made)."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        data = pickle.dumps(value)
+        sizes = self.all_numbers(len(data), of or "what each rank found")
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        full = torch.empty(self.world_size * max(sizes), dtype=torch.uint8, device=self.device)
+        with self._in("exchange", of or "what each rank found"):
+            self._gather(full, own.to(self.device))
+        rows = full.cpu().view(self.world_size, -1)
+        return [pickle.loads(rows[rank, :size].numpy().tobytes()) for rank, size in enumerate(sizes)]
 
-    def all_numbers(self, number: int) -> list[int]:
-        """Return every rank's integer, in rank order. Cost: one small all-gather and a host wait."""
+    def all_numbers(self, number: int, of: str = "") -> list[int]:
+        """Return every rank's integer, in rank order. Cost: one small all-gather and a host wait.
+
+        The same collective compares the ranks' courses where nothing else does.
+        """
         if self.world_size == 1:
             return [number]
-        own = torch.tensor([number], device=self.device)
-        told = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(told, own, group=self.group)
-        return [int(other) for other in told]
+        with self._in("exchange of a number", of):
+            own = torch.tensor([number, self._ledger.digest], device=self.device)
+            full = torch.empty(2 * self.world_size, dtype=torch.int64, device=self.device)
+            self._gather(full, own)
+            told = full.tolist()
+            if len(set(told[1::2])) > 1:
+                self.differs()
+        return told[::2]
 
-    def barrier(self) -> None:
+    def _gather(self, full: Tensor, own: Tensor) -> None:
+        """Fill `full` (W*n,) with every rank's `own` (n,)."""
+        if self._stage is not None:
+            self._stage.all_gather(self, full, own)
+        elif self.device.type == "cpu":
+            rows = list(full.view(self.world_size, -1))
+            self._wait(dist.all_gather(rows, own, group=self.group, async_op=True))
+        else:
+            dist.all_gather(list(full.view(self.world_size, -1)), own, group=self.group)
+
+    def explain(self, error: RuntimeError) -> UserError | None:
+        """Return what a lost connection means, which any collective of the group has raised; None for other errors.
+
+        Cost: some seconds, in which the other ranks are looked at.
+        """
+        lost = self._watchdog is not None and LOST_CONNECTION.search(str(error)) is not None
+        return self._watchdog.broken(sys._getframe(1), error) if self._watchdog is not None and lost else None
+
+    def barrier(self, of: str = "") -> None:
         """Wait until every rank has come here."""
         if self.world_size > 1:
-            dist.barrier(group=self.group)
+            with self._in("barrier", of):
+                if self._stage is None:
+                    self.meet()
+                else:
+                    self._stage.barrier(self)
 
     def _count(self, name: str, full: Tensor, times: int = 1) -> None:
         self.bytes_sent[name] += times * full.numel() * full.element_size() * (self.world_size - 1) // self.world_size
+
+
+class Passage:
+    """One collective, from its beginning to its end, on this rank."""
+
+    __slots__ = ("comm",)
+
+    def __init__(self, comm: Communicator, operation: str, of: str) -> None:
+        self.comm = comm
+        watchdog = comm._watchdog
+        if watchdog is not None and watchdog.verdict is not None:
+            raise watchdog.error()
+        comm._ledger.enter(operation, of)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        told = self.comm.explain(error) if isinstance(error, RuntimeError) else None
+        self.comm._ledger.leave()
+        if told is not None:
+            raise told from None
+        watchdog = self.comm._watchdog
+        if error is None and watchdog is not None and watchdog.verdict is not None:  # it came while this rank waited
+            raise watchdog.error()
 
 
 def _end_group() -> None:
     """End the default process group before the interpreter goes: gloo's threads abort a process that leaves them behind."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _end_process_after(held: weakref.ref[Watchdog]) -> None:
+    """Tell the other ranks how this process ends, before connections break.
+
+    If ranks waited in vain it ends here: gloo's threads still wait, and ending the group would wait for them.
+    """
+    watchdog = held()
+    if watchdog is None or watchdog.pid != os.getpid():
+        return
+    raised = getattr(sys, "last_value", None)  # what Python has just shown as this process's error
+    first = f"{raised}".strip().partition("\n")[0][:200]
+    watchdog.stop(f"has ended with {type(raised).__name__}: {first}" if raised is not None else ENDED)
+    if watchdog.taken and watchdog.verdict is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(watchdog.verdict.error().exit_code)
+
+
+def _shared_memory(comm: Communicator, size: int) -> mmap.mmap | None:
+    """Map shared memory on all ranks, or on none: ranks on several machines, or no room in /dev/shm, give None."""
+    one_machine = len(set(comm.all(machine()))) == 1
+    path, memory = None, None
+    if comm.rank == 0 and one_machine:
+        path = _reserve(size)
+    path = comm.same(path)
+    try:
+        if path is not None:
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), size)
+    except OSError:
+        memory = None
+    everybody = all(comm.all(memory is not None))
+    if comm.rank == 0 and path is not None:
+        os.unlink(path)  # the mappings keep it alive; a crash leaves no file behind
+    return memory if everybody else None
+
+
+def _store_board(comm: Communicator) -> Board | None:
+    """Return a board in a store that rank 0 serves on its machine's address, or None if a rank does not reach it."""
+    address, store = None, None
+    name = os.environ.get("MASTER_ADDR", "") if comm._first == 0 else ""
+    try:
+        if comm.rank == 0:
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            listener.bind((socket.gethostbyname(name or socket.gethostname()), 0))
+            listener.listen(socket.SOMAXCONN)
+            host, port = address = listener.getsockname()
+            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    except (OSError, RuntimeError):
+        address = None
+    address = comm.same(address)
+    if address is None:
+        return None
+    try:
+        if comm.rank > 0:
+            store = dist.TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=15))
+    except RuntimeError:
+        store = None
+    if store is None or not all(comm.all(store is not None)):
+        return None
+    return StoreBoard(store, comm.rank, comm.world_size, watchdog.PATIENCE.beat)
 
 
 def machine() -> tuple[str, str]:
@@ -215,79 +486,3 @@ def _reserve(size_bytes: int) -> str | None:
             return file.name
     except OSError:
         return None
-
-
-class SharedStage:
-    """A window of shared memory through which the CPU ranks of one machine pass large tensors, piece by piece.
-
-    Each rank owns two halves of `STAGE_BYTES`. For one piece it writes its own half, meets the others at a barrier, and
-    reads theirs. The next piece uses the other half: a rank that writes a half again has passed the barrier of the piece
-    in between, and so has every reader of the old content. One barrier a piece is therefore enough.
-    """
-
-    def __init__(self, comm: Communicator, window: Tensor) -> None:
-        self.comm = comm
-        self.halves = window.view(2, comm.world_size, STAGE_BYTES)
-        self.turn = 0
-
-    @classmethod
-    def open(cls, comm: Communicator) -> SharedStage | None:
-        """Map the window on all ranks, or on none: ranks on several machines, or no room in /dev/shm, give None."""
-        size = 2 * comm.world_size * STAGE_BYTES
-        one_machine = len(set(comm.all(machine()))) == 1
-        path, window = None, None
-        if comm.rank == 0 and one_machine:
-            path = _reserve(size)
-        path = comm.same(path)
-        try:
-            if path is not None:
-                with open(path, "r+b") as file:
-                    window = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        except OSError:
-            window = None
-        everybody = all(comm.all(window is not None))
-        if comm.rank == 0 and path is not None:
-            os.unlink(path)  # the mappings keep it alive; a crash leaves no file behind
-        return cls(comm, window) if everybody and window is not None else None
-
-    def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        """See `Communicator.all_gather`."""
-        rank, world = self.comm.rank, self.comm.world_size
-        rows = full.view(world, -1)
-        if rows[rank].data_ptr() != shard.data_ptr():
-            rows[rank].copy_(shard)
-        step = STAGE_BYTES // full.element_size()
-        for start in range(0, shard.numel(), step):
-            stop = min(start + step, shard.numel())
-            stage = self._next(full.dtype)
-            stage[rank, : stop - start].copy_(shard[start:stop])
-            self.comm.barrier()
-            for other in range(world):
-                if other != rank:
-                    rows[other, start:stop].copy_(stage[other, : stop - start])
-
-    def reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
-        """See `Communicator.reduce_scatter_mean`. The sum is made in rank order, in fp32."""
-        rank, world = self.comm.rank, self.comm.world_size
-        rows = full.view(world, -1)
-        step = STAGE_BYTES // full.element_size() // world
-        for start in range(0, shard.numel(), step):
-            stop = min(start + step, shard.numel())
-            stage = self._next(full.dtype)[:, : step * world].view(world, world, step)
-            for other in range(world):
-                if other != rank:
-                    stage[rank, other, : stop - start].copy_(rows[other, start:stop])
-            self.comm.barrier()
-            parts = [rows[rank, start:stop] if r == rank else stage[r, rank, : stop - start] for r in range(world)]
-            total = parts[0].float()
-            if total.data_ptr() == parts[0].data_ptr():
-                total = total.clone()
-            for part in parts[1:]:
-                total.add_(part)
-            torch.div(total, world, out=total)
-            shard[start:stop].copy_(total)
-
-    def _next(self, dtype: torch.dtype) -> Tensor:
-        """Return the half to use now, (W, elements) of `dtype`."""
-        self.turn ^= 1
-        return self.halves[self.turn].view(dtype)

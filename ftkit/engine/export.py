@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile, create_file
 from ftkit.engine.tiers import Store
+from ftkit.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -65,7 +66,7 @@ def export_tensors(
             for file_name, tensors in files.items():
                 create_file(folder / f"{file_name}.writing", tensors)
     home = {name: file for file, tensors in files.items() for name, _, _ in tensors}
-    with all_ranks(units.comm), ExitStack() as stack:
+    with _cleaned(folder, units), all_ranks(units.comm), ExitStack() as stack:
         opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
         for flat in units.flats:
             source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
@@ -74,12 +75,23 @@ def export_tensors(
                     opened[home[hub]].write(hub, start, values)
         if units.comm.rank == 0:
             for name, value in buffers.items():
-                opened[home[name]].write(name, 0, value.reshape(-1))
+                opened[home[name]].write(name, 0, value.reshape(-1), infinite=True)
         for file in opened.values():
             file.sync()
     with rank_zero(units.comm) as first:
         if first:
             publish(folder, files, wanted)
+
+
+@contextmanager
+def _cleaned(folder: Path, units: Units) -> Iterator[None]:
+    """Leave no unfinished file where the body raises on all ranks."""
+    try:
+        yield
+    except UserError:
+        for unfinished in folder.glob("model*.writing") if units.comm.rank == 0 else ():
+            unfinished.unlink()
+        raise
 
 
 def publish(folder: Path, files: Mapping[str, Any], wanted: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> None:

@@ -12,7 +12,7 @@ gradient that leaves the device is moved by drain.py, which also takes its squar
 
 The `nn.Parameter` objects of the model stay where they are, under the names they have. While a unit is gathered their
 `.data` are views of `full`. Otherwise they are *absent*: shape, dtype and device stay true (counts, PEFT and Trainer read
-them), and the one element behind them is NaN, so that an accidental use is loud.
+them), the one element behind them is NaN, and their class refuses every computation (resharded.py).
 
 A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or one rank whose weights are on the device)
 keeps `full` for good, and `weights` is a view of it. A replicated one (stage 0) is laid out for a world of one although W
@@ -26,15 +26,20 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ftkit.engine.collected import collect
 from ftkit.engine.comm import Communicator
+from ftkit.engine.finite import is_finite
 from ftkit.engine.layout import SHARD_ALIGNMENT, FlatLayout, Span
+from ftkit.engine.resharded import guard, plain_class, resharded_class
 from ftkit.engine.tiers import MemoryStore, Placement, Store, Tiers
 
 
@@ -125,6 +130,12 @@ def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
 
 
+def _has_touched(line: weakref.ref[FlatParameter], index: int) -> bool:
+    """Return whether a line that is still there has a gradient of its tensor `index`."""
+    own = line()
+    return own is not None and own.touched[index]
+
+
 class FlatParameter:
     """One line of parameters of one dtype that are trained, or frozen, together. `allocate` comes after the constructor.
 
@@ -177,6 +188,7 @@ class FlatParameter:
         self.full_version = 0
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
+        self.valued: Sequence[bool] = ()  # which tensors had values before sharding, where there is an origin
         self.update: Update | None = None
         self.captured: threading.Event | None = None  # set when a checkpoint that is being written has this line
         self.capture_seconds = 0.0  # that updates have waited for it
@@ -230,13 +242,19 @@ class FlatParameter:
         self._take_over(device)
         for parameter in self.parameters:
             parameter.grad = None
+        own = weakref.ref(self)
         if self.full is not None:
             self.attach(self.full)
-        else:
-            self.detach()
+            for index, parameter in enumerate(self.parameters if self.trainable else ()):
+                collect(parameter, partial(_has_touched, own, index))
+            return
+        for parameter, segment in zip(self.parameters, self.layout.segments):
+            guard(parameter, segment.name, lambda: (line := own()) is not None and line.has_gradient)
+        self.detach()
 
     def _take_over(self, device: torch.device) -> None:
         sources = [parameter.detach() for parameter in self.parameters]
+        self.broken: set[str] = set()  # tensors that came with values that are not finite
         self.built = not all(map(is_absent, sources))
         if not self.built:
             return
@@ -245,16 +263,31 @@ class FlatParameter:
             if not is_absent(sources[span.index]):
                 low = span.start - span.segment.start
                 out.copy_(sources[span.index].reshape(-1)[low : low + span.numel])
+                if not is_finite(out):
+                    self.broken.add(span.segment.name)
 
         if self.trainable and any(not is_absent(s) and s.dtype.itemsize > self.dtype.itemsize for s in sources):
             exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), "device")
             self.fill(exact, copy)
-            self.origin = lambda start, out: out.copy_(exact.tensor[start : start + out.numel()])
+            self.origin = self._values(exact.tensor, [not is_absent(source) for source in sources])
         if self.full is not None:
             for span in self.layout.spans(0, self.layout.numel):
                 copy(span, self.full[span.start : span.stop])
         else:
             self.fill(self.weights, copy)
+
+    def _values(self, exact: Tensor, valued: Sequence[bool]) -> Origin:
+        """Return the origin that gives from `exact` (S,) the tensors that had values; the others are left alone."""
+        self.valued = valued
+
+        def fill(start: int, out: Tensor) -> None:
+            first = self.layout.shard_range(self.rank)[0]
+            begin = first + start
+            for span in self.layout.spans(begin, min(begin + out.numel(), self.layout.shard_range(self.rank)[1])):
+                if valued[span.index]:
+                    out[span.start - begin : span.stop - begin].copy_(exact[span.start - first : span.stop - first])
+
+        return fill
 
     def fill(self, store: Store, put: Callable[[Span, Tensor], object]) -> None:
         """Let `put` write each tensor's part of this rank's range into `store` (S,), piece by piece."""
@@ -302,22 +335,27 @@ class FlatParameter:
         if self.owners > 1:
             self.gather(self.full)
             return
-        self.comm.broadcast(self.full)
+        self.comm.broadcast(self.full, self.name)
         if self.origin is not None:
             exact = self.full.float()
             self.origin(0, exact[: self.layout.numel])
-            self.comm.broadcast(exact)
-            self.origin = lambda start, out: out.copy_(exact[start : start + out.numel()])
+            self.comm.broadcast(exact, self.name)
+            self.origin = self._values(exact, self.valued)
 
     def attach(self, full: Tensor) -> None:
         """Point the parameters at their places in `full` (W*S,)."""
         for parameter, segment in zip(self.parameters, self.layout.segments):
+            if not self.resident:
+                parameter.__class__ = plain_class(parameter)
             parameter.data = full[segment.start : segment.stop].view(segment.shape)
 
     def detach(self) -> None:
-        """Make the parameters absent."""
+        """Make the parameters absent; until they are attached again, computing with one raises (resharded.py)."""
         for parameter in self.parameters:
+            kind = plain_class(parameter)
+            parameter.__class__ = kind
             parameter.data = absent(parameter, self.comm.device, self.dtype)
+            parameter.__class__ = resharded_class(kind)
 
     def gather(self, full: Tensor, read: Tensor | None = None) -> None:
         """Fill `full` (W*S,) with every rank's weights. Cost: one all-gather of W*S elements, and a copy from their tier.
@@ -328,7 +366,7 @@ class FlatParameter:
         self.settle()
         source = self.weights.tensor if read is None else read
         if self.owners > 1 and source is not None and read is None and source.device == full.device:
-            self.comm.all_gather(full, source)
+            self.comm.all_gather(full, source, self.name)
             return
         numel = self.layout.shard_numel
         own = full[self.rank * numel : (self.rank + 1) * numel]
@@ -338,7 +376,7 @@ class FlatParameter:
         elif own.data_ptr() != source.data_ptr():
             own.copy_(source, non_blocking=True)
         if self.owners > 1:
-            self.comm.all_gather(full, own)
+            self.comm.all_gather(full, own, self.name)
 
     def collect(self, store: Store) -> Tensor:
         """Return all (W*S,) of what `store` (S,) is this rank's part of. A collective; on the device.
@@ -351,7 +389,7 @@ class FlatParameter:
         for low, high in store.pieces():
             own[low:high].copy_(store.read(low, high))
         if self.owners > 1:
-            self.comm.all_gather(full, own)
+            self.comm.all_gather(full, own, self.name)
         return full
 
     def exact_weights(self, start: int, stop: int) -> Tensor:
@@ -408,17 +446,17 @@ class FlatParameter:
         if self.drain is not None:
             start = self.rank * self.layout.shard_numel
             part = full[start : start + self.layout.shard_numel]
-            self.comm.reduce_scatter_mean(part, full)
+            self.comm.reduce_scatter_mean(part, full, self.name)
             self.drain.take(self, part, add=self._has_gradient)
             self._has_gradient = True
             return
         if self.grad is None:
             self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.comm.device)
         if not self._has_gradient and self.grad_dtype == full.dtype:
-            self.comm.reduce_scatter_mean(self.grad, full)
+            self.comm.reduce_scatter_mean(self.grad, full, self.name)
         else:
             part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.comm.device)
-            self.comm.reduce_scatter_mean(part, full)
+            self.comm.reduce_scatter_mean(part, full, self.name)
             if self._has_gradient:
                 add_in_pieces(self.grad, part)
             else:
@@ -458,12 +496,12 @@ class FlatParameter:
                 self.full_grad[segment.start : segment.stop].zero_()
         self.full_grad[self.layout.numel :].zero_()
         if self.owners == 1:
-            self.comm.all_reduce_mean(self.full_grad)
+            self.comm.all_reduce_mean(self.full_grad, self.name)
             self.grad = self.full_grad
         else:
             start = self.rank * self.layout.shard_numel
             self.grad = self.full_grad[start : start + self.layout.shard_numel]
-            self.comm.reduce_scatter_mean(self.grad, self.full_grad)
+            self.comm.reduce_scatter_mean(self.grad, self.full_grad, self.name)
         self._has_gradient = True
 
     def gradient_store(self) -> Store | None:

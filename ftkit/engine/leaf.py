@@ -1,9 +1,10 @@
 """Parameters outside blocks: embeddings and heads, gathered when they are read.
 
 A leaf module gathers at most once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`),
-so the name is a property: while the model runs it is the gathered tensor, an autograd function of the shard, whose backward
-reduce-scatters; at other times it is the absent parameter, with its true shape and dtype. The gathered tensor lives as long
-as autograd wants it: an embedding's is gone after its lookup, a head's stays until its backward, which comes at once.
+so the name is a property: while the model runs, and where all ranks are known to read alike (`read_by_all`), it is the
+gathered tensor, an autograd function of the shard, whose backward reduce-scatters; at other times it is the absent
+parameter, with its true shape and dtype, which refuses computations. The gathered tensor lives as long as autograd wants it:
+an embedding's is gone after its lookup, a head's stays until its backward, which comes at once.
 
 A tied weight is one flat parameter read from two modules; both uses add into one gradient shard.
 """
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ftkit.engine.flat import FlatParameter
+from ftkit.engine.resharded import on_gradient
+from ftkit.errors import UserError
 
 
 class Running:
@@ -27,6 +30,7 @@ class Running:
 
     def __init__(self) -> None:
         self.depth = 0
+        self.reading = 0
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -36,6 +40,21 @@ class Running:
             yield
         finally:
             self.depth -= 1
+
+
+    @contextmanager
+    def read_by_all(self) -> Iterator[None]:
+        """Let reads of root parameters gather in the body, also between calls: all ranks make the same reads there."""
+        self.reading += 1
+        try:
+            yield
+        finally:
+            self.reading -= 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a read of a root parameter may gather it."""
+        return self.depth > 0 or self.reading > 0
 
 
 class Leaf:
@@ -66,7 +85,7 @@ class Leaf:
             if self.gathered is None or (wants_graph and not self.gathered.requires_grad):
                 self.gathered = self._gather()
             return self.gathered
-        return self._gather() if self.running.depth else self.parameter
+        return self._gather() if self.running.gathers else self.parameter
 
     @property
     def parameter(self) -> Tensor:
@@ -88,8 +107,15 @@ class Leaf:
         """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter."""
         if torch.is_grad_enabled() and self.parameter.requires_grad:
             gathered: Tensor = _Gather.apply(self.flat, self.anchor)
+            for hook in _hooks_of(self.parameter):
+                gathered.register_hook(hook)
             return gathered
         return gather_whole(self.flat)
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    """Return what the user registered on a parameter to change its gradient: autograd calls it on what is read instead."""
+    return list((parameter._backward_hooks or {}).values())
 
 
 class _Gather(torch.autograd.Function):
@@ -126,6 +152,30 @@ def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
     flat.contribute(full)
 
 
+def refuse_gradients(flat: FlatParameter) -> None:
+    """Raise where autograd adds up a gradient in a root parameter itself, which only a read by attribute can bring home.
+
+    Raises:
+        UserError: for a hook of the user's that waits for such a gradient.
+    """
+    name = flat.name
+    if any(parameter._post_accumulate_grad_hooks for parameter in flat.parameters):
+        raise UserError(
+            f"{name} has a hook of register_post_accumulate_grad_hook: at stage 3 its gradient is never whole in `.grad`. "
+            "Use register_hook, which is given the gradient, or set ftkit={'stage': 2}"
+        )
+
+    def refuse(parameter: Tensor) -> None:
+        parameter.grad = None
+        raise UserError(
+            f"{name} got a gradient outside the model's calls: read it as an attribute of its module (model.lm_head.weight) "
+            "in a Trainer's compute_loss or within `ftkit.root_parameters(model)`"
+        )
+
+    for parameter in flat.parameters:
+        on_gradient(parameter, refuse)
+
+
 def receive(flat: FlatParameter) -> None:
     """Collect gradients of a resident flat parameter outside blocks as autograd finishes them.
 
@@ -149,4 +199,4 @@ def receive(flat: FlatParameter) -> None:
         return take
 
     for index, parameter in enumerate(flat.parameters):
-        parameter.register_post_accumulate_grad_hook(receiver(index))
+        on_gradient(parameter, receiver(index))

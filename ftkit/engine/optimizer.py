@@ -36,6 +36,7 @@ from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.shard import Units
 from ftkit.engine.tiers import Store
 from ftkit.engine.update import CUDA_PIECE_NUMEL, LineState, LineStep, Run, Updater
+from ftkit.errors import UserError
 
 PIECE_NUMEL = 1 << 18
 """Elements that torch's own operations update at a time on a CPU: gradient, master and moments stay in cache meanwhile."""
@@ -91,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss_scale: None takes a dynamic one where any trained weights are fp16, else none.
 
     Raises:
+        UserError: if no parameter of the model asks for gradients.
         ValueError: if a parameter does not belong to `units`.
     """
 
@@ -103,6 +105,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         loss_scale: LossScale | None = None,
     ) -> None:
+        if not units.trainable:
+            raise UserError(
+                f"no parameter of this {type(units.model).__name__} asks for gradients, so nothing can be trained: set "
+                "requires_grad before the model is sharded"
+            )
+        if units.evaluated_only:
+            raise UserError(
+                f"this {type(units.model).__name__} was sharded for evaluation only, without room for gradients and state: "
+                "shard it for training (evaluation=False), or give it to accelerator.prepare() with its optimizer"
+            )
         self.units = units
         self.host = units.host_adam(torch.get_num_threads())
         self.lines: dict[str, LineState] = {}
@@ -114,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._norm: float | None = None
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
         self._clip = 1.0
+        self.hyper_parameters = frozenset(defaults)  # `defaults` may have more: those of an optimizer that this one replaces
         super().__init__(params if params is not None else _trainable(units), defaults)
         self.updater = Updater(
             units.tiers,
@@ -318,7 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 squares[number] = self._square(flat.grad[: flat.own_numel]) / share
         touched = [float(t) for flat in flats for t in flat.touched]
         with self.units.transfer.trace.span("collectives", "norm"):
-            told = self.units.comm.totals(torch.cat([squares, torch.tensor(touched, device=device)]))
+            told = self.units.comm.totals(torch.cat([squares, torch.tensor(touched, device=device)]), "the gradient norm")
         marks: Iterator[float] = iter(told[len(flats) :])
         for flat in flats:
             flat.touched = [next(marks) > 0 for _ in flat.parameters]
@@ -362,10 +375,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update every line's shard, or skip on overflow and when `leave_out` was called. See [Note: a step].
 
         Raises:
+            UserError: in a `no_sync` context of several ranks.
             ValueError: if a closure is given.
         """
         if closure is not None:
             raise ValueError("closures are not supported: compute loss and gradients before step()")
+        if self.units.unsynced and self.units.comm.world_size > 1:
+            raise UserError(
+                "an optimizer step inside no_sync(): each rank would update the weights by gradients of its own, and the "
+                "ranks share these weights. Step after the context (accelerator.accumulate does so); LocalSGD needs weights "
+                "of its own on each rank: leave it off (enabled=False)"
+            )
         norm = self.grad_norm()  # also finishes the gradients, where nobody clipped
         overflow = self.loss_scale.dynamic and not math.isfinite(norm)
         factor = self._clip / self.loss_scale.value

@@ -202,12 +202,20 @@ class PieceWriter:
             done += os.pwrite(handle, data[done:], at + done)
 
 
-def read_back(path: Path, start: int, sums: Sequence[int], piece_bytes: int, room: Tensor) -> list[Piece]:
+def read_back(
+    path: Path,
+    start: int,
+    sums: Sequence[int],
+    piece_bytes: int,
+    room: Tensor,
+    look: Callable[[int, Tensor], None] = lambda done, data: None,
+) -> list[Piece]:
     """Return the pieces of a range that another file gave by reference, compared with that file's sums, and durable.
 
     Args:
         start: first byte of the range. sums: of the words of each `piece_bytes` of it, one after the other.
         room: (PIECE_BYTES,) of uint8, to read into.
+        look: called with the bytes that came before and with those read (n,) of uint8; may raise.
 
     Raises:
         BrokenCheckpoint: if what is read is not what the other file was given. OSError: of the drive.
@@ -227,6 +235,7 @@ def read_back(path: Path, start: int, sums: Sequence[int], piece_bytes: int, roo
                 if word_sum(data[number * piece_bytes : (number + 1) * piece_bytes]) != expected:
                     low = at + number * piece_bytes
                     raise BrokenCheckpoint(f"{path}: bytes {low} to {low + piece_bytes} are not what was written to NVMe")
+            look(first * piece_bytes, room[: data.nbytes])
             found.append(Piece(at, at + data.nbytes, checksum(data)))
     finally:
         os.close(handle)

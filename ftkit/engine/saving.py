@@ -29,8 +29,10 @@ from typing import Any
 
 import torch
 
-from ftkit.engine.buffers import FILE, persistent_buffers, write_buffers
+from ftkit.engine import threads
+from ftkit.engine.buffers import FILE, persistent_buffers, refuse_unsaved, write_buffers
 from ftkit.engine.durable import make_folder, rank_zero, sync_folder
+from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.flatfile import PIECE_NUMEL
 from ftkit.engine.manifest import FORMAT, MANIFEST, SUFFIX
@@ -99,6 +101,7 @@ class Saving:
     ) -> None:
         if units.saving is not None:
             raise UserError(f"{folder}: another checkpoint of this model is still being written; wait for it first")
+        refuse_unsaved(units.model)
         self.folder = Path(folder)
         self.temporary = self.folder.with_name(self.folder.name + ".writing")
         self.units = units
@@ -120,7 +123,7 @@ class Saving:
             flat.captured, flat.capture_seconds = threading.Event(), 0.0
         units.saving = self
         self.ready = torch.cuda.current_stream().record_event() if units.comm.device.type == "cuda" else None
-        self.thread = threading.Thread(target=self._write, name="ftkit-save", daemon=True)
+        self.thread = threads.thread(self._write, "ftkit-save", units.comm.device)
         self.thread.start()
 
     @property
@@ -274,6 +277,7 @@ class _Job:
     """One file: this rank's elements [first, last) of a line's `store` (S,), which begins at element `base` of the line."""
 
     flat: FlatParameter
+    kind: str
     file: str
     dtype: torch.dtype
     store: Store
@@ -286,7 +290,7 @@ class _Job:
         """Return the job of this rank; a replicated line is cut among the ranks all the same."""
         base, _ = flat.layout.shard_range(flat.rank)
         first, last = flat.written_range()
-        return cls(flat, f"{flat.name}.{kind}{SUFFIX}", dtype, store, base, first, last)
+        return cls(flat, kind, f"{flat.name}.{kind}{SUFFIX}", dtype, store, base, first, last)
 
     @property
     def piece_bytes(self) -> int:
@@ -309,7 +313,11 @@ class _Job:
         """Return the pieces of what was taken by reference, compared with its sums, and durable."""
         path = folder / self.file
         start = data_start(path) + self.first * self.dtype.itemsize
-        return read_back(path, start, sums, self.piece_bytes, room) if sums else []
+
+        def look(done: int, data: torch.Tensor) -> None:
+            self._look(self.first - self.base + done // self.dtype.itemsize, data.view(self.dtype))
+
+        return read_back(path, start, sums, self.piece_bytes, room, look) if sums else []
 
     def write(self, folder: Path, behind: WriteBehind, stopped: Callable[[], bool], shared: int) -> list[Piece]:
         """Take in the range, and return its pieces: whole and durable once `behind` has settled.
@@ -337,13 +345,22 @@ class _Job:
             writer.abandon()
             raise
 
+    def _look(self, first: int, values: torch.Tensor) -> None:
+        """Raise UserError where values (n,) of the store, from element `first` on, are not finite; NaN only, for moments."""
+        start = self.base + first
+        for span in self.flat.layout.spans(start, min(start + values.numel(), self.last)):
+            moment = self.kind not in ("weights", "master")
+            name = f"{self.kind} of {span.segment.name}" if moment else span.segment.name
+            refuse_not_finite(name, values[span.start - start : span.stop - start], infinite=moment)
+
     def _copied(self, writer: PieceWriter, first: int, last: int) -> Iterator[None]:
         """Write elements [first, last) of the store, a piece at a time."""
         for low, high in self.store.pieces():
             begin, end = max(low, first), min(high, last)
             if begin < end:
-                for part in self.store.read(low, high)[begin - low : end - low].split(PIECE_NUMEL):
+                for number, part in enumerate(self.store.read(low, high)[begin - low : end - low].split(PIECE_NUMEL)):
                     yield
+                    self._look(begin + number * PIECE_NUMEL, part)
                     writer.write(part)
 
     def _straight(self, writer: PieceWriter, first: int, last: int) -> Iterator[None]:
@@ -354,6 +371,7 @@ class _Job:
             yield
             high = min(low + together, -(-last // PIECE_NUMEL) * PIECE_NUMEL, self.store.numel)
             self.store.file.read(low, writer.room(self.dtype)[: high - low]).wait()
+            self._look(low, writer.room(self.dtype)[: min(high, last) - low])
             writer.fill((min(high, last) - low) * self.dtype.itemsize)
 
 

@@ -105,16 +105,54 @@ def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
     write_sealed(folder / CONTENTS, {"files": files})
 
 
+def listed_in(folder: Path) -> dict[str, Any]:
+    """Return the entries of a folder's list by the names of its files. The entries are not looked at.
+
+    Raises:
+        BrokenCheckpoint: if there is no list, or it lists nothing.
+    """
+    listing = folder / CONTENTS
+    listed = read_sealed(listing).get("files")
+    if not isinstance(listed, dict) or not listed:
+        raise BrokenCheckpoint(f"{listing}: lists no files")
+    return listed
+
+
+def stamps_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return (bytes, time of change in ns) of each listed file of a folder that exists."""
+    paths = {name: folder / name for name in listed_in(folder)}
+    found = {name: path.stat() for name, path in paths.items() if path.is_file()}
+    return {name: (each.st_size, each.st_mtime_ns) for name, each in found.items()}
+
+
+def changed_since(folder: Path, stamps: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the files that were changed or removed since `stamps_of` looked at the folder."""
+    now = stamps_of(folder)
+    return [name for name, stamp in stamps.items() if now.get(name) != stamp]
+
+
+def reseal(folder: Path, changed: Iterable[str]) -> None:
+    """Take the present state of some files into a folder's list, durably: their owner has changed or removed them."""
+    listed = listed_in(folder)
+    for name in changed:
+        path = folder / name
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            listed[name] = [path.stat().st_size, file_checksum(path)]
+        else:
+            del listed[name]
+    write_sealed(folder / f"{CONTENTS}.writing", {"files": listed})
+    (folder / f"{CONTENTS}.writing").replace(folder / CONTENTS)
+
+
 def check_contents(folder: Path) -> list[str]:
     """Compare a folder's files with its list, and return their names. Cost: one read of them.
 
     Raises:
         BrokenCheckpoint: naming the first file that is missing or changed, or the list if it is none.
     """
-    listing = folder / CONTENTS
-    listed = read_sealed(listing).get("files")
-    if not isinstance(listed, dict) or not listed:
-        raise BrokenCheckpoint(f"{listing}: lists no files")
+    listing, listed = folder / CONTENTS, listed_in(folder)
     for name, entry in listed.items():
         check_name(listing, name)
         if not isinstance(entry, list) or [type(each) for each in entry] != [int, str]:

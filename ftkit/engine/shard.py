@@ -17,8 +17,11 @@ After this, tying, resizing or adding parameters is refused at the next forward;
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -27,14 +30,17 @@ from torch import Tensor, nn
 from ftkit.engine.affinity import Affinity
 from ftkit.engine.comm import Communicator
 from ftkit.engine.drain import Drain
+from ftkit.engine.finite import refuse_broken
 from ftkit.engine.flat import FlatParameter, Policy, absent
 from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.host_adam import HostAdamW
-from ftkit.engine.leaf import Leaf, Running, receive
+from ftkit.engine.leaf import Leaf, Running, receive, refuse_gradients
 from ftkit.engine.seam import specialise
 from ftkit.engine.tiers import Tiers
 from ftkit.engine.transfer import Transfer
 from ftkit.engine.unit import Split, Unit
+from ftkit.engine.wrappers import refuse_compiled, refusing_members
+from ftkit.errors import UserError
 
 WHOLE_SHARE = 0.002
 """A parameter outside blocks of at most this share of the model is replicated: gathering it would cost more than it."""
@@ -88,7 +94,10 @@ class Units:
         self.meeting: Any = None  # of ranks that call the model at their own length, by whoever keeps them in step
         self.held_since: int | None = None  # while all weights are held (holding.py): updates before that
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
-        self._registered: tuple[object, ...] = ()
+        self.evaluated_only = False  # its gradients and optimizer state were not planned
+        self.unsynced = 0  # `no_sync` contexts that are open, one inside the other
+        self.replaced: list[weakref.ref[Tensor]] = []  # parameters on meta, in whose places others stand now
+        self._registered: frozenset[object] = frozenset()
 
     @property
     def trainable(self) -> list[FlatParameter]:
@@ -112,6 +121,19 @@ class Units:
             flat.zero_grad()
         for unit in self.units:
             unit.forget()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients in the body, as DDP's context of this name does; the step comes after it.
+
+        Gradients that the ranks reduce block by block are reduced here too: the sum over micro-batches is the same. An
+        optimizer step in the body raises on several ranks, because each rank would apply gradients of its own.
+        """
+        self.unsynced += 1
+        try:
+            yield
+        finally:
+            self.unsynced -= 1
 
     def finish_gradients(self) -> None:
         """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
@@ -140,7 +162,8 @@ class Units:
         """Make ready for a call of the model: whole copies outside blocks, and the first blocks' weights on their way.
 
         Raises:
-            RuntimeError: if the model's parameters changed (`check_unchanged`), or held weights are out of date.
+            UserError: if the model's parameters changed (`check_unchanged`).
+            RuntimeError: if held weights are out of date.
         """
         if self.held_since is not None:  # looked at when they came
             if self.held_since != self.transfer.updates:
@@ -155,6 +178,17 @@ class Units:
     def stop_holding(self) -> None:
         """Take note that weights come and go again, block by block."""
         self.held_since = None
+
+    @contextmanager
+    def read_by_all(self) -> Iterator[None]:
+        """Let root parameters (embeddings, heads) have their values in the body, with gradients, at each read by attribute.
+
+        Each read there is a collective: all ranks must make the same reads in the same order.
+        """
+        with self.running.read_by_all():
+            self.transfer.refresh(self.outside)
+            self._await_outside()
+            yield
 
     def settle(self) -> None:
         """Wait for updates under way.
@@ -224,23 +258,25 @@ class Units:
         """Compare the model's parameters with those that were sharded.
 
         Raises:
-            RuntimeError: if a parameter was tied, replaced, added, cast, moved or unfrozen since. (Freezing one is fine, and
+            UserError: if a parameter was tied, replaced, added, cast, moved or unfrozen since. (Freezing one is fine, and
                 so is thawing it again: that is how adapters are switched off and on.)
         """
         if self._registration() != self._registered:
-            raise RuntimeError(
+            raise UserError(
                 "the model's parameters changed after sharding (tied, resized, replaced, added, cast or moved); make such "
                 "changes before ftkit.shard() or before the Trainer is built"
             )
         for flat in self.flats if torch.is_grad_enabled() else ():  # a reference pass may switch another adapter on
             if not flat.trainable and any(parameter.requires_grad for parameter in flat.parameters):
-                raise RuntimeError(
+                raise UserError(
                     f"a parameter of {flat.name} was frozen when the model was sharded and asks for gradients now: set "
                     "requires_grad before ftkit.shard() or before the Trainer is built"
                 )
 
-    def _registration(self) -> tuple[object, ...]:
-        return tuple((id(p), p.dtype, p.device) for p in self.model.parameters())
+    def _registration(self) -> frozenset[object]:
+        """Return the model's parameters without their order: a parametrization that comes and goes changes that."""
+        with torch._C.DisableTorchFunctionSubclass():  # a resharded parameter would answer in Python
+            return frozenset((id(p), p.dtype, p.device) for p in self.model.parameters())
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storages on this rank: parameters, gradients, slots."""
@@ -285,14 +321,14 @@ def shard(
         The units, which an optimizer and a checkpoint take.
 
     Raises:
-        ValueError: if a module cannot be sharded; it is named.
+        UserError: if a module cannot be sharded; it is named.
 
     Cost: this rank's shards and two slots of the widest block; the model's own storage is let go tensor by tensor.
     """
     units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
-    _refuse(model, blocks)
-    _materialise(bindings, comm.device)
+    _refuse(model, blocks, policy)
+    units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     sorted_ = _sort(model, blocks, bindings, whole, wide, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
@@ -301,7 +337,7 @@ def shard(
         suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
         resident = policy.stage < 3 or kind == "whole"
         flat = FlatParameter(
-            f"{owner}{suffix}",
+            f"{_file_name(owner)}{suffix}",
             members,
             comm,
             dtype,
@@ -341,6 +377,7 @@ def _allocate(units: Units) -> None:
         units.drain = Drain(leaving, tiers, units.host_adam(torch.get_num_threads()))
     for flat in flats:
         flat.allocate(tiers, units.drain)
+    refuse_broken(units.comm, {name for flat in flats for name in flat.broken})
 
 
 def _bindings(model: nn.Module) -> dict[int, list[Binding]]:
@@ -353,25 +390,47 @@ def _bindings(model: nn.Module) -> dict[int, list[Binding]]:
     return found
 
 
-def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], policy: Policy) -> None:
     """Raise for what would train wrongly."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise ValueError(f"{name} is a {type(module).__name__}: RNN modules flatten their own weights; not supported")
+        if isinstance(module, nn.RNNBase) and policy.stage == 3:
+            raise UserError(
+                f"{name} is a {type(module).__name__}: RNN modules flatten their own weights, which stage 3 cannot gather; "
+                "set ftkit={'stage': 1}"
+            )
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise ValueError(f"{name} has max_norm={module.max_norm}: it writes weights in forward; not supported")
+            raise UserError(
+                f"{name} has max_norm={module.max_norm}: it writes weights in forward, which shards cannot follow; set "
+                f"{name}.max_norm = None"
+            )
         if isinstance(getattr(type(module), "_ftkit", None), (Unit, Units)):
-            raise ValueError(f"{name} is sharded already")
+            raise UserError(f"{name} is sharded already: use what the first ftkit.shard() returned (ftkit.units_of(model))")
     for name, block in blocks:
         if "forward" in vars(block):
-            raise ValueError(f"the forward of block {name} is replaced on the instance; shard before patching")
+            raise UserError(
+                f"the forward of block {name} is replaced on the instance, and would go around the engine: change it on a "
+                f"subclass ({name}.__class__ = YourBlock), in a module inside the block, or in a forward hook"
+            )
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}: quantised weights are not supported")
+            raise UserError(
+                f"{name} has dtype {parameter.dtype}: only floating-point parameters are sharded. Register indices and the "
+                "like as a buffer (register_buffer), complex values as real ones; quantised weights are not supported"
+            )
+        if parameter.requires_grad and (policy.compute_dtype or parameter.dtype) not in COMPUTED:
+            raise UserError(
+                f"{name} has dtype {parameter.dtype}: fp32, bf16 and fp16 can be trained here. Cast the model before it is "
+                "sharded (model.float()), or set dtype (ftkit={'dtype': 'fp32'})"
+            )
 
 
-def _materialise(bindings: dict[int, list[Binding]], device: torch.device) -> None:
-    """Replace meta parameters, which cannot be given data, by absent ones on `device`, at all their places."""
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which a parameter can be trained."""
+
+
+def _materialise(bindings: dict[int, list[Binding]], device: torch.device) -> list[weakref.ref[Tensor]]:
+    """Replace meta parameters, which cannot be given data, by absent ones on `device`, at all their places; return them."""
+    replaced: list[weakref.ref[Tensor]] = []
     for key, places in list(bindings.items()):
         old = getattr(places[0].module, places[0].attribute)
         if old.is_meta:
@@ -379,6 +438,20 @@ def _materialise(bindings: dict[int, list[Binding]], device: torch.device) -> No
             for place in places:
                 place.module.register_parameter(place.attribute, new)
             bindings[id(new)] = bindings.pop(key)
+            replaced.append(weakref.ref(old))
+    return replaced
+
+
+LONGEST_NAME = 180
+"""Bytes of a line's name: a file system takes 255, with what stands behind it."""
+
+
+def _file_name(owner: str) -> str:
+    """Return the name of a line, which names its files too: modules may have names that no file can have."""
+    name = owner.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    return f"{name.encode()[: LONGEST_NAME // 2].decode(errors='ignore')}~{sha256(owner.encode()).hexdigest()[:16]}"
 
 
 _Key = tuple[str, str, bool, torch.dtype, int]
@@ -393,7 +466,8 @@ def _sort(
     policy: Policy,
 ) -> dict[_Key, list[tuple[str, nn.Parameter]]]:
     """Return the lines to make: (kind, owner, trainable, dtype, serial) to (name, parameter), in model order."""
-    block_of = _blocks_of_modules(blocks)
+    whole_ones = {id(parameter) for name, parameter in model.named_parameters() if whole(name, parameter)}
+    block_of = _blocks_of_modules(blocks, whole_ones)
     total = sum(p.numel() for p in model.parameters())
     lines: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -408,7 +482,12 @@ def _sort(
         elif parameter.dim() < 2 or parameter.numel() <= WHOLE_SHARE * total:
             key = ("whole", "whole", parameter.requires_grad, dtype, 0)
         elif any(id(place.module) in block_of for place in bindings[id(parameter)]):
-            raise ValueError(f"{name} is shared between a block and something outside it: such a block is no unit")
+            others = [place.name for place in bindings[id(parameter)] if place.name != name]
+            raise UserError(
+                f"{name} and {others[0]} are one parameter, which a block shares with another block or with what is outside "
+                "of it: blocks are sharded one by one. Untie them before the model is sharded (give each a parameter of its "
+                "own)"
+            )
         else:
             key = ("leaf", name, parameter.requires_grad, dtype, 0)
         lines.setdefault(key, []).append((name, parameter))
@@ -442,18 +521,24 @@ def lines_of(
     ]
 
 
-def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
+def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]], whole: Set[int]) -> dict[int, str]:
     """Return for each module inside a block, by identity, the block's name.
 
+    Args:
+        whole: parameters, by identity, that are replicated: blocks may share them (the vector bank of VB-LoRA).
+
     Raises:
-        ValueError: if a module with parameters is in several blocks.
+        UserError: if a module with other parameters is in several blocks.
     """
     found: dict[int, str] = {}
     for name, block in blocks:
         for inner, module in block.named_modules():
             other = found.setdefault(id(module), name)
-            if other != name and next(module.parameters(), None) is not None:
-                raise ValueError(f"{inner} is a part of {other} and of {name}: blocks that share a module are no units")
+            if other != name and any(id(parameter) not in whole for parameter in module.parameters()):
+                raise UserError(
+                    f"{inner} of block {name} is a part of {other}, too: weights that blocks share are in no one's unit. "
+                    "Give each block a copy of its own (copy.deepcopy) before the model is sharded"
+                )
     return found
 
 
@@ -464,6 +549,8 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         if flat.trainable:
             receive(flat)
         return
+    if flat.trainable:
+        refuse_gradients(flat)
     for place in bindings[id(flat.parameters[0])]:
         leaf = Leaf(flat, place.module, place.attribute, units.running)
         units.leaves.append(leaf)
@@ -548,18 +635,20 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
 
         def call(self: nn.Module, *args: Any, _entry_call: Any = entry_call, **kwargs: Any) -> Any:
             if units.running.depth == 0:
+                refuse_compiled(self)
                 units.begin_call()
             with units.running.call():
                 return _entry_call(self, *args, **kwargs)
 
-        methods: dict[str, Any] = {"__call__": call}
+        methods: dict[str, Any] = {"__call__": call, **refusing_members()}
         if entry is units.model:
             methods["zero_grad"] = lambda self, set_to_none=True: units.zero_grad()
+            methods["no_sync"] = lambda self: units.no_sync()
         _specialise(entry, units, **methods)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise RuntimeError(
+    raise UserError(
         f"state_dict() of a sharded model: the weights under '{prefix}' lie on several ranks. Use units.state_dict() or "
         "trainer.save_model() on all ranks together"
     )

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.engine.finite import refuse_not_finite
 from ftkit.errors import UserError
 
 DATA_START = 4096
@@ -143,8 +144,14 @@ class TensorFile:
         self.fill(8, text)
         return _parsed(self.path, text, size)
 
-    def write(self, name: str, start: int, values: Tensor) -> None:
+    def write(self, name: str, start: int, values: Tensor, *, infinite: bool = False) -> None:
         """Write `values` (n,), any dtype and device, to elements [start, start + n) of tensor `name`, cast to its dtype.
+
+        Args:
+            infinite: infinite values are written too, as masks hold them; NaN never is.
+
+        Raises:
+            UserError: for a value that is not finite in the file's dtype.
 
         Cost: `PIECE_BYTES` of host memory.
         """
@@ -154,6 +161,7 @@ class TensorFile:
         step = PIECE_BYTES // size
         for low in range(0, values.numel(), step):
             piece = values[low : low + step].detach().to(device="cpu", dtype=entry.dtype).contiguous()
+            refuse_not_finite(name, piece, infinite=infinite)
             data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has the buffer protocol, its stubs do not say so
             position = entry.offset + (start + low) * size
             while data:

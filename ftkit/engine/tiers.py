@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -27,6 +27,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ftkit.engine import threads
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.comm import Communicator
 from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, Disk
@@ -220,8 +221,8 @@ class Tiers:
         return Arena(size_bytes, self.device, huge=huge)
 
     def worker(self, name: str) -> Executor:
-        """Return a new thread for what moves behind the computation."""
-        return ThreadPoolExecutor(1, name)
+        """Return a new thread for transfers behind the computation. It begins on this rank's device."""
+        return threads.worker(name, self.device)
 
     def tier(self, kind: str) -> Tier:
         """Return the tier of a kind of tensor."""

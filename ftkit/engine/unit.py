@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ftkit.engine.block_buffers import BlockBuffers, Noted, as_before
 from ftkit.engine.flat import FlatParameter, add_in_pieces
+from ftkit.engine.resharded import on_gradient
 from ftkit.engine.tree import put_tensors, take_tensors
 
 if TYPE_CHECKING:
@@ -39,15 +41,25 @@ if TYPE_CHECKING:
 
 
 class World:
-    """What a computation depends on besides its arguments, as it was in forward: random numbers, autocast, train or eval.
+    """What a computation depends on besides its arguments, as it was in forward: random numbers, autocast, train or eval,
+    buffers.
 
     Args:
         module: the block.
         fingerprint: of the block's switches that ftkit does not set (active adapters); must be the same in backward.
+        buffers: of the block; None where it will not be computed again.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, fingerprint: Callable[[nn.Module], Hashable]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        fingerprint: Callable[[nn.Module], Hashable],
+        buffers: BlockBuffers | None = None,
+    ) -> None:
         self.module = module
+        self.buffers = buffers
+        self.noted: list[Noted] = [] if buffers is None else buffers.note()
         self.device = device
         self.fingerprint = fingerprint
         self.switches = fingerprint(module)
@@ -61,6 +73,11 @@ class World:
     def without_cast_cache(self) -> torch.autocast:
         """Return forward's autocast as a context; see `uncached_autocast`."""
         return uncached_autocast(autocast_kind(self.device), self.autocast_dtype, enabled=self.autocast)
+
+    def ran(self) -> None:
+        """Keep of the noted buffers those that the forward has changed; called after it."""
+        if self.buffers is not None:
+            self.noted = self.buffers.changed(self.noted)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -81,6 +98,7 @@ class World:
             if training != self.training:
                 self.module.train(self.training)
                 stack.callback(self.module.train, training)
+            stack.enter_context(as_before(self.noted))
             stack.enter_context(self.without_cast_cache())
             yield
 
@@ -212,6 +230,7 @@ class Unit:
         self.number = number
         self.name = name
         self.module = module
+        self.buffers = BlockBuffers(module)
         self.flats = list(flats)
         self.gathered = [flat for flat in flats if not flat.resident]
         self.resident = [flat for flat in flats if flat.resident]
@@ -236,7 +255,7 @@ class Unit:
         for flat in self.flats:
             if flat.trainable:
                 for index, parameter in enumerate(flat.parameters):
-                    parameter.register_post_accumulate_grad_hook(self._receiver(flat, index))
+                    on_gradient(parameter, self._receiver(flat, index))
 
     @property
     def device(self) -> torch.device:
@@ -407,7 +426,7 @@ class Unit:
             return function(*args, **kwargs)
 
     def _world(self) -> World:
-        return World(self.module, self.device, self.fingerprint)
+        return World(self.module, self.device, self.fingerprint, None if self.keep else self.buffers)
 
     def _division(self, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[list[bool], int]:
         """Return which of a call's tensors are divided, and into how many micro-batches: none has less than a row."""
@@ -477,6 +496,7 @@ class _Use(torch.autograd.Function):
                             graphs.append((inputs, parts[-1]))
                         else:
                             parts.append(call.run(inputs))
+                    call.worlds[-1].ran()
         finally:
             unit.leave()
         ctx.graphs = graphs if unit.keep else None

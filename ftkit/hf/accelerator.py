@@ -7,21 +7,19 @@ for the sharded one with the same groups: the groups themselves are shared, so s
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import random
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
 from ftkit.engine.checkpoint import load_checkpoint
@@ -31,8 +29,10 @@ from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.hf.blocks import shard, units_of
-from ftkit.hf.plain import forbidden, read_plain
+from ftkit.hf.base import BASE, check_base, note_of
+from ftkit.hf.blocks import let_train, shard, units_of
+from ftkit.hf.plain import read_plain, readable
+from ftkit.hf.seeding import random_state, set_random_state
 from ftkit.hf.settings import EngineSettings
 from ftkit.hf.states import WRITING, begin_state, check_state_folder, is_whole, publish_state, settle_state
 
@@ -66,7 +66,11 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     for key in unsupported:
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(f"{type(optimizer).__name__}: {key} has no sharded form; leave it off")
+    tensors = {key for group in optimizer.param_groups for key, value in group.items() if torch.is_tensor(value)}
+    if tensors:
+        raise UserError(f"{type(optimizer).__name__}: {min(tensors)} is a tensor; give it as a number")
     made.take_groups(optimizer.param_groups)
+    made.defaults = {**made.defaults, **optimizer.defaults}  # schedules read them: polynomial, OneCycleLR
     # a scheduler made for the original goes on driving the shared groups; it wants to know that steps are made
     made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return made
@@ -80,9 +84,9 @@ def _refuse_meta(optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer over parameters on meta: sharding has put others in their places, or will."""
     if any(parameter.is_meta for parameter in _parameters_of(optimizer)):
         raise UserError(
-            f"this {type(optimizer).__name__} was made from a model on meta (ftkit.load_model), whose parameters sharding "
-            "replaces: make it after accelerator.prepare(model) or ftkit.shard(model); with the Trainer leave it to "
-            "TrainingArguments (optim, learning_rate) or override create_optimizer"
+            f"this {type(optimizer).__name__} was made from a model on meta (a bare configuration), whose parameters "
+            "sharding replaces. Make it after accelerator.prepare(model) or ftkit.shard(model); with the Trainer leave "
+            "it to TrainingArguments (optim, learning_rate) or override create_optimizer"
         )
 
 
@@ -135,11 +139,13 @@ class Accelerator(accelerate.Accelerator):
             )
         if precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
+        _refuse_handlers(self)
         if settings.dtype == "auto" and precision != "no":
             settings = EngineSettings(**{**vars(settings), "dtype": precision})
         self.native_amp = False
         self.scaler = None
         self.settings = settings
+        self.planned: weakref.WeakSet[Units] = weakref.WeakSet()  # their memory is not granted again
         self.shard_options = {
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
@@ -153,13 +159,20 @@ class Accelerator(accelerate.Accelerator):
 
     # --- prepare
 
-    def sharded(self, model: nn.Module) -> Units:
+    def sharded(self, model: nn.Module, *, evaluation: bool | None = None) -> Units:
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
+        Args:
+            model: planned beside those that this accelerator has sharded before.
+            evaluation: True: it will not be trained. False: it will, also if it was sharded for evaluation. None: as it is,
+                and for training if it is not sharded.
+
         Raises:
-            UserError: If the loader would not deal the rows out among the ranks that share the weights.
+            UserError: if the loader would not deal the rows out among the ranks that share the weights, or nothing fits.
         """
         units = units_of(model)
+        if units is not None and units.evaluated_only and evaluation is False:
+            let_train(units)
         if units is None:
             comm = Communicator(self.device)
             if comm.world_size != self.num_processes:
@@ -168,7 +181,10 @@ class Accelerator(accelerate.Accelerator):
                     "would train on the same rows. Without a GPU say so: use_cpu=True (TrainingArguments), cpu=True "
                     "(Accelerator)"
                 )
-            units = shard(model, self.settings, device=self.device, comm=comm, **self.shard_options)
+            there = [known for known in self.planned if known.model is not model]
+            options = {**self.shard_options, "evaluation": evaluation is True, "beside": there}
+            units = shard(model, self.settings, device=self.device, comm=comm, **options)
+            self.planned.add(units)
         return units
 
     def prepare(self, *things: Any, device_placement: list[bool] | None = None) -> Any:
@@ -181,8 +197,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard `model` in place (also one that will only be evaluated) and return it."""
-        self.sharded(model)
+        """Shard `model` in place and return it.
+
+        Args:
+            model: as accelerate's.
+            device_placement: not used; the engine places weights.
+            evaluation_mode: plan no gradients and no optimizer state.
+        """
+        self.sharded(model, evaluation=True if evaluation_mode else None)
         if model not in self._models:
             self._models.append(model)
         model._is_accelerate_prepared = True
@@ -209,18 +231,44 @@ class Accelerator(accelerate.Accelerator):
         for model in self._models:
             units = units_of(model)
             if units is not None and not updated.isdisjoint(units.places):
-                return units
+                return self.sharded(model, evaluation=False)
         raise UserError("prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer)")
 
     # --- a step
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale."""
+    def backward(self, loss: Tensor, *, rows: float | None = None, **kwargs: Any) -> None:
+        """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale.
+
+        Args:
+            loss: of this rank; the gradient is that of the mean over ranks.
+            rows: what the loss is a mean over (rows, label tokens) on this rank, where ranks differ in it: the gradient is
+                then that of the mean over all ranks' rows. A collective; all ranks give it or none.
+        """
+        if rows is not None:
+            loss = loss * self.weight_of(rows)
+        elif self.loss_weight is not None:
+            loss = loss * self.loss_weight
         if len({prepared.optimizer.loss_scale.value for prepared in self._optimizers}) > 1:
             raise UserError("fp16 with several prepared optimizers is not supported: a loss can have one loss scale")
         if self._optimizers:
             loss = self._optimizers[0].optimizer.scale(loss)
         super().backward(loss, **kwargs)
+
+    ranks_factor = 1
+    """By which `num_processes` is overstated, while a trial finds out whether a loss is multiplied by it."""
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks, as accelerate's."""
+        return super().num_processes * self.ranks_factor
+
+    loss_weight: float | None = None
+    """Factor of each loss that comes to `backward`; the Trainer sets it for a micro-batch."""
+
+    def weight_of(self, rows: float) -> float:
+        """Return the factor of this rank's mean in the mean over all ranks' rows; 1 where no rank has any. A collective."""
+        total = self._communicator().totals(torch.tensor([float(rows)], device=self.device))[0]
+        return self.num_processes * float(rows) / total if total else 1.0
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing to do: norms are reported unscaled, and the update unscales."""
@@ -260,6 +308,21 @@ class Accelerator(accelerate.Accelerator):
         """Return a context that does nothing: the engine computes in its compute dtype."""
         return nullcontext()
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing where every rank gets as many batches, and refuse the rest: ranks compute their blocks together.
+
+        Raises:
+            UserError: for `even_batches=False` on several ranks.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and self.num_processes > 1:
+            raise UserError(
+                "join_uneven_inputs(even_batches=False): a rank without a batch would leave the others waiting in a block. "
+                "Leave even_batches on: the loader fills the last batch, and gather_for_metrics drops what was repeated"
+            )
+        yield
+
     # --- saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -293,7 +356,8 @@ class Accelerator(accelerate.Accelerator):
                     (place / name).write_bytes(content)
                 torch.save({"step": self.step}, place / STEP_FILE)
         for number, (units, optimizer) in enumerate(self._engines()):
-            save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer)
+            noted = {BASE: note_of(units, weights=False)}
+            save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer, extra=noted)
         with all_ranks(comm):
             try:
                 torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
@@ -332,7 +396,8 @@ class Accelerator(accelerate.Accelerator):
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
-            load_checkpoint(folder / f"model_{number}", units, optimizer)
+            extra = load_checkpoint(folder / f"model_{number}", units, optimizer)
+            check_base(extra.get(BASE), note_of(units, weights=False), str(folder))
         for number, scheduler in enumerate(self._schedulers):
             scheduler.load_state_dict(_load(folder / f"scheduler_{number}.pt"))
         for number, thing in enumerate(self._custom_objects):
@@ -346,7 +411,7 @@ class Accelerator(accelerate.Accelerator):
         """Return the files of what is neither model nor optimizer: schedulers and registered objects."""
         things = {f"scheduler_{number}.pt": each for number, each in enumerate(self._schedulers)}
         things |= {f"custom_{number}.pt": each for number, each in enumerate(self._custom_objects)}
-        return {name: _readable(name, thing) for name, thing in things.items()}
+        return {name: readable(name, thing) for name, thing in things.items()}
 
     def _communicator(self) -> Communicator:
         engines = self._engines()
@@ -367,6 +432,30 @@ class Accelerator(accelerate.Accelerator):
         if output_dir is None:
             raise UserError("save_state: name a folder, or set automatic_checkpoint_naming in the ProjectConfiguration")
         return Path(os.path.expanduser(output_dir))
+
+
+def _refuse_handlers(accelerator: accelerate.Accelerator) -> None:
+    """Raise for keyword handlers that change the trajectory and that the engine would ignore.
+
+    Raises:
+        UserError: for communication hooks of DDP, settings of a gradient scaler in fp16, and uneven batches.
+    """
+    ddp, scaler = accelerator.ddp_handler, accelerator.scaler_handler
+    if ddp is not None and (ddp.comm_hook, ddp.comm_wrapper) != (DDPCommunicationHookType.NO,) * 2:
+        raise UserError(
+            f"DistributedDataParallelKwargs(comm_hook={ddp.comm_hook.value!r}): the engine reduces gradients itself, in the "
+            "dtype of compute, and has no hooks. Leave comm_hook off; dtype='bf16' halves what is sent"
+        )
+    if scaler is not None and accelerator.state._mixed_precision == "fp16":
+        raise UserError(
+            "GradScalerKwargs: the engine has a loss scale of its own. Leave the handler off; in a plain loop give "
+            "ftkit.ShardedAdamW(units, loss_scale=ftkit.LossScale(...))"
+        )
+    if not accelerator.even_batches and accelerator.num_processes > 1:
+        raise UserError(
+            "DataLoaderConfiguration(even_batches=False): ranks with fewer batches would leave the others waiting in a "
+            "block. Leave it on: gather_for_metrics drops what was repeated"
+        )
 
 
 def _number(state: Path) -> int:
@@ -398,51 +487,7 @@ def _remove_oldest(state: Path, limit: int) -> None:
         shutil.rmtree(old)
 
 
-def _readable(name: str, thing: Any) -> bytes:
-    """Return the state of a scheduler or registered object as `load_state` will read it: plain data and tensors.
-
-    Raises:
-        UserError: if it holds anything else, which would only show when the state is needed.
-    """
-    buffer = io.BytesIO()
-    torch.save(thing.state_dict(), buffer)
-    try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except pickle.UnpicklingError as error:
-        kind = forbidden(error) or "something else"
-        raise UserError(
-            f"save_state: {name}, the state_dict() of a {type(thing).__name__}, holds {kind}, which load_state would not "
-            "read (a pickle can run code): let it return numbers, strings, lists, dictionaries and tensors"
-        ) from error
-    return buffer.getvalue()
-
-
 def _load(path: Path) -> Any:
     if not path.exists():
         raise UserError(f"{path}: missing; the state is not whole, or is of another set of prepared objects")
     return read_plain(path)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all random numbers of this process, as plain data."""
-    version, keys, gauss = random.getstate()
-    kind, words, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": (version, list(keys), gauss),
-        "numpy": (kind, torch.from_numpy(words.astype(np.int64)), position, has_gauss, cached),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go back to what `random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, words, *rest = state["numpy"]
-    np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import transformers
 
+from ftkit.hf.in_place import check_order, check_reader
 from ftkit.hf.settings import EngineSettings
 
 
@@ -23,9 +24,19 @@ class ArgumentsMixin:
         metadata={"help": "ftkit's engine: 'auto', a mapping (JSON on the command line), a .yaml file, or None for off."},
     )
 
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={"help": "Log a NaN loss as the mean of the others; ftkit logs every loss as it is."},
+    )
+
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Make the subclass a dataclass, and its parent's fields that hold mappings readable from the command line."""
+        """Make the subclass a dataclass, and its parent's fields that hold mappings readable from the command line.
+
+        Raises:
+            UserError: if the arguments' class comes before this mixin.
+        """
         super().__init_subclass__(**kwargs)
+        check_order(cls, ArgumentsMixin, transformers.TrainingArguments)
         cls._VALID_DICT_FIELDS = [*getattr(cls, "_VALID_DICT_FIELDS", ()), "ftkit"]
         dataclass(cls)
 
@@ -35,6 +46,19 @@ class ArgumentsMixin:
             self.ftkit = None
         if self.ftkit is not None:
             EngineSettings.of(self.ftkit)  # raises for what it does not know
+
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether the Trainer moves the model to its device; every Trainer asks when it is built.
+
+        Raises:
+            UserError: if the engine is asked for and the Trainer does not know it.
+        """
+        if self.ftkit is not None:
+            check_reader(type(self).__name__)
+        placed: bool | None = super().place_model_on_device  # type: ignore[misc]  # as above
+        return placed
 
 
 class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):

@@ -11,6 +11,7 @@ Packed positions without boundaries are no leak either: transformers then builds
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from transformers.masking_utils import sdpa_mask
 from ftkit.hf.fake import CudaAttention
 from ftkit.hf.packing import ATTENTION
 from ftkit.hf.varlen import attend
+
+REPEATED = "ftkit-sdpa"
+"""transformers' sdpa, with grouped keys repeated where PyTorch has no kernel for them."""
 
 KNOWN = frozenset({"position_ids", "cache_position", "position_bias", "position_embeddings", "num_items_in_batch"})
 """Tensors that layers hand down and attention has no use for, or that sdpa takes."""
@@ -62,16 +66,87 @@ def attention(
         if kwargs.get("position_bias") is not None or not getattr(module, "is_causal", True):
             raise ValueError(f"{type(module).__name__}: packed samples need causal attention without a bias of positions")
         batch, _, tokens, _ = query.shape
-        rows = torch.arange(batch, device=query.device, dtype=torch.int32)[:, None] * tokens
+        rows = torch.arange(batch, device=attention_mask.device, dtype=torch.int32)[:, None] * tokens
         ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
         flat = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
         found = attend(*flat, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
         return found.view(batch, tokens, found.shape[1], -1), None
     if softcap is not None:
         return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
+    return repeated_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def repeated_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return transformers' sdpa; where no fused kernel takes grouped keys, they are repeated first.
+
+    Without that, PyTorch computes grouped keys without a mask by its math kernel: scores of (B, H, T, T), in fp32.
+
+    Args:
+        module: of transformers, as it calls its attention.
+        query: (B, H, T, D).
+        key: (B, G, T, D), where G divides H.
+        value: (B, G, T, E).
+        attention_mask: as sdpa takes it.
+        dropout: share of the weights that are dropped.
+        scaling: of the scores.
+        kwargs: whatever transformers adds.
+    """
+    groups = query.shape[1] // key.shape[1]
+    stand_in: Any = module
+    if groups > 1 and attention_mask is None and query.shape[2] > 1 and not takes_groups(query, key, value, dropout):
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        stand_in = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # it would ask the module for its groups
     with CudaAttention() if query.device.type == "meta" else nullcontext():  # a dry run: the memory of the GPU's kernel
-        found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        found, _ = sdpa_attention_forward(stand_in, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return found, None
+
+
+def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether a fused kernel computes causal attention of grouped keys here; on a CPU scores are not whole anyway.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, T, D).
+        value: (B, G, T, E).
+        dropout: share of the weights that are dropped.
+    """
+    if query.device.type == "cuda":  # PyTorch answers for this card and this version
+        asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, True)
+        kernels = torch.backends.cuda
+        fused = kernels.can_use_flash_attention, kernels.can_use_efficient_attention, kernels.can_use_cudnn_attention
+        return any(can(asked) for can in fused)
+    return query.device.type != "meta"  # a dry run counts what the oldest cards take
+
+
+def repeat_grouped_keys(model: nn.Module, device: torch.device) -> bool:
+    """Let a model that uses transformers' sdpa repeat grouped keys where PyTorch has no kernel for them; say if it does.
+
+    Args:
+        model: of transformers. Others are left as they are.
+        device: on which it computes.
+    """
+    config = getattr(model, "config", None)
+    if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":
+        return False
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    if groups == 1:
+        return False
+    probe = torch.empty(1, groups, 2, 8, device=device, dtype=torch.float16)
+    if takes_groups(probe, probe[:, :1], probe[:, :1], 0.0):
+        return False
+    model.set_attn_implementation(REPEATED)
+    return True
 
 
 def _window(module: nn.Module, given: int | None) -> int | None:
@@ -127,3 +202,5 @@ def use_packed_attention(model: nn.Module) -> bool:
 
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(REPEATED, repeated_sdpa)
+AttentionMaskInterface.register(REPEATED, sdpa_mask)

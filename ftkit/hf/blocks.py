@@ -1,8 +1,9 @@
 """What ftkit knows of Hugging Face models: where the blocks are, which arguments are caches, what an adapter is.
 
 transformers 5 marks every block that may be recomputed as a `GradientCheckpointingLayer`; each instance that is not inside
-another is a unit. Models that mark none fall back to the classes in `_no_split_modules`. In a forward that a backward
-will follow, caches become None: a cache filled again in recomputation would give wrong gradients.
+another is a unit. Models that mark none fall back to the classes in `_no_split_modules`, which any module may have. A model
+with neither is replicated (replication.py). In a forward that a backward will follow, caches become None: a cache filled
+again in recomputation would give wrong gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,42 +27,45 @@ from ftkit.engine.affinity import take_cores
 from ftkit.engine.comm import Communicator
 from ftkit.engine.disk import IN_MEMORY
 from ftkit.engine.flat import Policy
+from ftkit.engine.foreign import refuse_foreign_optimizers
 from ftkit.engine.host_adam import HostAdamW
 from ftkit.engine.shard import Units
 from ftkit.engine.shard import shard as shard_blocks
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
+from ftkit.environment import is_strict
 from ftkit.errors import UserError
+from ftkit.hf.adapter_targets import check_all
+from ftkit.hf.attention import repeat_grouped_keys
+from ftkit.hf.beside import limits_beside, planned_for_training, untrained
+from ftkit.hf.caches import refuse_caches
 from ftkit.hf.flat_kernels import FLAT_KERNELS
 from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
 from ftkit.hf.in_step import let_generate
 from ftkit.hf.loading import load_weights
+from ftkit.hf.refused_adapters import refuse_merged, refuse_merging, refuse_prefixes
+from ftkit.hf.replication import named_block_classes, replicated
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
-from ftkit.hf.shapes import common_limits, forced_of, shape_of
+from ftkit.hf.shapes import common_limits, forced_of, own_dtype, shape_of
+from ftkit.hf.sources import on_meta, settle, source_of
+from ftkit.hf.strict import strict_settings
 from ftkit.plan.choice import Plan, make_plan, with_spare_host
 from ftkit.plan.shape import Shape
-from ftkit.plan.ways import KINDS
+from ftkit.plan.ways import KINDS, Limits
 
 logger = logging.getLogger(__name__)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the blocks in order of execution.
+    """Return (name, module) of the blocks in order of execution; none where the model marks none.
 
     Raises:
-        UserError: if the model has none.
+        UserError: if `_no_split_modules` of the user's own module names a class that the model does not contain.
     """
+    names = named_block_classes(model)
     found = _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer))
-    if not found:
-        names = {name for m in model.modules() if isinstance(m, PreTrainedModel) for name in m._no_split_modules or ()}
-        found = _outermost(model, lambda module: type(module).__name__ in names)
-    if not found:
-        raise UserError(
-            f"{type(model).__name__} has no recomputable blocks (no GradientCheckpointingLayer, no _no_split_modules): "
-            "give ftkit.shard(blocks=[...]) the modules that repeat"
-        )
-    return found
+    return found or _outermost(model, lambda module: type(module).__name__ in names)
 
 
 def _outermost(model: nn.Module, is_block: Any) -> list[tuple[str, nn.Module]]:
@@ -196,7 +200,7 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
 def is_adapter(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter of a PEFT model belongs to an adapter (and not to a copy made by modules_to_save)."""
     parts = name.split(".")
-    return any(part.startswith(("lora_", "ia3_", "prompt_", "vera_", "adapter_")) for part in parts)
+    return any(part.startswith(("lora_", "ia3_", "prompt_", "vera_", "vblora_", "adapter_")) for part in parts)
 
 
 def adapter_switches(module: nn.Module) -> Hashable:
@@ -224,12 +228,15 @@ def shard(
     accumulation_steps: int = 1,
     parts: int = 1,
     comm: Communicator | None = None,
+    evaluation: bool = False,
+    beside: Sequence[Units] = (),
 ) -> Units:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
     Args:
-        model: on any device, or on meta from `ftkit.load_model`: then its weights are streamed in (see
-            `ftkit.load_weights`). Its forward keeps working, now with sharded weights.
+        model: on any device, or from `ftkit.load_model`: then each rank streams its ranges of what is still as in the
+            folder. What was changed, added or drawn since is kept, rank 0's where ranks differ. Its forward keeps working,
+            now with sharded weights.
         settings: see `EngineSettings`.
         device: where to compute; None: this process's current CUDA device, else the CPU.
         blocks: (name, module) of the units; None finds them.
@@ -237,6 +244,8 @@ def shard(
         accumulation_steps: micro-batches a step; more than one sums gradients in fp32 unless told otherwise.
         parts: micro-batches into which each block divides the batch it is given (`accumulate_in: unit`).
         comm: the ranks; None takes the default process group, or one rank where there is none.
+        evaluation: the model is not trained: no gradients and no optimizer state are planned.
+        beside: models of this process whose memory is not granted again.
 
     Returns:
         The units: give them to `ftkit.ShardedAdamW`, `ftkit.save_checkpoint`, `ftkit.save_model`.
@@ -249,27 +258,41 @@ def shard(
     settings = EngineSettings.of(settings)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    source = getattr(model, "_ftkit_source", None)
+    source = source_of(model)
     if source is None and any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
+    check_all(model)
+    refuse_prefixes(model)
+    refuse_merged(model)
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)
+    if not blocks:
+        settings = replicated(settings, model, say=comm.rank == 0)
+    elif is_strict():
+        settings = strict_settings(settings, comm.world_size, say=comm.rank == 0)
     dtype = DTYPES.get(settings.dtype)
-    check_dtype(dtype or next(model.parameters()).dtype, device)
+    if repeat_grouped_keys(model, device) and comm.rank == 0:
+        logger.info("grouped keys are repeated before attention: PyTorch has no fused kernel for them on this GPU")
     _refuse(model, comm.world_size)
-    fused = _fuse(model, dtype or next(model.parameters()).dtype, device) if settings.kernels == "auto" else Fused()
-    affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
-    policy, plan = _policy(settings, model, blocks, comm, dtype, micro_batch_tokens, accumulation_steps, parts)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    expected = STATE_BYTES * numel // comm.world_size
-    in_host = plan.way.state_host_bytes
-    tiers = Tiers.open(comm, policy.placement, settings.nvme_dir, expected, state_host_bytes=in_host)
-    _tell(tiers, comm)
-    units = shard_as(model, blocks, comm, policy, tiers)
+    with settle(model, comm) as settled:
+        check_dtype(dtype or own_dtype(model), device)
+        fused = _fuse(model, dtype or own_dtype(model), device) if settings.kernels == "auto" else Fused()
+        affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
+        free = limits_beside(common_limits(settings, comm), beside)
+        shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
+        shape = untrained(shape) if evaluation else shape
+        policy, plan = _policy(settings, shape, free, dtype, accumulation_steps, parts)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        expected = STATE_BYTES * numel // comm.world_size
+        in_host = plan.way.state_host_bytes
+        tiers = Tiers.open(comm, policy.placement, settings.nvme_dir, expected, state_host_bytes=in_host)
+        _tell(tiers, comm)
+        settled.meta = on_meta(model)
+        units = shard_as(model, blocks, comm, policy, tiers)
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
-    units.plan, units.affinity, units.fused = plan, affinity, fused
+    units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
     if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS
     for module in model.modules():
@@ -277,8 +300,11 @@ def shard(
             module._is_fsdp_managed_module = True  # transformers' own mark, for methods of theirs that would go alone
         if isinstance(module, PreTrainedModel) and cut:
             module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
+    refuse_caches(units)
     let_generate(units)
+    refuse_merging(model)
     if source is not None:
+        settled.note(units, source)
         load_weights(units)
     return units
 
@@ -295,20 +321,22 @@ def shard_as(
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
-    return shard_blocks(
+    units = shard_blocks(
         model,
         blocks,
         comm=comm,
         policy=policy,
         entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
         whole=_is_whole(model),
-        wide=kept_in_fp32(model, policy.compute_dtype or next(model.parameters()).dtype),
+        wide=kept_in_fp32(model, policy.compute_dtype or own_dtype(model)),
         arguments=without_caches,
         fingerprint=adapter_switches,
         tiers=tiers,
         split=batch_rows,
         host_adam=host_adam,
     )
+    refuse_foreign_optimizers(units)
+    return units
 
 
 def _fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
@@ -348,6 +376,20 @@ def _tell(tiers: Tiers, comm: Communicator) -> None:
             disk.path.parent,
             disk.filesystem,
         )
+
+
+def check_shardable(model: nn.Module, world_size: int, *, cuts_gradients: bool) -> None:
+    """Raise for configurations that would train wrongly without an error; before sharding as after it.
+
+    Args:
+        cuts_gradients: blocks run otherwise than by plain autograd: recomputed or sharded.
+
+    Raises:
+        UserError: naming what to set.
+    """
+    _refuse(model, world_size)
+    if cuts_gradients:
+        _refuse_shared_keys(model)
 
 
 def _refuse(model: nn.Module, world_size: int) -> None:
@@ -420,26 +462,37 @@ def _refuse_captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _policy(
     settings: EngineSettings,
-    model: nn.Module,
-    blocks: list[tuple[str, nn.Module]],
-    comm: Communicator,
+    shape: Shape,
+    free: Limits,
     dtype: torch.dtype | None,
-    tokens: int,
     accumulation_steps: int,
     parts: int,
 ) -> tuple[Policy, Plan]:
     """Return the policy, what is forced and for the rest the fastest way that fits on every rank; and the plan behind it."""
-    free = limits = common_limits(settings, comm)
+    limits = free
     decided = "auto" not in (settings.stage, settings.activations, settings.weights)
     if decided and settings.device_gib is None and settings.host_gib is None:
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
-    shape = model_shape(model, blocks, comm.world_size, dtype, tokens, cpu=limits.cpu)
     forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
     plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
     if limits is not free and plan.way.state == "nvme":  # what the user did not decide has to fit all the same
         stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
         plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
     return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan
+
+
+def let_train(units: Units) -> None:
+    """Plan a model for training that was sharded for evaluation only; its form stays.
+
+    Raises:
+        DoesNotFit: if gradients and optimizer state do not fit.
+    """
+    shape = units.plan.asked.shape
+    found = find_blocks(units.model)
+    trained = model_shape(
+        units.model, found, shape.world_size, units.policy.compute_dtype, shape.sequence_tokens, cpu=units.plan.limits.cpu
+    )
+    units.plan, units.evaluated_only = planned_for_training(units.plan, trained), False
 
 
 def policy_of(plan: Plan, dtype: torch.dtype | None) -> Policy:
@@ -469,7 +522,7 @@ def model_shape(
     chunked_loss: bool = False,
 ) -> Shape:
     """Return what the plan knows of a model, sharded as `shard` does it; see `ftkit.hf.shapes.shape_of`."""
-    source = getattr(model, "_ftkit_source", None)
+    source = source_of(model)
     return shape_of(
         model,
         blocks,
@@ -477,7 +530,7 @@ def model_shape(
         dtype=dtype,
         sequence_tokens=sequence_tokens,
         whole=_is_whole(model),
-        wide=kept_in_fp32(model, dtype or next(model.parameters()).dtype),
+        wide=kept_in_fp32(model, dtype or own_dtype(model)),
         cpu=cpu,
         fresh=source is not None and not source.files,
         checkpoints=checkpoints,

@@ -9,10 +9,18 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ftkit.words import counted
+
+FILES_SHOWN = 6
+
+
+def some_of(names: tuple[str, ...]) -> str:
+    """Return the first of some names, and how many there are beyond them."""
+    more = f" and {len(names) - FILES_SHOWN} more" if len(names) > FILES_SHOWN else ""
+    return f"{', '.join(names[:FILES_SHOWN])}{more}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,13 @@ class SourceReport:
         ends: the tokens that end answers, as text, and how many samples they end
         lengths: of the samples
         trained_lengths: of what is trained on in each sample
+        split_rows: plain texts longer than a sequence that became several samples
+        split_samples: the samples that they became
+        unread: names of columns and keys that say something and that nobody reads, see `ftkit.hf.columns`
+        ignored: names of `data.ignore_columns` that were there
+        columns: all names in the first rows
+        files: names of the files that were read, where the source is a folder
+        passed_over: names of the files in the folder that hold no rows and were not read
     """
 
     label: str
@@ -115,16 +130,27 @@ class SourceReport:
     ends: dict[str, int]
     lengths: Lengths
     trained_lengths: Lengths
+    split_rows: int = 0
+    split_samples: int = 0
+    unread: dict[str, Found] = field(default_factory=dict)
+    ignored: dict[str, Found] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> SourceReport:
         """Return what `dataclasses.asdict` made plain, once it was JSON."""
-        found = {name: Found(each["rows"], tuple(each["places"])) for name, each in fields["found"].items()}
+        found = {
+            kind: {name: Found(each["rows"], tuple(each["places"])) for name, each in fields[kind].items()}
+            for kind in ("found", "unread", "ignored")
+        }
+        names = {name: tuple(fields[name]) for name in ("bad_examples", "columns", "files", "passed_over")}
         lengths = {
             name: Lengths(fields[name]["unit"], tuple(tuple(pair) for pair in fields[name]["counts"]))
             for name in ("lengths", "trained_lengths")
         }
-        return cls(**{**fields, "bad_examples": tuple(fields["bad_examples"]), "found": found, **lengths})
+        return cls(**{**fields, **names, **found, **lengths})
 
 
 @dataclass(frozen=True)
@@ -189,9 +215,27 @@ class Report:
         """Tokens cut off."""
         return sum(source.cut_tokens for source in self.sources)
 
+    @property
+    def split_rows(self) -> int:
+        """Plain texts that became several samples."""
+        return sum(source.split_rows for source in self.sources)
+
+    @property
+    def split_samples(self) -> int:
+        """Samples that plain texts were split into."""
+        return sum(source.split_samples for source in self.sources)
+
     def __str__(self) -> str:
         """Return the report as lines for a person."""
-        lines = [f"{source.label}: {counted(source.rows, 'row')}, format {source.format}" for source in self.sources]
+        lines = []
+        for source in self.sources:
+            lines.append(f"{source.label}: {counted(source.rows, 'row')}, format {source.format}")
+            if source.files:
+                lines.append(f"  {counted(len(source.files), 'file')}: {some_of(source.files)}")
+            if source.passed_over:
+                lines.append(f"  not read: {some_of(source.passed_over)}")
+            if source.ignored:
+                lines.append(f"  ignored: {', '.join(f'{name} ({each.rows})' for name, each in source.ignored.items())}")
         trained = 100 * self.trained_tokens / max(self.tokens, 1)
         lines.append(
             f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, {trained:.0f} % of them trained on"
@@ -200,6 +244,9 @@ class Report:
             share = 100 * self.cut_tokens / (self.tokens + self.cut_tokens)
             cut = counted(self.cut_tokens, "token")
             lines.append(f"{counted(self.truncated_rows, 'sample')} truncated: {cut} cut ({share:.1f} %)")
+        if self.split_rows:
+            samples = counted(self.split_samples, "sample")
+            lines.append(f"{counted(self.split_rows, 'text')} longer than a sequence: split into {samples}")
         if self.bad_rows:
             lines.append(f"{counted(self.bad_rows, 'row')} skipped, the first:")
             lines += [f"  {example}" for example in self.bad_examples]

@@ -25,6 +25,7 @@ import pyarrow
 
 from ftkit.errors import UserError
 from ftkit.hf.batches import Collator, StepOrder
+from ftkit.hf.columns import refuse_unmatched
 from ftkit.hf.counts import Report, SourceReport
 from ftkit.hf.faults import Fault, faults_of, overlap_fault, overlap_of
 from ftkit.hf.formats import BadRowError, Conversation
@@ -101,7 +102,9 @@ def prepare(
     loss_on: str = "answers",
     on_bad_row: str = "stop",
     task: str = "causal-lm",
-    long_text: str = "cut",
+    long_text: str = "split",
+    ignore_columns: Sequence[str] = (),
+    must_match: bool = True,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     workers: int | None = None,
@@ -113,10 +116,13 @@ def prepare(
         tokenizer: a Hugging Face tokenizer; with its chat template, if it has one
         sequence_tokens: longest sample (and room of a packed sequence), in tokens
         packing: put several samples into one sequence; call `check_isolation` on the model
-        loss_on: answers (assistant turns) | all
+        loss_on: answers (assistant turns) | marks (what the template marks, whoever says it) | all
         on_bad_row: stop | skip, for rows that cannot be used
         task: causal-lm | seq2seq (the question for the encoder, the answer as labels)
-        long_text: what to do with plain text beyond sequence_tokens: cut it, or split it into several samples
+        long_text: split | cut | stop, for plain text longer than sequence_tokens: into several samples, at its end, or
+            like a row that cannot be used
+        ignore_columns: names of columns, and of keys below them (`messages.name`), that are removed before rows are read
+        must_match: whether each of those names must be in some row; False where another file may have it
         seed: orders samples of equal length when packing; without packing it changes nothing here
         cache_dir: where the result is kept; default: a folder in the cache of `datasets`
         workers: processes that make tokens; default: one a core, at most 8
@@ -125,8 +131,8 @@ def prepare(
         The data set with its report.
 
     Raises:
-        UserError: rows that cannot be used (with file and row), no rows at all, unreadable files, unknown columns, a
-            template that cannot be masked exactly, a cache that cannot be written
+        UserError: rows that cannot be used (with file and row), columns or keys that nobody reads, no rows at all,
+            unreadable files, a template that cannot be masked exactly, a cache that cannot be written
 
     Cost: host waits on a file lock while another process prepares the same; no collective.
     """
@@ -136,9 +142,20 @@ def prepare(
     if not listed or (None in weights and set(weights) != {None}):
         raise UserError(f"data.sources: needs one source or more, and a weight for all or for none; found {weights}")
     settings = Settings(
-        sequence_tokens, packing, loss_on, on_bad_row, task, long_text, seed if packing and task != "seq2seq" else None
+        sequence_tokens,
+        packing,
+        loss_on,
+        on_bad_row,
+        task,
+        long_text,
+        seed if packing and task != "seq2seq" else None,
+        tuple(ignore_columns),
     )
     rendering = Rendering.of(tokenizer)
+    if loss_on == "marks" and rendering.way != "marked":
+        raise UserError(
+            "data.loss_on is marks, and the chat template has no {% generation %} marks; set data.loss_on: answers"
+        )
     place = Path(cache_dir) if cache_dir is not None else Path(datasets.config.HF_DATASETS_CACHE) / "ftkit"
     folder = place / fingerprint(listed, tokenizer, settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -148,13 +165,15 @@ def prepare(
         dataset = datasets.load_from_disk(str(folder / "dataset"))
         report = Report.from_json((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again."
-        ) from error
+        raise UserError(f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again.") from error
+    if must_match:
+        refuse_unmatched(ignore_columns, [report])
     return Prepared(dataset, replace(report, cached=cached), None if None in weights else weights, folder)
 
 
-def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "causal-lm") -> Prepared:
+def prepare_section(
+    section: Any, tokenizer: Any, *, seed: int, task: str = "causal-lm", must_match: bool = True
+) -> Prepared:
     """Prepare what a recipe's `data` section describes; a weight counts only where the recipe states it.
 
     Args:
@@ -162,6 +181,7 @@ def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "cau
         tokenizer: a Hugging Face tokenizer
         seed: the run's seed
         task: causal-lm | seq2seq
+        must_match: see `prepare`
     """
     return prepare(
         sources_of(section),
@@ -171,6 +191,9 @@ def prepare_section(section: Any, tokenizer: Any, *, seed: int, task: str = "cau
         loss_on=section.loss_on,
         on_bad_row=section.on_bad_row,
         task=task,
+        long_text=section.long_text,
+        ignore_columns=section.ignore_columns,
+        must_match=must_match,
         seed=seed,
         cache_dir=section.cache_dir,
         workers=section.workers,

@@ -33,6 +33,7 @@ from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents
 from ftkit.engine.storage import PIECE_BYTES, TensorFile, create_file
 from ftkit.errors import UserError
 from ftkit.hf.loading import load_model
+from ftkit.hf.new_folder import new_folder
 from ftkit.hf.saving import SHARD_BYTES, hub_names
 from ftkit.hf.settings import DTYPES
 from ftkit.hf.trainer import ENGINE_FOLDER
@@ -91,15 +92,20 @@ def export_checkpoint(
         model = _model(checkpoint, task, trust_remote_code, most_layers=len(sources), largest=max(elements, LARGEST))
         names = _names(model, sources, checkpoint)
         tensors = {
-            hub: Outgoing(file.entries[name].shape, _dtype(dtype, manifest, file, name), partial(pieces, file, name))
+            hub: Outgoing(
+                file.entries[name].shape,
+                _dtype(dtype, manifest, file, name),
+                partial(pieces, file, name),
+                infinite=name not in manifest["dtypes"],
+            )
             for name, file in sources.items()
             for hub in names.get(name, ())
         }
-        out.mkdir(parents=True, exist_ok=True)
-        copy_small_files(checkpoint, listed, out)
+        target = stack.enter_context(new_folder(out, small_files(listed)))
+        copy_small_files(checkpoint, listed, target)
         if dtype is not None:
-            note_dtype(out, DTYPES[dtype])
-        return write_model(out, tensors, shard_bytes, progress)
+            note_dtype(target, DTYPES[dtype])
+        return write_model(target, tensors, shard_bytes, progress)
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,13 @@ class Outgoing:
 
     Args:
         shape, dtype: of the file. values: yields (first element, values (n,)), all elements in order.
+        infinite: it may hold infinite values, as buffers do.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Callable[[], Iterable[tuple[int, Tensor]]]
+    infinite: bool = False
 
 
 def write_model(
@@ -135,15 +143,17 @@ def write_model(
             with TensorFile(path, writable=True) as target:
                 for hub, _, kind in members:
                     for start, values in tensors[hub].values():
-                        target.write(hub, start, values)
+                        target.write(hub, start, values, infinite=tensors[hub].infinite)
                         done += values.numel() * kind.itemsize
                         progress(done, total)
                 target.sync()
         publish(out, files, wanted)
-    except OSError as error:
+    except (OSError, UserError) as error:
         for path in out.glob("*.writing"):
             path.unlink()
-        raise UserError(f"{out}: cannot be written: {error.strerror}; {total} bytes are needed there") from error
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{out.parent}: cannot be written: {error.strerror}; {total} bytes are needed there") from error
     return sum(torch.Size(shape).numel() for _, shape, _ in wanted)
 
 
@@ -241,10 +251,18 @@ def _dtype(wanted: str | None, manifest: dict[str, Any], file: TensorFile, name:
 
 def copy_small_files(source: Path, listed: Iterable[str], out: Path, *, but: tuple[str, ...] = ()) -> None:
     """Copy what lies beside the weights, of the files that a folder lists: configuration, tokenizer and template."""
+    for name in small_files(listed, but=but):
+        shutil.copyfile(source / name, out / name)
+
+
+def small_files(listed: Iterable[str], *, but: tuple[str, ...] = ()) -> list[str]:
+    """Return the files that `copy_small_files` copies."""
+    found = []
     for name in sorted(listed):
         of_the_run = name in (*OF_THE_RUN, *but) or name.startswith("rng_state")
         if "/" not in name and not of_the_run and Path(name).suffix not in NOT_COPIED:
-            shutil.copyfile(source / name, out / name)
+            found.append(name)
+    return found
 
 
 def note_dtype(out: Path, dtype: torch.dtype) -> None:

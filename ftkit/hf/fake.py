@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ftkit.hf.packing import ATTENTION
+from ftkit.plan.attention import Attention, backward_bytes
 
 
 @contextmanager
@@ -91,8 +92,8 @@ def batch(model: nn.Module, rows: int, tokens: int, device: torch.device, *, pac
     inputs: dict[str, Any] = {"input_ids": numbers(), "labels": numbers(), "num_items_in_batch": rows * tokens}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = numbers()
-    if packed:  # boundaries of one sample a row (hf/packing.py)
-        ends = torch.zeros(rows, 1, 1, 2, dtype=torch.int32, device=device)
+    if packed:  # boundaries of one sample a row, on the host (hf/packing.py)
+        ends = torch.tensor([[[[0, tokens]]]] * rows, dtype=torch.int32)
         return inputs | {"position_ids": numbers(), "attention_mask": ends}
     return inputs | {"attention_mask": numbers()}
 
@@ -237,19 +238,31 @@ class CudaAttention(TorchFunctionMode):
 
 
 class CudaAttentionBackward(TorchDispatchMode):
-    """The memory of the memory-efficient kernel's backward: three gradients, and fp32 (B, H, T) for the rows' sums.
+    """The memory of the memory-efficient kernel's backward: three gradients, and what `ftkit.plan.attention` counts.
 
-    torch's own form of it for fake tensors lacks an argument of the operation (2.13: `out`), and the sums.
+    torch's own form of it for fake tensors lacks an argument of the operation (2.13: `out`), and the workspace.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, or make what it makes."""
-        if func is not torch.ops.aten._efficient_attention_backward.default or args[1].device.type != "meta":
+        if func not in BACKWARDS or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
-        gradient, query, key, value, bias = args[:5]  # (B, T, H, D) each
-        sums = torch.empty(gradient.shape[:3], dtype=torch.float32, device=gradient.device)
+        gradient, query, key, value, bias = args[:5]
+        heads, tokens = BACKWARDS[func]
+        attention = Attention(query.shape[heads], key.shape[heads], query.shape[3], value.shape[3])
+        dtype = "fp32" if query.dtype == torch.float32 else "fp16"
+        packed = func is torch.ops.aten._efficient_attention_backward.default  # a dry run's rows hold one sample: count more
+        size = backward_bytes(attention, query.shape[0], query.shape[tokens], dtype, sm=70, packed=packed)
+        workspace = torch.empty(size, dtype=torch.uint8, device=gradient.device)
         made = [torch.empty_like(each) if each is not None else None for each in (query, key, value, bias)]
-        del sums
+        del workspace
         return tuple(made)
+
+
+BACKWARDS = {
+    torch.ops.aten._efficient_attention_backward.default: (2, 1),
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: (1, 2),
+}
+"""The operations of the kernel's backward, with the dimensions of heads and tokens in their queries."""

@@ -31,10 +31,11 @@ KINDS = {
     "end_not_trained": "an answer whose end-of-turn token is not trained on: the model would not learn to stop. Put that "
     "token inside the template's {% generation %} marks",
     "only_end": "an answer that holds nothing but its end: the template leaves out what it says (a tool call?)",
-    "left_out": "a system or user turn that the chat template leaves out",
+    "left_out": "a system, user or tool turn that the chat template leaves out",
     "doubled_bos": "two beginning-of-sequence tokens in a row; at the front of a row one of them was dropped. Take it out "
     "of the text or of the chat template",
     "answer_cut": "an answer cut off by data.sequence_tokens, its end with it. Raise that, or shorten the rows",
+    "cut": "tokens beyond data.sequence_tokens, which are lost. Raise that, or let plain text be split (data.long_text)",
     "special_in_text": "the text of a special token in a turn: the tokenizer takes it for that token. Remove it, or "
     "write it otherwise",
     "unknown": "characters that the tokenizer does not know",
@@ -43,6 +44,9 @@ KINDS = {
 
 ALL_EMPTY = 1 << len(KINDS)
 """The bit of a row whose answers hold nothing but their ends, all of them; `only_end` is one of some."""
+
+CUT = 1 << list(KINDS).index("cut")
+"""The bit of a row that lost tokens at its end."""
 
 MOST_PLACES = 3
 MOST_MARKED_TEXTS = 4096
@@ -139,6 +143,7 @@ class Marks:
             found["special_in_text"] = self.texts is not None and any(
                 self.texts.search(turn["content"]) for turn in conversation.turns
             )
+        found["cut"] = len(rendered.ids) > kept_tokens and not found.get("answer_cut")
         return sum(1 << place for place, name in enumerate(KINDS) if found.get(name)) | ALL_EMPTY * silent, end
 
     def _end(self, ids: Sequence[int], span: tuple[int, int]) -> int:
@@ -170,13 +175,18 @@ class Marks:
         return any(first == second == bos for first, second in pairwise(ids))
 
     def _left_out(self, text: str, conversation: Conversation) -> bool:
-        """Return whether the last words of a system or user turn are missing from a text."""
-        asked = (turn["content"].strip() for turn in conversation.turns if turn["role"] in ("system", "user"))
-        return any(words and words[-CLOSING_CHARACTERS:] not in text for words in asked)
+        """Return whether the last words of a system, user or tool turn are missing from a text."""
+        return any(is_missing(turn["content"], text) for turn in conversation.turns if turn["role"] != "assistant")
 
     def name(self, token: int) -> str:
         """Return a token as text."""
         return str(self.tokenizer.convert_ids_to_tokens(token))
+
+
+def is_missing(said: str, text: str) -> bool:
+    """Return whether the last words of what is said are not in a text."""
+    words = said.strip()
+    return bool(words) and words[-CLOSING_CHARACTERS:] not in text
 
 
 def found_of(flags: np.ndarray, places: Any) -> dict[str, Found]:

@@ -1,10 +1,14 @@
 """What a row says: five formats, one conversation.
 
-    messages   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}], "tools": […]?}
+    messages   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     sharegpt   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
-    alpaca     {"instruction": "…", "input" or "context": "…"?, "output" or "response": "…", "system": "…"?}
+    alpaca     {"instruction": "…", "input" or "context": "…"?, "output" or "response": "…"}
     prompt     {"prompt": "…", "completion" or "response": "…"}   or   {"question": "…", "answer": "…"}
     text       {"text": "…"}
+
+All but text may have `system` and `tools` beside them; alpaca and prompt may have `history`, a list of pairs of a
+question and an answer. An assistant turn with `weight: 0` or `train: false` is read and not learned. What else a row has
+is noted (`unread_columns`), and the caller refuses it.
 
 The format is seen from the columns and reported; it is never guessed from values. A row that does not fit raises
 `BadRowError` with the reason, and the caller knows the place. Nothing is repaired: an empty answer, a number where text
@@ -17,6 +21,8 @@ import json
 from dataclasses import dataclass
 
 from ftkit.errors import UserError
+from ftkit.hf.columns import hint, says_nothing
+from ftkit.hf.turns import BadRowError, kind_of, mutes, object_of, text_of, turn_of, unread_parts
 
 FORMATS = {
     "messages": "messages",
@@ -25,25 +31,8 @@ FORMATS = {
     "prompt": "prompt and completion, prompt and response, or question and answer",
     "text": "text",
 }
+TURNS = ("messages", "conversations", "conversation")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-
-
-class BadRowError(ValueError):
-    """A row that cannot be trained on; the text says why, its place is added by the one who knows it."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +44,17 @@ class Conversation:
             template (`tool_calls`, `name`, `reasoning_content`, …)
         tools: what the template is given as `tools`, or None
         glue: what the plain template puts between a question and its answer where the tokenizer has no chat template
+        muted: numbers of the assistant turns, from 0, that are read and not learned
+        column: the column with the turns, for the names of their keys
+        unread: names of keys that were read by nobody while the row was parsed
     """
 
     turns: tuple[dict, ...]
     tools: list | None = None
     glue: str = "\n"
+    muted: frozenset[int] = frozenset()
+    column: str = "messages"
+    unread: tuple[str, ...] = ()
 
 
 def parse_record(record: str) -> dict:
@@ -69,9 +64,11 @@ def parse_record(record: str) -> dict:
         BadRowError: broken JSON, or JSON that is not an object
     """
     try:
-        row = json.loads(record)
+        row = json.loads(record, object_pairs_hook=object_of)
     except json.JSONDecodeError as error:
         raise BadRowError(f"broken JSON: {error.msg} (column {error.colno})") from error
+    except BadRowError:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"broken JSON: {error}") from error
     if not isinstance(row, dict):
@@ -86,7 +83,7 @@ def fits(row: dict, format_name: str) -> bool:
     if format_name == "prompt":
         return any(question in row and answer in row for question, answer in PAIRS)
     if format_name == "sharegpt":
-        return "conversations" in row or "conversation" in row
+        return any(column in row for column in TURNS[1:])
     return format_name in row
 
 
@@ -111,9 +108,14 @@ def detect(rows: list[dict], label: str, wanted: str = "auto") -> str:
     best = max(candidates, key=counts.__getitem__)
     if counts[best]:
         return best
-    found = ", ".join(sorted({column for row in rows for column in row})) or "none"
+    columns = sorted({column for row in rows for column in row})
+    found = ", ".join(columns) or "none"
     needed = "; ".join(f"{name}: {FORMATS[name]}" for name in candidates)
-    raise UserError(f"{label}: found columns {found}; needed columns ({needed}). Rename the columns or set the format.")
+    meant = "; ".join(f"{column}{hint(column)}" for column in columns if hint(column))
+    raise UserError(
+        f"{label}: found columns {found}; needed columns ({needed}). {f'{meant}. ' if meant else ''}"
+        "Rename the columns or set the format."
+    )
 
 
 def read_row(row: dict, format_name: str) -> Conversation | str:
@@ -133,95 +135,106 @@ def read_row(row: dict, format_name: str) -> Conversation | str:
         raise BadRowError(f"needs columns {FORMATS[format_name]}; found {', '.join(sorted(row)) or 'none'}")
     if format_name == "text":
         return text_of(row["text"], "`text`")
-    if format_name == "alpaca":
-        return alpaca(row)
-    if format_name == "prompt":
-        question, answer = next(pair for pair in PAIRS if pair[0] in row and pair[1] in row)
-        turns = (
-            {"role": "user", "content": text_of(row[question], f"`{question}`")},
-            {"role": "assistant", "content": text_of(row[answer], f"`{answer}`")},
-        )
-        return Conversation(turns, glue="" if answer == "completion" else "\n")
-    column = next(name for name in ("messages", "conversations", "conversation") if name in row)
-    return chat(row[column], column, row.get("tools"))
-
-
-def alpaca(row: dict) -> Conversation:
-    """Read instruction, optional input and optional system prompt, and output."""
-    answer = "output" if "output" in row else "response"
-    extra = next((name for name in ("input", "context") if row.get(name) not in (None, "")), None)
-    question = text_of(row["instruction"], "`instruction`")
-    if extra and text_of(row[extra], f"`{extra}`", may_be_empty=True).strip():
-        question += "\n\n" + row[extra]
+    if format_name in ("messages", "sharegpt"):
+        return chat(row, columns_of(row, format_name)[0])
+    question, answer, *extra = columns_of(row, format_name)
+    asked = text_of(row[question], f"`{question}`")
+    if extra and text_of(row[extra[0]], f"`{extra[0]}`", may_be_empty=True).strip():
+        asked += "\n\n" + row[extra[0]]
     turns = [
-        {"role": "user", "content": question},
+        *history_of(row.get("history")),
+        {"role": "user", "content": asked},
         {"role": "assistant", "content": text_of(row[answer], f"`{answer}`")},
     ]
-    if row.get("system"):
-        turns.insert(0, {"role": "system", "content": text_of(row["system"], "`system`")})
-    return Conversation(tuple(turns))
+    return Conversation(tuple(with_system(row, turns)), tools_of(row), glue="" if answer == "completion" else "\n")
 
 
-def chat(turns: object, column: str, tools: object) -> Conversation:
-    """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
-    if not isinstance(turns, list) or not turns:
-        raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else type(turns).__name__}")
-    read = tuple(turn_of(turn, f"`{column}`, turn {number}") for number, turn in enumerate(turns, 1))
-    if not any(turn["role"] == "assistant" for turn in read):
-        raise BadRowError(f"`{column}` has no assistant turn; found {', '.join(turn['role'] for turn in read)}")
+def columns_of(row: dict, format_name: str) -> list[str]:
+    """Return the columns that a format reads of a row that fits it, `system`, `tools` and `history` aside."""
+    if format_name == "text":
+        return ["text"]
+    if format_name in ("messages", "sharegpt"):
+        return [next(name for name in (TURNS[:1] if format_name == "messages" else TURNS[1:]) if name in row)]
+    if format_name == "prompt":
+        return list(next(pair for pair in PAIRS if pair[0] in row and pair[1] in row))
+    answer = "output" if "output" in row else "response"
+    extra = next((name for name in ("input", "context") if row.get(name) not in (None, "")), None)
+    return ["instruction", answer, *([extra] if extra else [])]
+
+
+def unread_columns(row: dict, format_name: str) -> list[str]:
+    """Return the columns of a row that say something and that its format does not read.
+
+    Args:
+        row: a row that `read_row` has read
+        format_name: as there
+    """
+    read = set(columns_of(row, format_name))
+    if format_name != "text":
+        read |= {"system", "tools"}
+    if format_name in ("alpaca", "prompt"):
+        read.add("history")
+    return [column for column, value in row.items() if column not in read and not says_nothing(value)]
+
+
+def history_of(pairs: object) -> list[dict]:
+    """Read earlier questions and answers: a list of pairs."""
+    if says_nothing(pairs):
+        return []
+    if not isinstance(pairs, list):
+        raise BadRowError(f"`history` must be a list of pairs; found {kind_of(pairs)}")
+    turns = []
+    for number, pair in enumerate(pairs, 1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRowError(f"`history`, pair {number} must be a list of a question and an answer; found {kind_of(pair)}")
+        for role, text in zip(("user", "assistant"), pair):
+            turns.append({"role": role, "content": text_of(text, f"the {role} text of `history`, pair {number}")})
+    return turns
+
+
+def with_system(row: dict, turns: list[dict]) -> list[dict]:
+    """Return turns after the system prompt of the row's own column, if it has one."""
+    if says_nothing(row.get("system")):
+        return turns
+    text = text_of(row["system"], "`system`", may_be_empty=True)
+    if turns[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *turns] if text.strip() else turns
+    if text.strip() != turns[0]["content"].strip():
+        raise BadRowError("has a `system` column and another system turn; keep one of them")
+    return turns
+
+
+def tools_of(row: dict) -> list | None:
+    """Read the tools of a row: a list, or JSON text of one."""
+    tools = row.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools) if tools.strip() else None
+            tools = json.loads(tools, object_pairs_hook=object_of) if tools.strip() else None
+        except BadRowError as error:
+            raise BadRowError(f"`tools` {error}") from error
         except ValueError as error:
             raise BadRowError(f"`tools` is not JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
-        raise BadRowError(f"`tools` must be a list; found {type(tools).__name__}")
-    return Conversation(read, tools or None)
+        raise BadRowError(f"`tools` must be a list; found {kind_of(tools)}")
+    return tools or None
 
 
-def turn_of(turn: object, where: str) -> dict:
-    """Read one turn; keys beside role and content are kept for the template, empty ones dropped."""
-    if not isinstance(turn, dict):
-        raise BadRowError(f"{where} must be an object with role and content; found {type(turn).__name__}")
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRowError(f"{where} has the unknown role {role!r}; needed: {', '.join(ROLES)}")
-    rest = {
-        key: value
-        for key, value in turn.items()
-        if key not in ("role", "from", "content", "value") and value not in (None, [], {})
-    }
-    role = ROLES[role.lower()]
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list):
-        content = "".join(part_of(part, where) for part in content)
-    if content is None and "tool_calls" in rest:
-        content = ""
-    what = f"the {role} content of {where}"
-    may_be_empty = role == "system" or role == "tool" or "tool_calls" in rest
-    return {"role": role, "content": text_of(content, what, may_be_empty=may_be_empty), **rest}
-
-
-def part_of(part: object, where: str) -> str:
-    """Read one part of a content that is a list; only text can be trained on here."""
-    if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise BadRowError(f"{where} holds a part of type {kind!r}; only text can be trained on")
-    return part["text"]
-
-
-def text_of(value: object, what: str, *, may_be_empty: bool = False) -> str:
-    """Return a value that must be text.
-
-    Raises:
-        BadRowError: another type, nothing but blanks, or text that no UTF-8 can hold (half a surrogate pair)
-    """
-    if not isinstance(value, str):
-        raise BadRowError(f"{what} must be text; found {'nothing' if value is None else type(value).__name__}")
-    if not value.strip() and not may_be_empty:
-        raise BadRowError(f"{what} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadRowError(f"{what} is not valid Unicode at character {error.start + 1}") from error
-    return value
+def chat(row: dict, column: str) -> Conversation:
+    """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
+    turns = row[column]
+    if not isinstance(turns, list) or not turns:
+        raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else kind_of(turns)}")
+    muted, unread = set(), []
+    read = []
+    for number, turn in enumerate(turns):
+        where = f"`{column}`, turn {number + 1}"
+        read.append(turn_of(turn, where))
+        unread += unread_parts(turn, column)
+        if mutes(turn, read[-1]["role"], where):
+            muted.add(number)
+    if not any(turn["role"] == "assistant" for turn in read):
+        raise BadRowError(f"`{column}` has no assistant turn; found {', '.join(turn['role'] for turn in read)}")
+    whole = with_system(row, read)
+    if len(whole) > len(read):
+        muted = {number + 1 for number in muted}
+    return Conversation(tuple(whole), tools_of(row), muted=frozenset(muted), column=column, unread=tuple(unread))

@@ -28,7 +28,7 @@ from ftkit.engine.seam import specialise
 from ftkit.hf.twins import Chance, agreement, difference, results, same_in_training, twin_of
 from ftkit.kernels.activation import ACTIVATIONS, activation
 from ftkit.kernels.gated import gated
-from ftkit.kernels.launch import LARGEST_ROW
+from ftkit.kernels.launch import FLOATS, LARGEST_ROW
 from ftkit.kernels.layer_norm import layer_norm
 from ftkit.kernels.rms_norm import rms_norm
 from ftkit.kernels.rotary import rotary
@@ -101,6 +101,8 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     Cost: a proof for each distinct submodule: milliseconds on a CPU, on a GPU the compilation of its kernels.
     """
     found, proved, inside = Fused(), {}, set()
+    if dtype not in FLOATS:
+        return Fused(left={"all of it": f"no kernel computes in {str(dtype).removeprefix('torch.')}"})
     if (problem := unusable(device)) is not None:
         return Fused(left={"all of it": problem})
     for name, module in model.named_modules():

@@ -30,7 +30,7 @@ from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import units_of
 from ftkit.hf.data import prompt_tokens
-from ftkit.hf.formats import Conversation
+from ftkit.hf.formats import BadRowError, Conversation
 from ftkit.hf.in_step import in_step, one_token
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.room import cache_bytes, held
@@ -76,7 +76,7 @@ def generate(
     Raises:
         UserError: a prompt that the template refuses or that is too long; hold=True where the weights do not fit.
     """
-    seq2seq = _base(model).config.is_encoder_decoder
+    seq2seq = base_of(model).config.is_encoder_decoder
     glues = [glue] * len(prompts) if isinstance(glue, str) else glue
     ids = [prompt_ids(tokenizer, turns_of(each), seq2seq=seq2seq, glue=own) for each, own in zip(prompts, glues)]
     answers = generate_everywhere(
@@ -148,7 +148,7 @@ def generate_ids(
     Raises:
         UserError: see `generate`; the same on all ranks.
     """
-    base, units = _base(model), units_of(model)
+    base, units = base_of(model), units_of(model)
     ends = list(end_tokens(model) if eos_token_ids is None else eos_token_ids)
     sampling = _Sampling(temperature, top_p, seed)
     numbers = range(len(prompts)) if numbers is None else numbers
@@ -185,7 +185,10 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
     if not seq2seq:
         return prompt_tokens(tokenizer, turns, glue=glue)
     asked = Conversation((*turns, {"role": "assistant", "content": "."}), glue=glue)
-    return Rendering.of(tokenizer).pair(asked)[0]
+    try:
+        return Rendering.of(tokenizer).pair(asked)[0]
+    except BadRowError as error:
+        raise UserError(str(error)) from error
 
 
 def turns_of(prompt: str | Sequence[dict]) -> list[dict]:
@@ -195,7 +198,7 @@ def turns_of(prompt: str | Sequence[dict]) -> list[dict]:
 
 def end_tokens(model: nn.Module, tokenizer: Any = None) -> list[int]:
     """Return what ends an answer: the tokens of the model's generation settings, and the tokenizer's."""
-    said = _base(model).generation_config.eos_token_id
+    said = base_of(model).generation_config.eos_token_id
     found = said if isinstance(said, list) else [said]
     own = tokenizer.eos_token_id if tokenizer is not None else None
     return list(dict.fromkeys(token for token in (*found, own) if token is not None))
@@ -209,7 +212,7 @@ def _batch(
 ) -> list[list[int]]:
     """Answer a batch by transformers' own `generate`; return the new tokens of each row."""
     longest = max(map(len, prompts))
-    base = _base(model)
+    base = base_of(model)
     left = not base.config.is_encoder_decoder
     ids, mask = torch.full((len(prompts), longest), pad), torch.zeros((len(prompts), longest), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
@@ -299,8 +302,12 @@ def stream(seed: int, number: int) -> torch.Generator:
 # --- around it
 
 
-def _base(model: nn.Module) -> Any:
-    """Return the model of transformers inside a PEFT model, or the model itself."""
+def base_of(model: nn.Module) -> Any:
+    """Return the model of transformers inside a PEFT model, or the model itself.
+
+    Raises:
+        UserError: it generates no text.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or not base.can_generate():
         raise UserError(f"{type(base).__name__} is no model of transformers that generates text")
@@ -325,6 +332,17 @@ def _problem(
             f"temperature is {sampling.temperature}, top_p {sampling.top_p}, seed {sampling.seed}: a temperature of 0 or "
             "more, top_p in (0, 1] and a seed of 0 or more are needed"
         )
+    return unanswerable(base, prompts, numbers, max_new_tokens)
+
+
+def unanswerable(
+    base: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], max_new_tokens: int
+) -> str | None:
+    """Return why a model cannot answer prompts, by their lengths, or None.
+
+    Args:
+        base: of transformers. prompts: tokens. numbers: of the prompts, by which they are told.
+    """
     config = base.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and getattr(config, "rope_parameters", None) is None:  # learned: there are no more

@@ -77,7 +77,7 @@ class Meeting:
         Raises:
             RuntimeError: if the ranks would call different ones; the same on all ranks.
         """
-        told = self.units.comm.all_numbers(number)
+        told = self.units.comm.all_numbers(number, "the next call of each rank")
         called = {other for other in told if other}
         if len(called) > 1:
             names = ", ".join(f"rank {r}: {type(self.models[n - 1]).__name__}" for r, n in enumerate(told) if n)

@@ -27,14 +27,17 @@ from torch import Tensor
 from ftkit.engine.seal import CONTENTS, check_contents
 from ftkit.engine.storage import PIECE_BYTES, TensorFile
 from ftkit.errors import UserError
-from ftkit.hf.exporting import Outgoing, copy_small_files, note_dtype, pieces, refuse_model, write_model
-from ftkit.hf.loading import find_weights, load_model
+from ftkit.hf.base import BASE_FILE, check_base, config_note, digests_of, read_base
+from ftkit.hf.exporting import CONFIG, Outgoing, copy_small_files, note_dtype, pieces, refuse_model, small_files, write_model
+from ftkit.hf.loading import adapted_on_meta, find_weights, skeleton
+from ftkit.hf.model_config import reading
+from ftkit.hf.new_folder import new_folder
 from ftkit.hf.saving import SHARD_BYTES, hub_names, save_config
 from ftkit.hf.settings import DTYPES
 
 PREFIX = "base_model.model."
 """Of all names in an adapter file."""
-OF_THE_ADAPTER = ("adapter_config.json", SAFETENSORS_WEIGHTS_NAME, "README.md")
+OF_THE_ADAPTER = (BASE_FILE, "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, "README.md")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def merge_adapter(
         shard_bytes, task, trust_remote_code, progress: as of `export_checkpoint`.
 
     Raises:
-        UserError: if the adapter is not whole or cannot be merged, or does not fit the base.
+        UserError: if the adapter is not whole or cannot be merged, does not fit the base, or was trained on another one.
     """
     listed = check_contents(adapter) if (adapter / CONTENTS).exists() else _plain_files(adapter)
     refuse_model(out)
@@ -91,8 +94,10 @@ def merge_adapter(
     if not name:
         raise UserError(f"{adapter}/adapter_config.json: names no base model; name it with --base")
     options = {"task": task, "trust_remote_code": trust_remote_code}
-    model = load_model(name, **options)
-    layers = load_model(name, adapter=config, **options)
+    model = skeleton(name, **options)
+    layers = adapted_on_meta(skeleton(name, **options), config)
+    now = {"config": config_note(model), "files": digests_of(find_weights(name))}
+    check_base({key: value for key, value in (read_base(adapter) or {}).items() if key != "adapter"}, now, str(adapter))
     with ExitStack() as stack:
         own = stack.enter_context(TensorFile(adapter / SAFETENSORS_WEIGHTS_NAME))
         files = [stack.enter_context(TensorFile(path)) for path in find_weights(name)]
@@ -115,11 +120,11 @@ def merge_adapter(
             elif hub in whole:
                 values = partial(pieces, own, whole[hub])
             tensors[hub] = Outgoing(entry.shape, DTYPES[dtype] if dtype else entry.dtype, values)
-        out.mkdir(parents=True, exist_ok=True)
-        copy_small_files(adapter, listed, out, but=OF_THE_ADAPTER)
-        save_config(model, out)
-        note_dtype(out, next(iter(tensors.values())).dtype)
-        return write_model(out, tensors, shard_bytes, progress)
+        target = stack.enter_context(new_folder(out, [*small_files(listed, but=OF_THE_ADAPTER), CONFIG]))
+        copy_small_files(adapter, listed, target, but=OF_THE_ADAPTER)
+        save_config(model, target)
+        note_dtype(target, next(iter(tensors.values())).dtype)
+        return write_model(target, tensors, shard_bytes, progress)
 
 
 def _plain_files(folder: Path) -> list[str]:
@@ -130,11 +135,8 @@ def _plain_files(folder: Path) -> list[str]:
 def _config(adapter: Path) -> PeftConfig:
     if (adapter / CONTENTS).exists() and not (adapter / "adapter_config.json").exists():
         raise UserError(f"{adapter}: is a checkpoint without an adapter: leave --merge-adapter off")
-    try:
+    with reading(str(adapter), "no adapter folder that PEFT can read"):
         return PeftConfig.from_pretrained(str(adapter))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{adapter}: no adapter folder that PEFT can read: {reason}") from error
 
 
 def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, Delta], dict[str, str]]:

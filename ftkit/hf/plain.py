@@ -10,6 +10,7 @@ Refused by name: whatever is something else. What it costs: reading files of som
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import re
@@ -20,12 +21,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from ftkit.engine.manifest import alike
 from ftkit.engine.seal import BrokenCheckpoint, file_size, read_small
+from ftkit.errors import UserError
 
 STATE_LIMIT_BYTES = 1 << 30
 """The Trainer's state holds its log; a million lines are 200 MB."""
@@ -38,6 +41,8 @@ UNREADABLE = (
 """What torch's reader raises on bytes that are none of its own, and generators on a state that is none of theirs."""
 
 Steps = Annotated[int, Field(ge=0, lt=2**53)]
+Epochs = Annotated[int, Field(ge=0, lt=2**63)]
+"""A stream with `max_steps` has sys.maxsize epochs."""
 Every = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -53,7 +58,7 @@ class _State(BaseModel):
     eval_steps: Every = 1.0
     save_steps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     train_batch_size: Annotated[int, Field(gt=0, lt=2**53)]
-    num_train_epochs: Steps = 0
+    num_train_epochs: Epochs = 0
     num_input_tokens_seen: Steps = 0
     total_flos: float = 0.0
     log_history: list[dict[str, Any]] = []
@@ -153,10 +158,40 @@ def load_scheduler(path: Path, scheduler: Any) -> None:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({odd[0]!r:.80})")
     try:
         scheduler.load_state_dict(state)
-        for group, base, rule in zip(inner.optimizer.param_groups, inner.base_lrs, getattr(inner, "lr_lambdas", ())):
-            group["lr"] = base * rule(inner.last_epoch)  # of this run's schedule: the run may be longer than it was to be
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        if type(inner) is LambdaLR and not any(state.get("lr_lambdas", ())):  # (a rule with a state of its own goes on)
+            # the lr is this run's schedule's: the run may be longer than it was to be
+            for group, base, rule in zip(inner.optimizer.param_groups, inner.base_lrs, inner.lr_lambdas):
+                group["lr"] = base * rule(inner.last_epoch)
+            inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged is what is used
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({error})") from error
+
+
+def readable(name: str, thing: Any) -> bytes:
+    """Return the state of a scheduler or registered object as a resume will read it: plain data and tensors.
+
+    Args:
+        name: of its file, for messages. thing: has `state_dict`.
+
+    Raises:
+        UserError: if it holds anything else, which would only show when the state is needed.
+    """
+    buffer = io.BytesIO()
+    kind = None
+    try:
+        torch.save(thing.state_dict(), buffer)
+        with safe_globals():
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = forbidden(error) or "something else"
+    except (AttributeError, TypeError, pickle.PicklingError) as error:  # what pickle makes of local functions and locks
+        kind = _first_line(error)
+    if kind is not None:
+        raise UserError(
+            f"{name}, the state_dict() of a {type(thing).__name__}, holds {kind}, which a resume would not read (a pickle "
+            "can run code): let it return numbers, strings, lists, dictionaries and tensors"
+        )
+    return buffer.getvalue()
 
 
 def _first_line(error: BaseException) -> str:

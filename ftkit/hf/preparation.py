@@ -29,6 +29,7 @@ import transformers
 import xxhash
 
 from ftkit.errors import UserError
+from ftkit.hf.columns import found_in, names_of, unread_text, without
 from ftkit.hf.counts import Lengths, Report, SourceReport
 from ftkit.hf.faults import ALL_EMPTY, Marks, duplicates_of, found_of
 from ftkit.hf.formats import BadRowError, detect, parse_record
@@ -39,7 +40,7 @@ from ftkit.hf.rows import Source
 from ftkit.hf.samples import SAMPLE_COLUMNS, Tokenise
 from ftkit.words import counted
 
-CACHE_LAYOUT = 4  # raise it when the same settings come to mean other tokens, or the folder holds something else
+CACHE_LAYOUT = 6  # raise it when the same settings come to mean other tokens, or the folder holds something else
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200
@@ -64,17 +65,20 @@ class Settings:
     task: str
     long_text: str
     seed: int | None
+    ignore_columns: tuple[str, ...] = ()
 
     def __post_init__(self):
         choices = {
-            "loss_on": ("answers", "all"),
+            "loss_on": ("answers", "marks", "all"),
             "on_bad_row": ("stop", "skip"),
             "task": ("causal-lm", "seq2seq"),
-            "long_text": ("cut", "split"),
+            "long_text": ("split", "cut", "stop"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name}: found {getattr(self, name)!r}; needed: {' or '.join(allowed)}")
+        if len(set(self.ignore_columns)) < len(self.ignore_columns):
+            raise UserError(f"data.ignore_columns: names a column twice: {', '.join(self.ignore_columns)}")
         if self.sequence_tokens < 2:
             raise UserError(f"data.sequence_tokens: found {self.sequence_tokens}; needed: at least 2")
         if self.packing and self.task == "seq2seq":
@@ -116,6 +120,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     places = [scratch / str(number) for number in range(len(sources))]
     made = [samples_of(source, rendering, settings, workers, place) for source, place in zip(sources, places)]
     parts, reports = [part for part, _ in made], tuple(report for _, report in made)
+    refuse_unread(reports, settings, rendering)
     refuse_bad_rows(reports, settings.on_bad_row)
     refuse_empty_answers(reports)
     samples = datasets.concatenate_datasets([part.select_columns(["place", "digest"]) for part in parts])
@@ -123,9 +128,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     np.save(folder / DIGESTS, digests)
     duplicates = duplicates_of(digests, samples["place"])
     if settings.packing:
-        parts = [
-            packed(part, settings, workers, place, source.label) for part, place, source in zip(parts, places, sources)
-        ]
+        parts = [packed(part, settings, workers, place, source.label) for part, place, source in zip(parts, places, sources)]
     columns = list(PACKED_COLUMNS) if settings.packing else ["input_ids", "labels", "place"]
     if len(parts) > 1:
         parts = [part.add_column("source", np.full(len(part), number, np.int16)) for number, part in enumerate(parts)]
@@ -149,6 +152,17 @@ def digest_of(dataset: datasets.Dataset) -> str:
                 found[name, "lengths"].update(rows.value_lengths().to_numpy(zero_copy_only=False).tobytes())
                 found[name, "values"].update(rows.flatten().to_numpy(zero_copy_only=False).tobytes())
     return xxhash.xxh3_64_hexdigest(b"".join(each.digest() for each in found.values()))
+
+
+def refuse_unread(reports: Sequence[SourceReport], settings: Settings, rendering: Rendering) -> None:
+    """Stop where rows have columns or keys that nobody reads.
+
+    Raises:
+        RefusedError: with all names, and the first row of each
+    """
+    text = unread_text(reports, settings.ignore_columns, rendering.way)
+    if text:
+        raise RefusedError(text)
 
 
 def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
@@ -193,19 +207,32 @@ def samples_of(
         UserError: no rows, unreadable files, unknown columns, a template that cannot be masked
     """
     scratch.mkdir(parents=True)
+    files = source.files()
     rows = write_rows(source, scratch / "rows.arrow")
     if not len(rows):
         raise UserError(f"{source.label}: holds no rows; at least one is needed")
-    format_name = format_of(source, rows)
+    ignored = frozenset(settings.ignore_columns)
+    format_name, columns = format_of(source, rows, ignored)
     marks = Marks.of(rendering.tokenizer)
     tokenise = Tokenise(
-        rendering, marks, format_name, settings.sequence_tokens, settings.loss_on, settings.task, settings.long_text
+        rendering,
+        marks,
+        format_name,
+        settings.sequence_tokens,
+        settings.loss_on,
+        settings.task,
+        settings.long_text,
+        ignored,
     )
     samples = mapped(
         rows, tokenise, SAMPLE_COLUMNS, workers, scratch / "samples.arrow", f"Tokenising {Path(source.label).name}"
     )
-    numbers = samples.select_columns(["tokens", "trained_tokens", "cut_tokens", "faults", "end"]).with_format("numpy")[:]
+    numbers = samples.select_columns(["tokens", "trained_tokens", "cut_tokens", "faults", "end", "pieces"]).with_format(
+        "numpy"
+    )[:]
     good, bad = np.flatnonzero(numbers["tokens"]), np.flatnonzero(numbers["tokens"] == 0)
+    unread, there = found_in(samples.select_columns(["names"]).with_format("arrow")[:]["names"], samples["place"])
+    split = numbers["pieces"] > 1
     report = SourceReport(
         label=source.label,
         format=format_name,
@@ -222,6 +249,13 @@ def samples_of(
         ends=ends_of(numbers["end"], marks),
         lengths=lengths_of((numbers["tokens"] + numbers["cut_tokens"])[good], settings.sequence_tokens),
         trained_lengths=lengths_of(numbers["trained_tokens"][good], settings.sequence_tokens),
+        split_rows=int(split.sum()),
+        split_samples=int(numbers["pieces"][split].sum()),
+        unread=unread,
+        ignored=there,
+        columns=columns,
+        files=tuple(file.name for file in files.read) if len(files.read) > 1 else (),
+        passed_over=files.passed_over,
     )
     kept = samples if len(good) == len(samples) else samples.select(good)
     return kept.select_columns(["input_ids", "labels", "place", "tokens", "digest"]), report
@@ -260,8 +294,8 @@ def write_rows(source: Source, file: Path) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(file))
 
 
-def format_of(source: Source, rows: datasets.Dataset) -> str:
-    """Return the format of a source, from its first rows that can be read.
+def format_of(source: Source, rows: datasets.Dataset, ignored: frozenset[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the format of a source and the names of its columns and keys, from its first rows that can be read.
 
     Raises:
         UserError: none of them can be read, or their columns fit no format
@@ -277,7 +311,8 @@ def format_of(source: Source, rows: datasets.Dataset) -> str:
     if not looked_at:
         shown = "\n".join(f"  {problem}" for problem in problems[:EXAMPLES_SHOWN])
         raise RefusedError(f"{source.label}: none of the first {len(problems)} rows can be read:\n{shown}")
-    return detect(looked_at, source.label, source.format)
+    format_name = detect([without(row, ignored, set()) for row in looked_at], source.label, source.format)
+    return format_name, tuple(dict.fromkeys(name for row in looked_at for name in names_of(row)))
 
 
 def mapped(

@@ -20,14 +20,21 @@ The cost: with `prefix`, a conversation of n answers is rendered and cut into to
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from ftkit.errors import UserError
+from ftkit.hf.columns import below, not_read
 from ftkit.hf.formats import BadRowError, Conversation
+from ftkit.hf.once import RefusedError
+from ftkit.hf.roles import Owners, owners_of, structure_of
+from ftkit.hf.template_process import TemplateProcess
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -41,12 +48,14 @@ class Rendered:
         answers: spans [start, stop) of ids, in tokens, that the assistant said
         text: what a chat template made of it; "" where there is none
         doubled_bos: whether a second beginning-of-sequence token was dropped
+        turns: numbers of the turns that each span of `answers` belongs to, where they are known
     """
 
     ids: list[int]
     answers: list[tuple[int, int]] = field(default_factory=list)
     text: str = ""
     doubled_bos: bool = False
+    turns: list[frozenset[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,19 @@ class Rendering:
         way: marked | prefix | plain
         lead: special tokens that the tokenizer puts before a text (bos, or none)
         tail: special tokens that end an answer or a text (eos)
+        owners: whose words the marks cover, by the structure of a conversation; filled as they come
     """
 
     tokenizer: Any
     way: str
     lead: tuple[int, ...]
     tail: tuple[int, ...]
+    owners: dict[tuple, Owners | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def process(self) -> TemplateProcess:
+        """The process that executes the template."""
+        return TemplateProcess(self.tokenizer, name_of(self.tokenizer))
 
     @classmethod
     def of(cls, tokenizer: Any) -> Rendering:
@@ -97,30 +113,85 @@ class Rendering:
         found = self.without_double_bos(Rendered(ids))
         return replace(found, answers=[(0, len(found.ids))])
 
-    def conversation(self, conversation: Conversation, *, find_answers: bool = True) -> Rendered:
-        """Return a conversation as tokens, with the spans of its answers.
+    def conversation(self, conversation: Conversation, *, find_answers: bool = True, compare: bool = True) -> Rendered:
+        """Return a conversation as tokens, with the spans of its answers, muted ones left out.
 
         Args:
             conversation: turns with at least one answer
-            find_answers: False where every token is trained on; then any template will do, and all is one span
+            find_answers: False where every token is trained on, but those of muted answers; then any template will do
+            compare: whether the template's marks must cover the answers and nothing else
 
         Raises:
             BadRowError: the template refuses this row
             UserError: the template cannot be masked exactly
         """
         try:
-            if not find_answers:
+            if not find_answers and not conversation.muted:
                 if self.way == "plain":
                     whole = self.plain(conversation)
                 else:
                     text = self.whole(conversation)
                     whole = Rendered(self.cut(text), [], text)
                 found = self.without_double_bos(whole)
-                return replace(found, answers=[(0, len(found.ids))])
+                return replace(found, answers=[(0, len(found.ids))], turns=[])
             render = {"marked": self.marked, "prefix": self.prefix, "plain": self.plain}[self.way]
-            return self.without_double_bos(render(conversation))
+            found = self.without_double_bos(render(conversation))
+            if compare and find_answers and self.way == "marked":
+                self.check_marks(conversation)
+            return self.without_muted(found, conversation, find_answers=find_answers)
         except (jinja2.TemplateError, TypeError, UnicodeError) as error:
             raise BadRowError(f"the chat template of {name_of(self.tokenizer)} refuses it: {error}") from error
+
+    def without_muted(self, rendered: Rendered, conversation: Conversation, *, find_answers: bool) -> Rendered:
+        """Leave muted answers out of the spans; the spans are the answers, or all but the muted ones.
+
+        Raises:
+            BadRowError: which span belongs to a muted answer is not known
+        """
+        muted = conversation.muted
+        if not muted:
+            return rendered
+        if len(rendered.turns) != len(rendered.answers) or any(turns & muted and turns - muted for turns in rendered.turns):
+            raise BadRowError("mutes an answer that the chat template's marks do not keep apart from others")
+        silent = [span for span, turns in zip(rendered.answers, rendered.turns) if turns & muted]
+        if find_answers:
+            return replace(rendered, answers=[span for span in rendered.answers if span not in silent])
+        starts, stops = [0, *(stop for _, stop in silent)], [*(start for start, _ in silent), len(rendered.ids)]
+        return replace(rendered, answers=[(start, stop) for start, stop in zip(starts, stops) if stop > start], turns=[])
+
+    def unread_keys(self, conversation: Conversation, *, asked: int | None = None) -> list[str]:
+        """Return the names of keys of turns and tools that say something and that the template does not read.
+
+        Args:
+            conversation: as rendered
+            asked: number of the turns that are rendered, and then asked for an answer; None where all are
+
+        Raises:
+            BadRowError: the template refuses this row
+        """
+        column, tools = conversation.column, conversation.tools
+        extras = [
+            {key: value for key, value in turn.items() if key not in ("role", "content")} for turn in conversation.turns
+        ]
+        if not tools and not any(extras):
+            return []
+        shown = list(conversation.turns[:asked])
+        read: list[set[str]] = [set() for _ in conversation.turns]
+        read_tools: set[str] = set()
+        if self.way != "plain":
+            with self.refusals():
+                read, read_tools = self.process.read(shown, tools, asked is not None, column)
+            read += [set() for _ in conversation.turns[len(read) :]]
+        reasoning = {below(column, key) for key in _REASONING_FIELDS}
+        unread = []
+        for extra, into in zip(extras, read):
+            into |= reasoning if into & reasoning else set()
+            unread += not_read(extra, column, into)
+        if tools and (read_tools or not isinstance(tools[0], dict)):
+            unread += not_read(tools, "tools", read_tools)
+        elif tools:
+            unread.append("tools")
+        return unread
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the model is to answer: what it saw before an answer when it was trained."""
@@ -159,9 +230,16 @@ class Rendering:
 
     def render(self, conversation: Conversation, turns: int | None = None, *, ask: bool = False) -> str:
         """Return the text of the first turns of a conversation, with the header of an answer if asked."""
-        return self.tokenizer.apply_chat_template(
-            list(conversation.turns[:turns]), tools=conversation.tools, tokenize=False, add_generation_prompt=ask
-        )
+        with self.refusals():
+            return self.process.text(list(conversation.turns[:turns]), conversation.tools, ask=ask)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Turn what the template raises into an error of the row."""
+        try:
+            yield
+        except jinja2.TemplateError as error:
+            raise BadRowError(f"the chat template of {name_of(self.tokenizer)} refuses it: {error}") from error
 
     def whole(self, conversation: Conversation) -> str:
         """Return the text of a whole conversation, `complete`."""
@@ -188,33 +266,65 @@ class Rendering:
         if bos is None or ids[:2] != [bos, bos] or bos == self.tokenizer.eos_token_id:
             return rendered
         spans = [(max(start - 1, 0), max(stop - 1, 0)) for start, stop in rendered.answers]
-        return self.without_double_bos(Rendered(ids[1:], spans, rendered.text, True))
+        return self.without_double_bos(Rendered(ids[1:], spans, rendered.text, True, rendered.turns))
 
     def marked(self, conversation: Conversation) -> Rendered:
         """Take the answers from the template's own marks; a token belongs to a mark that it overlaps."""
-        tokenizer = self.tokenizer
-        texts, marks = render_jinja_template(
-            conversations=[[dict(turn) for turn in conversation.turns]],
-            tools=conversation.tools,
-            chat_template=tokenizer.get_chat_template(tools=conversation.tools),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        whole = self.complete(texts[0], conversation)
-        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        text, marks = self.with_marks(list(conversation.turns), conversation.tools)
+        whole = self.complete(text, conversation)
+        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = [(min(start, stop - 1), stop) for start, stop in encoded["offset_mapping"]]
-        answers = []
-        for first, last in marks[0]:
+        owners = self.owners_of(conversation) if conversation.muted else None
+        known = owners.turns if owners is not None and len(owners.turns) == len(marks) else ()
+        answers, turns = [], []
+        for number, (first, last) in enumerate(marks):
             inside = [i for i, (start, stop) in enumerate(offsets) if start < last and stop > first]
             if inside:
                 answers.append((inside[0], inside[-1] + 1))
-        return Rendered(encoded["input_ids"], answers, whole)
+                turns += known[number : number + 1]
+        return Rendered(encoded["input_ids"], answers, whole, turns=turns)
+
+    def with_marks(self, turns: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of turns, and the template's marks in it as characters [start, stop)."""
+        with self.refusals():
+            return self.process.marked([dict(turn) for turn in turns], tools)
+
+    def owners_of(self, conversation: Conversation) -> Owners | None:
+        """Return whose words the marks cover, or None where the template refuses the probe."""
+        key = structure_of(conversation.turns, conversation.tools)
+        if key not in self.owners:
+            try:
+                found = owners_of(conversation.turns, lambda turns: self.with_marks(turns, conversation.tools))
+            except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+                found = None
+            self.owners[key] = found
+        return self.owners[key]
+
+    def check_marks(self, conversation: Conversation) -> None:
+        """Compare the template's marks with the roles of the turns.
+
+        Raises:
+            RefusedError: a mark covers what another role says, or an answer stands outside the marks
+        """
+        owners = self.owners_of(conversation)
+        if owners is None or not (owners.foreign or owners.uncovered):
+            return
+        number = (owners.foreign or owners.uncovered)[0]
+        what = (
+            f"cover turn {number + 1} of the {conversation.turns[number]['role']}, which would be learned"
+            if owners.foreign
+            else f"leave out turn {number + 1} of the assistant, which would not be learned"
+        )
+        raise RefusedError(
+            f"the {{% generation %}} marks in the chat template of {name_of(self.tokenizer)} {what}. Put them around the "
+            "assistant's words and nothing else, or set data.loss_on: marks to learn what they cover."
+        )
 
     def prefix(self, conversation: Conversation) -> Rendered:
         """Find the answers by rendering the conversation up to each of them and through it."""
         whole = self.whole(conversation)
         ids = self.cut(whole)
-        answers = []
+        answers, turns = [], []
         for number, turn in enumerate(conversation.turns):
             if turn["role"] != "assistant":
                 continue
@@ -223,7 +333,8 @@ class Rendering:
             asked = self.render(conversation, number, ask=True)
             end = self.end_of_answer(conversation, number, whole, asked)
             answers.append((self.tokens_before(len(asked), whole, ids), self.tokens_before(end, whole, ids)))
-        return Rendered(ids, answers, whole)
+            turns.append(frozenset([number]))
+        return Rendered(ids, answers, whole, turns=turns)
 
     def end_of_answer(self, conversation: Conversation, number: int, whole: str, asked: str) -> int:
         """Return where, in characters of the whole, the answer `number` ends, its end-of-turn token included.
@@ -270,8 +381,8 @@ class Rendering:
 
     def plain(self, conversation: Conversation) -> Rendered:
         """Put question, glue and answer one after the other, each answer closed by eos."""
-        ids, answers, question = list(self.lead), [], ""
-        for turn in conversation.turns:
+        ids, answers, turns, question = list(self.lead), [], [], ""
+        for number, turn in enumerate(conversation.turns):
             if turn["role"] != "assistant":
                 question += turn["content"] + conversation.glue
                 continue
@@ -281,8 +392,9 @@ class Rendering:
             said = both[len(head) :] if both[: len(head)] == head else self.cut(turn["content"])
             answers.append((len(ids) + len(head), len(ids) + len(head) + len(said) + len(self.tail)))
             ids += [*head, *said, *self.tail]
+            turns.append(frozenset([number]))
             question = ""
-        return Rendered(ids + (self.cut(question) if question else []), answers)
+        return Rendered(ids + (self.cut(question) if question else []), answers, turns=turns)
 
 
 def name_of(tokenizer: Any) -> str:

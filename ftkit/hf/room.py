@@ -67,7 +67,7 @@ def room_for(units: Units, beside_bytes: int = 0, limits: Limits | None = None) 
     limits = limits if limits is not None else getattr(units.plan, "limits", None)
     device = units.comm.device
     free, where = _on_device(device, limits) if device.type == "cuda" else _on_host(units.comm, limits)
-    told = units.comm.all(Room(gathered_bytes(units), beside_bytes, free, where, units.comm.rank))
+    told = units.comm.all(Room(gathered_bytes(units), beside_bytes, free, where, units.comm.rank), "room for all weights")
     return min(told, key=lambda room: room.free_bytes - room.beside_bytes)
 
 
@@ -87,7 +87,7 @@ def _on_device(device: torch.device, limits: Limits | None) -> tuple[int, str]:
 def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
     """Return the bytes that this rank may still take of the host, where it computes, and what says so."""
     box = socket.gethostname()
-    told = comm.all((box, psutil.Process().memory_info().rss))
+    told = comm.all((box, psutil.Process().memory_info().rss), "room for all weights")
     resident = [size for host, size in told if host == box]
     usable, source, _ = usable_host(CPU_SHARE)
     free = [(usable, f"host memory ({source})")]

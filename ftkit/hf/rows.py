@@ -1,13 +1,14 @@
 """Rows of a data set, each with the place it came from.
 
-A source is a local file (JSONL, JSON, CSV, TSV, Parquet), a folder of such files, or a data set of the hub. Whatever it
-is, it becomes one stream of `Row`s: where the row stands, and the row as JSON text. JSON text, because rows of one file
-need not agree on their types, and because a line that is not JSON must still be counted, named and (if the user said
-so) skipped; an Arrow schema guessed from the first rows can do neither. Lines of JSONL pass through unparsed: they are
-parsed later, by many processes.
+A source is a local file (JSONL, JSON, CSV, TSV, Parquet, Arrow), a folder of such files, or a data set of the hub.
+Whatever it is, it becomes one stream of `Row`s: where the row stands, and the row as JSON text. JSON text, because rows
+of one file need not agree on their types, and because a line that is not JSON must still be counted, named and (if the
+user said so) skipped; an Arrow schema guessed from the first rows can do neither. Lines of JSONL pass through unparsed:
+they are parsed later, by many processes. What JSON lacks (bytes, dates, images) keeps its kind (`FOREIGN`), so that it is
+never taken for text.
 
-Refused: compressed files, other formats, data sets that bring code. The cost: rows of CSV, Parquet and of the hub are
-written as JSON once, and a `.json` file is read whole.
+Refused: names that are there twice, other formats, data sets that bring code. The cost: rows of CSV, Parquet, Arrow and
+of the hub are written as JSON once, and a `.json` file is read whole.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
 from ftkit.errors import UserError
+from ftkit.hf.files import READ_ERRORS, Files, digest_of_file, files_of, kind_of_file, open_bytes
+from ftkit.hf.tables import arrow_records, parquet_records, refuse_twice, twice_in
+from ftkit.hf.turns import FOREIGN, BadRowError, object_of
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 CSV_FIELD_CHARACTERS = 1 << 30
 
 
@@ -51,7 +53,7 @@ class Source:
     """One data set: what to read, and as what.
 
     Args:
-        path: a file or a folder of files (.jsonl, .json, .csv, .tsv, .parquet)
+        path: a file or a folder of files, see `ftkit.hf.files`
         name: a data set of the hub, `owner/set` or `owner/set:configuration`; exactly one of path and name is given
         split: the split of a hub data set; a local path has only `train`
         weight: share of the drawn samples relative to the other sources' weights; None where no source has one
@@ -84,7 +86,15 @@ class Source:
         """Return a hash of the content, so that a cache entry can be named by it (reads local files once)."""
         if self.path is None:
             return digest_of_hub(load_hub(self))
-        return hashlib.sha256("".join(digest_of_file(file) for file in files_of(self)).encode()).hexdigest()
+        return hashlib.sha256("".join(digest_of_file(file) for file in self.files().read).encode()).hexdigest()
+
+    def files(self) -> Files:
+        """Return the files of a local source; none of a hub data set.
+
+        Raises:
+            UserError: See `ftkit.hf.files.files_of`.
+        """
+        return Files(()) if self.path is None else files_of(Path(self.path))
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows in their order.
@@ -93,42 +103,24 @@ class Source:
             UserError: a file that is missing, of an unknown kind, or broken as a whole
         """
         if self.path is None:
-            for number, record in enumerate(load_hub(self), 1):
+            loaded = load_hub(self)
+            refuse_twice(loaded.features.arrow_schema, self.label)
+            for number, record in enumerate(loaded, 1):
                 yield Row(f"{self.label}, row {number}", as_json(record))
             return
-        readers = {".jsonl": jsonl_rows, ".json": json_rows, ".parquet": parquet_rows}
-        for file in files_of(self):
+        readers = {".jsonl": jsonl_rows, ".ndjson": jsonl_rows, ".json": json_rows}
+        readers |= {".csv": csv_rows, ".tsv": csv_rows}
+        tables = {".parquet": parquet_records, ".arrow": arrow_records}
+        for file in self.files().read:
+            kind = kind_of_file(file)
             try:
-                yield from readers.get(file.suffix.lower(), csv_rows)(file)
-            except OSError as error:
+                if kind in readers:
+                    yield from readers[kind](file)
+                    continue
+                for number, record in enumerate(tables[kind](file), 1):
+                    yield Row(f"{file}, row {number}", as_json(record))
+            except READ_ERRORS as error:
                 raise UserError(f"{file}: cannot be read: {error}") from error
-
-
-def files_of(source: Source) -> list[Path]:
-    """List the files of a local source, in the order of their names.
-
-    Raises:
-        UserError: nothing there, or nothing that can be read
-    """
-    path = Path(source.path)
-    if not path.exists():
-        raise UserError(f"{path}: no such file (looked in {Path.cwd()}). Correct data.path.")
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
-    if not found or found[0].suffix.lower() not in SUFFIXES:
-        raise UserError(f"{path}: expected {', '.join(SUFFIXES)}; found {path.suffix or 'no such file in the folder'}.")
-    return found
-
-
-def digest_of_file(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    try:
-        with open(file, "rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()
 
 
 def load_hub(source: Source) -> datasets.Dataset:
@@ -154,13 +146,13 @@ def digest_of_hub(dataset: datasets.Dataset) -> str:
 
 
 def as_json(record: object) -> str:
-    """Write a row as JSON text; values that JSON lacks (dates, images) become their text."""
-    return json.dumps(record, default=str)
+    """Write a row as JSON text; a value that JSON lacks becomes an object that names its kind."""
+    return json.dumps(record, default=lambda value: {FOREIGN: type(value).__name__})
 
 
 def jsonl_rows(file: Path) -> Iterator[Row]:
     """Yield the lines of a JSONL file, unparsed; empty lines are passed over and still counted."""
-    with open(file, "rb") as lines:
+    with open_bytes(file) as lines:
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -173,6 +165,30 @@ def jsonl_rows(file: Path) -> Iterator[Row]:
                 yield Row(place, "", f"is not UTF-8 at byte {error.start + 1} of the line")
 
 
+class Doubled(dict):
+    """A JSON object in which a key is given twice; the text says which."""
+
+    problem: str = ""
+
+
+def object_or_doubled(pairs: list[tuple[str, object]]) -> dict:
+    """Return the object of JSON pairs, marked where a key is given twice: its row is known later."""
+    try:
+        return object_of(pairs)
+    except BadRowError as error:
+        found = Doubled(pairs)
+        found.problem = str(error)
+        return found
+
+
+def doubled_in(value: object) -> str:
+    """Return what is wrong with the first object in a value in which a key is given twice, or ""."""
+    if isinstance(value, Doubled):
+        return value.problem
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(doubled_in, inner)), "")
+
+
 def json_rows(file: Path) -> Iterator[Row]:
     """Yield the rows of a JSON file: a list, an object that holds one list, or lines of objects as in JSONL.
 
@@ -180,7 +196,9 @@ def json_rows(file: Path) -> Iterator[Row]:
         UserError: broken JSON, with its line and column, or JSON that holds no list of rows
     """
     try:
-        content = json.loads(file.read_bytes().decode("utf-8-sig"))
+        with open_bytes(file) as stream:
+            text = stream.read().decode("utf-8-sig")
+        content = json.loads(text, object_pairs_hook=object_or_doubled)
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: is not UTF-8 at byte {error.start + 1}") from error
     except RecursionError as error:
@@ -191,12 +209,15 @@ def json_rows(file: Path) -> Iterator[Row]:
             return
         raise UserError(f"{file}:{error.lineno}: broken JSON: {error.msg} (column {error.colno})") from error
     if isinstance(content, dict):
+        if isinstance(content, Doubled):
+            raise UserError(f"{file}: {content.problem}")
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 and len(content) == 1 else [content]
     if not isinstance(content, list):
         raise UserError(f"{file}: expected a list of rows; found {type(content).__name__}")
     for number, record in enumerate(content, 1):
-        yield Row(f"{file}, row {number}", as_json(record))
+        problem = doubled_in(record)
+        yield Row(f"{file}, row {number}", "" if problem else as_json(record), problem)
 
 
 def csv_rows(file: Path) -> Iterator[Row]:
@@ -206,8 +227,8 @@ def csv_rows(file: Path) -> Iterator[Row]:
         UserError: no header, or text that is not UTF-8
     """
     csv.field_size_limit(CSV_FIELD_CHARACTERS)
-    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
-    with open(file, encoding="utf-8-sig", newline="") as stream:
+    delimiter = "\t" if kind_of_file(file) == ".tsv" else ","
+    with open_bytes(file) as plain, io.TextIOWrapper(plain, encoding="utf-8-sig", newline="") as stream:
         reader = csv.reader(stream, delimiter=delimiter, strict=True)
         header, start = None, 1
         while True:
@@ -221,25 +242,12 @@ def csv_rows(file: Path) -> Iterator[Row]:
                 raise UserError(f"{file}:{start}: broken CSV: {error}") from error
             place, start = f"{file}:{start}", reader.line_num + 1
             if header is None:
+                if not any(values):
+                    continue
                 header = values
+                if twice := twice_in(header):
+                    raise UserError(f"{place}: the header names {twice!r} twice; rename one of the columns")
             elif values and len(values) != len(header):
                 yield Row(place, "", f"has {len(values)} fields where the header has {len(header)}")
             elif values:
                 yield Row(place, as_json(dict(zip(header, values))))
-
-
-def parquet_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, a thousand in memory at a time.
-
-    Raises:
-        UserError: not a Parquet file, or a damaged one
-    """
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1000):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield Row(f"{file}, row {number}", as_json(record))
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: cannot be read as Parquet, after row {number}: {error}") from error

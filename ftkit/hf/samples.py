@@ -6,21 +6,25 @@ packed sequence the last token of another sample would. A row that cannot become
 in `problem`, so that the run can stop with all of them, or count them; a template that cannot be masked exactly stops
 the run at once, because it is no fault of the row.
 
-Refused: a row with nothing left to learn, an answer wholly beyond the cut included. Plain text may be `split` into
-consecutive samples instead of being cut; nothing of it is lost then but a last piece of one token.
+Plain text that is longer is split into consecutive samples, unless it is to be cut or to stop the run.
+
+Refused: a row with nothing left to learn, an answer wholly beyond the cut included.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import datasets
 import numpy as np
 import xxhash
 
 from ftkit.errors import UserError
-from ftkit.hf.faults import Marks
-from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row
+from ftkit.hf.columns import noted, without
+from ftkit.hf.faults import CUT, Marks, is_missing
+from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row, unread_columns
+from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendered, Rendering
 
 IGNORED_LABEL = -100
@@ -36,6 +40,8 @@ SAMPLE_COLUMNS = datasets.Features(
         "faults": datasets.Value("int32"),
         "end": datasets.Value("int32"),
         "digest": datasets.Value("int64"),
+        "names": datasets.Value("string"),
+        "pieces": datasets.Value("int32"),
     }
 )
 
@@ -49,9 +55,10 @@ class Tokenise:
         marks: how rows are looked at for faults
         format_name: a name of `ftkit.hf.formats.FORMATS`
         sequence_tokens: longest sample, in tokens
-        loss_on: answers | all
+        loss_on: answers | marks | all
         task: causal-lm | seq2seq
-        long_text: cut | split, for plain text
+        long_text: split | cut | stop, for plain text
+        ignored: names of columns and keys that are removed before a row is read
     """
 
     rendering: Rendering
@@ -60,7 +67,8 @@ class Tokenise:
     sequence_tokens: int
     loss_on: str = "answers"
     task: str = "causal-lm"
-    long_text: str = "cut"
+    long_text: str = "split"
+    ignored: frozenset[str] = frozenset()
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """Return the samples of a batch of rows, column by column (see `SAMPLE_COLUMNS`).
@@ -70,6 +78,7 @@ class Tokenise:
 
         Raises:
             UserError: the chat template cannot be masked exactly
+            RefusedError: its marks do not cover the answers alone
         """
         samples = []
         for place, record, problem in zip(batch["place"], batch["record"], batch["problem"]):
@@ -79,6 +88,8 @@ class Tokenise:
                 samples += [{**made, "place": place} for made in self.samples(record)]
             except BadRowError as error:
                 samples.append({**sample([], [], 0, 0, 0), "place": place, "problem": f"{place}: {error}"})
+            except RefusedError as error:
+                raise RefusedError(f"{place}: {error}") from error
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
         return {column: [sample[column] for sample in samples] for column in SAMPLE_COLUMNS}
@@ -89,21 +100,49 @@ class Tokenise:
         Raises:
             BadRowError: the row cannot be used
         """
-        content = read_row(parse_record(record), self.format_name)
+        content, unread, matched, system = self.read(record)
         if self.task == "seq2seq":
-            return [self.pair(content)]
+            return [{**self.pair(content), "names": noted(unread, matched)}]
         rendered, labels = self.labelled(content)
+        if rendered.text and is_missing(system, rendered.text):
+            unread.append("system")  # the chat template leaves it out
+        names = noted(unread, matched)
         if all(label == IGNORED_LABEL for label in labels[1:]):
             raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
-        step, size = self.sequence_tokens, len(labels)
-        if isinstance(content, str) and self.long_text == "split":
-            starts = [start for start in range(0, size, step) if size - start > 1]
-        else:
-            starts, step = [0], size
-        made = [self.causal(rendered.ids[start : start + step], labels[start : start + step]) for start in starts]
-        faults, end = self.marks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on == "answers")
-        # The faults are the row's, so that they count once: with its first sample.
-        return [{**each, "faults": 0 if place else faults, "end": end} for place, each in enumerate(made)]
+        size = len(labels)
+        if isinstance(content, str) and self.long_text == "stop" and size > self.sequence_tokens:
+            raise BadRowError(
+                f"has {size} tokens, and data.sequence_tokens is {self.sequence_tokens} (data.long_text is stop)"
+            )
+        split = isinstance(content, str) and self.long_text == "split"
+        edges = edges_of(size, self.sequence_tokens) if split else [0, size]
+        made = [self.causal(rendered.ids[start:stop], labels[start:stop]) for start, stop in pairwise(edges)]
+        lost = size - edges[-1]
+        faults, end = self.marks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on != "all")
+        if split:
+            faults &= ~CUT
+        # What is known of the row counts once: with its first sample.
+        for number, each in enumerate(made):
+            each |= {"end": end}
+            if number == 0:
+                each |= {"faults": faults, "names": names, "pieces": len(made), "cut_tokens": each["cut_tokens"] + lost}
+        return made
+
+    def read(self, record: str) -> tuple[Conversation | str, list[str], set[str], str]:
+        """Return a row's content, the names that are read by nobody, those that are ignored, and its `system` column.
+
+        Raises:
+            BadRowError: the row cannot be used
+        """
+        matched: set[str] = set()
+        row = without(parse_record(record), self.ignored, matched)
+        content = read_row(row, self.format_name)
+        unread = unread_columns(row, self.format_name)
+        if isinstance(content, Conversation):
+            unread += content.unread
+            unread += self.rendering.unread_keys(content, asked=len(content.turns) - 1 if self.task == "seq2seq" else None)
+        system = row.get("system")
+        return content, unread, matched, system if isinstance(system, str) and isinstance(content, Conversation) else ""
 
     def labelled(self, content: Conversation | str) -> tuple[Rendered, list[int]]:
         """Return a row for a causal model as tokens, whole, and the label of each token.
@@ -112,7 +151,9 @@ class Tokenise:
             BadRowError: the chat template refuses it
         """
         if isinstance(content, Conversation):
-            rendered = self.rendering.conversation(content, find_answers=self.loss_on == "answers")
+            rendered = self.rendering.conversation(
+                content, find_answers=self.loss_on != "all", compare=self.loss_on == "answers"
+            )
         else:
             rendered = self.rendering.text(content)
         labels = [IGNORED_LABEL] * len(rendered.ids)
@@ -142,6 +183,8 @@ class Tokenise:
         Raises:
             BadRowError: plain text, which has no question
         """
+        if isinstance(content, Conversation) and len(content.turns) - 1 in content.muted:
+            raise BadRowError("mutes its last answer, so that an encoder-decoder model has nothing to learn")
         if isinstance(content, str):
             raise BadRowError("plain text has no question and answer; an encoder-decoder model needs both")
         source, target = self.rendering.pair(content)
@@ -153,6 +196,19 @@ class Tokenise:
                 del ids[-1 - surplus : -1]
                 cut_tokens += surplus
         return sample(source, target, len(source) + len(target), len(target), cut_tokens)
+
+
+def edges_of(tokens: int, most: int) -> list[int]:
+    """Return where a text is split: between consecutive edges lie its samples, each of 2 tokens at least.
+
+    Args:
+        tokens: of the text
+        most: of a sample; with 2, a last token may be left after the last edge
+    """
+    edges = [*range(0, tokens, most), tokens]
+    if tokens > most and tokens - edges[-2] == 1:  # nothing predicts a token that stands alone
+        edges = [*edges[:-2], tokens - 2, tokens] if most > 2 else edges[:-1]
+    return edges
 
 
 def sample(ids: list[int], labels: list[int], tokens: int, trained_tokens: int, cut_tokens: int) -> dict:
@@ -167,5 +223,7 @@ def sample(ids: list[int], labels: list[int], tokens: int, trained_tokens: int, 
         "problem": "",
         "faults": 0,
         "end": -1,
+        "names": "",
+        "pieces": 0,
         "digest": int.from_bytes(xxhash.xxh3_64_digest(content), "big", signed=True),
     }

@@ -7,26 +7,96 @@ adapter is small and replicated: PEFT writes it as it always does.
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.trainer import TRAINING_ARGS_NAME
 
-from ftkit.engine.buffers import persistent_buffers
+from ftkit.engine.buffers import persistent_buffers, refuse_unsaved
 from ftkit.engine.durable import rank_zero
 from ftkit.engine.export import export_tensors
+from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
-from ftkit.hf.loading import adapter_names, names_only
+from ftkit.hf.loading import adapter_names, every_buffer, names_only
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Size at which a new safetensors file is begun, as transformers does."""
+
+
+WHOLE_BYTES = 1 << 62
+"""Other modules are one file, as in the Trainer: nothing reads an index of them."""
+
+
+def check_savable(units: Units) -> dict[str, list[str]]:
+    """Return the names under which a model's tensors and persistent buffers are saved; see `hub_names`.
+
+    An adapter's are PEFT's affair: none.
+
+    Raises:
+        UserError: if transformers cannot turn the weights back into the form in which they are stored, or would look for an
+            adapter in them.
+    """
+    refuse_unsaved(units.model)
+    if isinstance(units.model, PeftModel):
+        return {}
+    if not isinstance(units.model, PreTrainedModel) and _own_state_dict(units.model):
+        raise UserError(
+            f"{type(units.model).__name__} has a state_dict() of its own, and its weights are saved under the names that "
+            "its modules have: leave state_dict() as it is, or rename in the saved file"
+        )
+    _refuse_hidden_adapters(units.model)
+    return hub_names(units.model, [segment.name for flat in units.flats for segment in flat.layout.segments], units.aliases)
+
+
+def _own_state_dict(model: nn.Module) -> bool:
+    """Return whether a user's class says itself what its state is."""
+    return next(each for each in type(model).__mro__ if "state_dict" in vars(each)) is not nn.Module
+
+
+def _refuse_hidden_adapters(model: nn.Module) -> None:
+    """Raise for adapters inside of a transformers model: its weights have names then that from_pretrained does not know."""
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and getattr(module, "_hf_peft_config_loaded", False):
+            raise UserError(
+                f"{name or type(module).__name__} has an adapter of its own (add_adapter, load_adapter), which cannot be "
+                "saved from shards: use peft.get_peft_model(model, config) or peft.PeftModel.from_pretrained(model, folder)"
+            )
+
+
+def save_arguments(arguments: TrainingArguments, folder: Path) -> None:
+    """Write the arguments of a run for people, as the Trainer does; as JSON where they cannot be pickled.
+
+    Classes that pickle cannot find again are why: those defined in a function, a notebook or `__main__` of a child process.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(arguments, buffer)
+    except Exception as error:  # whatever a field of somebody's own makes of it
+        logger.warning("%s cannot be pickled (%s): training_args.json is written instead", type(arguments).__name__, error)
+        (folder / "training_args.json").write_text(_as_json(arguments))
+        return
+    (folder / TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
+
+
+def _as_json(arguments: TrainingArguments) -> str:
+    try:
+        return str(arguments.to_json_string())
+    except TypeError:  # a field that JSON has no form for
+        return json.dumps(vars(arguments), default=repr, indent=2)
 
 
 def save_model(
@@ -38,6 +108,8 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a sharded model as a Hugging Face folder, or a PEFT model as an adapter folder. A collective.
+
+    A plain `nn.Module` is written as the Trainer does: safetensors under its own names, and no configuration.
 
     Args:
         units: of the model.
@@ -57,10 +129,7 @@ def save_model(
         _save_adapters(units, path, optimizer, dtype)
         return
     model = units.model
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{type(model).__name__} is no transformers model: use units.state_dict() and save it yourself")
-    own = [segment.name for flat in units.flats for segment in flat.layout.segments]
-    names = hub_names(model, own, units.aliases)
+    names = check_savable(units)
     own_buffers = persistent_buffers(model)
     buffers = {hub: buffer.detach().cpu() for name, buffer in own_buffers.items() for hub in names.get(name, ())}
     export_tensors(
@@ -70,10 +139,10 @@ def save_model(
         names_of=lambda name: names.get(name, ()),
         dtype_of=lambda name: dtype or units.dtypes[name],
         buffers=buffers,
-        shard_bytes=shard_bytes,
+        shard_bytes=shard_bytes if isinstance(model, PreTrainedModel) else WHOLE_BYTES,
     )
     with rank_zero(units.comm) as first:
-        if first:
+        if first and isinstance(model, PreTrainedModel):
             save_config(model, path, dtype or next(iter(units.dtypes.values())))
 
 
@@ -95,19 +164,28 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
     PEFT itself says what belongs in it: adapters, modules trained whole, embeddings where they were resized.
     """
     model, comm = units.model, units.comm
-    line_names = {segment.name: segment.name for flat in units.flats for segment in flat.layout.segments} | units.aliases
+    line_names = {}  # every name of a tensor, also those that lead through a module which several others have
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        flat, index = units.places[id(parameter)]
+        line_names[name] = flat.layout.segments[index].name
+    buffers = every_buffer(model)
     wanted: set[str] = set()
     with rank_zero(comm) as first:
         if first:
-            wanted.update(*(adapter_names(model, line_names, adapter) for adapter in model.peft_config))
-    wanted = comm.same(wanted)
+            names = [*line_names, *buffers]
+            wanted.update(*(adapter_names(model, names, adapter) for adapter in model.peft_config))
+    saved_buffers = {name: buffers[name].detach().cpu() for name in wanted & buffers.keys()}
+    wanted = comm.same(wanted - buffers.keys())
     whole = {}
     for name, tensor in _whole(units, optimizer, {line_names[name] for name in wanted}):
         if comm.rank == 0:
             whole[name] = tensor.to(device="cpu", dtype=dtype or units.dtypes[name], copy=True)
+    with rank_zero(comm) as first:
+        for name, tensor in whole.items() if first else ():
+            refuse_not_finite(name, tensor.reshape(-1))
     with rank_zero(comm) as first, names_only(model):
         if first:
-            model.save_pretrained(path, state_dict={name: whole[line_names[name]] for name in wanted})
+            model.save_pretrained(path, state_dict={**{name: whole[line_names[name]] for name in wanted}, **saved_buffers})
 
 
 def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,12 +202,13 @@ def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) ->
             yield segment.name, full[segment.start : segment.stop].view(segment.shape)
 
 
-def hub_names(model: PreTrainedModel, own: Sequence[str], aliases: Mapping[str, str]) -> dict[str, list[str]]:
+def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the hub's names of each tensor and of each persistent buffer: more than one for a weight that was tied by hand,
     which transformers would not tie again when it loads.
 
-    The mapping is asked of transformers itself: its reverse conversion runs on empty tensors, and what comes out under
-    another name is the same object, unless it was cut or merged.
+    A plain `nn.Module` has the names of its `state_dict()`. For a transformers model the mapping is asked of transformers
+    itself: its reverse conversion runs on empty tensors, and what comes out under another name is the same object, unless it
+    was cut or merged.
 
     Args:
         own: names of the tensors in the model. aliases: other names of some of them.
@@ -138,21 +217,35 @@ def hub_names(model: PreTrainedModel, own: Sequence[str], aliases: Mapping[str, 
         UserError: if transformers would have to cut or merge tensors.
     """
     own = [*own, *persistent_buffers(model)]
+    if not isinstance(model, PreTrainedModel):
+        named = {name: [name] for name in own}
+        for alias, name in aliases.items():
+            named[name].append(alias)
+        return named
     by_hand = {alias: name for alias, name in aliases.items() if alias not in model.all_tied_weights_keys}
     by_hand = {a: n for a, n in by_hand.items() if n not in model.all_tied_weights_keys and not _shared_module(model, a, n)}
     own += list(by_hand)
     stand_ins = {name: torch.empty(0, device="meta") for name in own}
     original = {id(tensor): name for name, tensor in stand_ins.items()}
     names: dict[str, list[str]] = {}
-    for hub_name, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
+    try:
+        reverted = revert_weight_conversion(model, dict(stand_ins))
+    except Exception as error:  # of torch, from operations that cut or stack tensors: they cannot be done with empty ones
+        raise _not_savable(model, f"its weights are cut or stacked ({error})") from error
+    for hub_name, tensor in reverted.items():
         if id(tensor) not in original:
-            raise UserError(
-                f"{type(model).__name__}: {hub_name} is stored in another form than it has in the model; saving such models "
-                "from shards is not supported: use units.state_dict() and save_pretrained(state_dict=...)"
-            )
+            raise _not_savable(model, f"{hub_name} is cut or merged")
         name = original[id(tensor)]
         names.setdefault(by_hand.get(name, name), []).append(hub_name)
     return names
+
+
+def _not_savable(model: PreTrainedModel, reason: str) -> UserError:
+    return UserError(
+        f"{type(model).__name__} is stored in another form than it has in the model ({reason}), and cannot be saved from "
+        "shards. What works: an adapter (LoRA on the attention's matrices, for instance), which PEFT saves as always; or "
+        "train without saving (save_strategy='no') and use units.state_dict() with save_pretrained(state_dict=...) yourself"
+    )
 
 
 def _shared_module(model: PreTrainedModel, one: str, other: str) -> bool:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from ftkit.engine.tiers import TIERS
 from ftkit.errors import UserError
+from ftkit.yaml_lines import read
 
+REDUCTIONS = ("counted", "sum", "mean-rows", "mean-tokens", "mean-ranks")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,6 +50,9 @@ class EngineSettings:
             there if the plan chose NVMe; of that as much as the two widest units' if the user did.
         kernels: "auto": submodules that fused kernels can compute get them, each proved first, and the Trainer's loss is
             made by chunks of the head; "off": the model is left as it is.
+        loss_reduction: how the loss scales with its batch: "counted" (divided by `num_items_in_batch`), "sum", "mean-rows",
+            "mean-tokens" (over labels that are not -100), "mean-ranks" (the mean of the ranks' losses, as DDP); "auto":
+            found out at the first step (see `ftkit.hf.loss_scaling`).
         affinity: bind each rank of a box to cores of its own (see `ftkit.engine.affinity`).
     """
 
@@ -71,6 +75,7 @@ class EngineSettings:
     nvme_gib: float | None = None
     state_host_gib: float | None = None
     kernels: Literal["auto", "off"] = "auto"
+    loss_reduction: Literal["auto", "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"] = "auto"
     affinity: bool = True
 
     @classmethod
@@ -81,6 +86,7 @@ class EngineSettings:
             UserError: for an unknown key (with the nearest known one), a value out of its range, an unreadable file.
         """
         if isinstance(value, EngineSettings):
+            value._check()
             return value
         if isinstance(value, str):
             value = {} if value == "auto" else _file(value)
@@ -106,6 +112,7 @@ class EngineSettings:
             "prefetch": (True, False),
             "debug": (True, False),
             "kernels": ("auto", "off"),
+            "loss_reduction": ("auto", *REDUCTIONS),
             "affinity": (True, False),
             **dict.fromkeys(("parameters", "gradients", "state", "kept"), ("auto", *TIERS)),
             "update": ("auto", "now", "deferred"),
@@ -136,12 +143,12 @@ def _file(path: str) -> Mapping[str, Any]:
     if not path.endswith((".yaml", ".yml", ".json")):
         raise UserError(f"ftkit settings: {path!r} is neither 'auto' nor a .yaml file")
     try:
-        value = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        document = read(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"ftkit settings: {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"ftkit settings: {path}: a mapping of settings is needed")
-    return value
+    if document.problems:
+        raise UserError(f"ftkit settings: {document.problems[0]}")
+    return document.values
 
 
 def check_dtype(dtype: torch.dtype | None, device: torch.device) -> None:

@@ -20,13 +20,17 @@ from typing import Any
 import psutil
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ftkit.engine.comm import Communicator
 from ftkit.engine.shard import Members, lines_of
 from ftkit.errors import UserError
+from ftkit.hf.attention import REPEATED
 from ftkit.hf.fake import graph_bytes
+from ftkit.hf.packing import ATTENTION
 from ftkit.hf.settings import EngineSettings
+from ftkit.plan.attention import Attention
 from ftkit.plan.box_memory import MACHINE, BoxMemory
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape
@@ -81,13 +85,13 @@ def shape_of(
         fresh: weights will be initialised. checkpoints: kept on disk; None: none are saved. chunked_loss: see `Shape`.
     """
     members = lines_of(model, blocks, compute_dtype=dtype, whole=whole, wide=wide)
-    widest = max((block for _, block in blocks), key=_linear_elements)
+    widest = max((block for _, block in blocks), key=_linear_elements, default=None)
     text = _text_config(model)
     heads = getattr(text, "num_attention_heads", 0) or 0
-    itemsize = (dtype or next(model.parameters()).dtype).itemsize
-    elements = _linear_elements(widest)
-    scores = SCORES * heads * (4 // itemsize if cpu else 1) if _has_scores(text, cpu=cpu) else 0
-    if not cpu:
+    itemsize = (dtype or own_dtype(model)).itemsize
+    elements = _linear_elements(widest) if widest is not None else 0
+    scores = SCORES * heads * (4 // itemsize if cpu else 1) if widest is not None and _has_scores(text, cpu=cpu) else 0
+    if widest is not None and not cpu:
         try:
             kept = graph_bytes(model, widest, sequence_tokens, wide, dtype)
             elements, scores = -(-kept // (sequence_tokens * itemsize)), 0
@@ -101,7 +105,7 @@ def shape_of(
         vocabulary=getattr(text, "vocab_size", 0) or 0,
         block_elements=elements,
         score_elements=scores,
-        widest_tensor=max(p.numel() for p in widest.parameters()),
+        widest_tensor=max((p.numel() for p in (widest or model).parameters()), default=0),
         adapter_numel=ADAPTER_RANK * sum(sum(w.shape) for _, block in blocks for w in _matrices(block)),
         sequence_tokens=sequence_tokens,
         itemsize=itemsize,
@@ -110,7 +114,27 @@ def shape_of(
         peft=isinstance(model, PeftModel),
         checkpoints=checkpoints,
         chunked_loss=chunked_loss,
+        attention=None if cpu else fused_attention(text),
+        packed=getattr(text, "_attn_implementation", None) == ATTENTION,
     )
+
+
+def fused_attention(config: Any) -> Attention | None:
+    """Return the attention of a model's blocks, None where no fused kernel computes it.
+
+    Args:
+        config: of the text model; its `_attn_implementation` is what will be used.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION, REPEATED):
+        return None
+    hidden = getattr(config, "hidden_size", None) or 0
+    dim = getattr(config, "head_dim", None) or hidden // heads
+    rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: queries have a rotated part beside the plain one
+    if rotated and getattr(config, "qk_nope_head_dim", None):
+        dim = rotated + config.qk_nope_head_dim
+    value = getattr(config, "v_head_dim", None) or dim
+    return Attention(heads, getattr(config, "num_key_value_heads", None) or heads, dim, value)
 
 
 def forced_of(settings: EngineSettings, micro_batch: int | None) -> Forced:
@@ -227,14 +251,35 @@ def disk_free(folder: str | None) -> int | None:
 # --- the model
 
 
+def own_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the model's first parameter; fp32 where it has none."""
+    return next((parameter.dtype for parameter in model.parameters()), torch.float32)
+
+
 def _line(members: Members) -> Line:
     return Line(members.numel, members.dtype.itemsize, members.trained)
 
 
 def _matrices(block: nn.Module) -> list[torch.Tensor]:
     """Return the weights that a block's tokens are multiplied with."""
-    modules = [module for module in block.modules() if getattr(module, "weight", None) is not None]
-    return [m.weight for m in modules if m.weight.dim() == 2 and not isinstance(m, nn.Embedding)]
+    weights = [_weight_of(module) for module in block.modules() if not isinstance(module, nn.Embedding)]
+    return [weight for weight in weights if weight is not None and weight.dim() == 2]
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """Return a module's weight; a computed one as in eval, where reading it changes nothing (spectral norm)."""
+    if not is_parametrized(module, "weight"):
+        weight = getattr(module, "weight", None)
+        return weight if isinstance(weight, Tensor) else None
+    computed = module.parametrizations["weight"]
+    training = [(each, each.training) for each in computed.modules()]
+    try:
+        computed.eval()
+        with torch.no_grad():
+            return module.weight
+    finally:
+        for each, state in training:
+            each.training = state
 
 
 def _linear_elements(block: nn.Module) -> int:
@@ -262,4 +307,4 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _hidden(model: nn.Module, text: Any) -> int:
-    return getattr(text, "hidden_size", 0) or max(p.shape[-1] for p in model.parameters() if p.dim() > 1)
+    return getattr(text, "hidden_size", 0) or max((p.shape[-1] for p in model.parameters() if p.dim() > 1), default=1)

@@ -5,8 +5,9 @@ so callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's
 override steps aside. What the engine does not support is refused when the Trainer is built, and a run whose engine is not
 in place when training begins stops there: there is no silent DDP.
 
-Three things differ from the stock Trainer on purpose. A model whose loss ignores `num_items_in_batch` (a BERT classifier)
-gets the gradient of one rank, where stock multiplies it by the number of ranks; checkpoints are written under a
+Four things differ from the stock Trainer on purpose. The loss of several ranks or micro-batches is that of one (`loss.py`:
+a BERT classifier gets the gradient of one rank, where stock multiplies it by the number of ranks); random numbers of a step
+depend on the micro-batch and not on the rank, where a step has several; checkpoints are written under a
 temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder); and a run that is
 resumed from its last step ends there, where stock makes one step more.
 """
@@ -15,10 +16,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,24 +26,25 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.debug_utils import DebugOption
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ftkit.engine.checkpoint import load_checkpoint
-from ftkit.engine.durable import make_folder, rank_zero, sync_folder, sync_tree
+from ftkit.engine.durable import rank_zero
 from ftkit.engine.manifest import MANIFEST
 from ftkit.engine.optimizer import ShardedOptimizer
-from ftkit.engine.saving import Saving, checkpoint_bytes
-from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents, write_contents
+from ftkit.engine.saving import Saving
 from ftkit.engine.shard import Units
-from ftkit.errors import UserError
-from ftkit.hf.accelerator import Accelerator, random_state, set_random_state, sharded_optimizer
+from ftkit.errors import Diverged, UserError
+from ftkit.hf.accelerator import Accelerator, sharded_optimizer
 from ftkit.hf.arguments import TrainingArguments
+from ftkit.hf.attention import is_packed
+from ftkit.hf.base import BASE, write_base
 from ftkit.hf.blocks import units_of
-from ftkit.hf.head import only_loss
+from ftkit.hf.callback_names import check_callbacks
+from ftkit.hf.in_place import check_order, engine_trainer
 from ftkit.hf.islands import (
     BATCHES,
     Islands,
@@ -54,20 +54,21 @@ from ftkit.hf.islands import (
     taken_by,
     widens_inputs,
 )
-from ftkit.hf.loading import find_weights, load_adapter, load_weights
+from ftkit.hf.loading import find_weights, load_adapter, load_plain, load_weights
+from ftkit.hf.loss import LossMixin
+from ftkit.hf.nonfinite import LossRecord
 from ftkit.hf.overflow import began_in, first_overflow
-from ftkit.hf.plain import check_state, load_scheduler
-from ftkit.hf.saving import save_config, save_model
+from ftkit.hf.plain import load_scheduler
+from ftkit.hf.reading import read_by_all
+from ftkit.hf.run_checkpoints import ENGINE_FOLDER, RunCheckpoints, check_folder
+from ftkit.hf.saving import save_arguments, save_config, save_model
 from ftkit.hf.settings import EngineSettings
+from ftkit.hf.together import explained, meet
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FOLDER = "ftkit"
-"""Folder inside a Trainer checkpoint that holds the engine's files."""
 ISLANDS = "islands"
 """Under which a checkpoint notes the fp32 islands of an fp16 model."""
-UNFINISHED = ".writing"
-"""How the name of a checkpoint ends that is being written; it begins with a point."""
 
 
 class EngineCheck(TrainerCallback):
@@ -84,6 +85,7 @@ class EngineCheck(TrainerCallback):
                 "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
                 "accelerator. Call super() there, or set ftkit=None"
             )
+        self.trainer.checkpoints.check()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say where a step overflowed; give a checkpoint its name, if all ranks have written it by now."""
@@ -95,7 +97,7 @@ class EngineCheck(TrainerCallback):
         self.trainer.finish_save()
 
 
-class TrainerMixin:
+class TrainerMixin(LossMixin):
     """Puts ftkit's engine under a `transformers.Trainer` subclass: `class T(TrainerMixin, SFTTrainer)`.
 
     Raises:
@@ -104,9 +106,19 @@ class TrainerMixin:
 
     # --- building
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Look at the order of the bases.
+
+        Raises:
+            UserError: if a Trainer comes before this mixin: nothing of it would be called.
+        """
+        super().__init_subclass__(**kwargs)
+        check_order(cls, TrainerMixin, transformers.Trainer)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.overflows: list[tuple[int, str]] = []  # (step, where) of those that were skipped
-        super().__init__(*args, **kwargs)
+        with engine_trainer():
+            super().__init__(*args, **kwargs)
         if self.args.ftkit is not None:
             self._train_batch_size = self.args.train_batch_size  # a whole step's, where blocks accumulate
 
@@ -147,24 +159,60 @@ class TrainerMixin:
         self.args.per_device_train_batch_size *= micro_batches
         return micro_batches
 
+    loss_record = LossRecord()  # of the present call of `train`
     _parts = 1  # into which blocks divide a rank's batch
     _step_batches: Sequence[Any] = ()  # as the loader gave them
-    _counts_items: bool | None = None  # whether the loss depends on num_items_in_batch; not known yet
-    _hides_count = False  # whether the Trainer's own loss is asked for without it
-    _asked = False
-    _outputs_unread = False  # whether nobody looks at the outputs that are asked for with a loss
-    _was_counted = False  # whether the last loss was asked for with the count of the global batch
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, once the engine that was asked for is in place.
 
         Raises:
             UserError: if it is not.
+            Diverged: at the end, if the last loss or most losses were not finite, and no best model came back.
         """
         checks = any(isinstance(callback, EngineCheck) for callback in self.callback_handler.callbacks)
         if self.args.ftkit is not None and not checks:
             self.add_callback(EngineCheck(self))
-        return super().train(*args, **kwargs)
+        if self.args.ftkit is not None:
+            check_callbacks(self.callback_handler.callbacks)
+        self.loss_record = LossRecord()
+        with explained(lambda: self.units):
+            result = super().train(*args, **kwargs)
+        if self.engine_is_on and (problem := self.failure()) is not None:
+            self.take_failure(problem)
+        return result
+
+    def failure(self) -> str | None:
+        """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective."""
+        optimizer = self.sharded_optimizer
+        return self.loss_record.ended(self.units.comm, skips=optimizer.loss_scale.dynamic and optimizer.step_was_skipped)
+
+    def take_failure(self, problem: str) -> None:
+        """Raise what is wrong with how training ended, unless the best model came back at the end.
+
+        Raises:
+            Diverged: with the checkpoints that are left.
+        """
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is not None:
+            logger.warning("%s; the model is that of %s", problem, best)
+            return
+        raise Diverged(
+            f"{problem}. Its weights are not saved where they are not finite; checkpoints of earlier steps in "
+            f"{self.args.output_dir} are whole. Lower the learning rate, or look at the data of the first such step"
+        )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the Trainer does, with all ranks.
+
+        Raises:
+            RanksDiffer: If a rank does something else.
+        """
+        if self.engine_is_on:  # planned for what is to follow
+            self.accelerator.sharded(self.model, evaluation=True if self.train_dataset is None else None)
+        with explained(lambda: self.units):
+            meet(self.units, "evaluation")
+            return super().evaluation_loop(*args, **kwargs)
 
     @property
     def engine_is_on(self) -> bool:
@@ -192,7 +240,7 @@ class TrainerMixin:
             return super().create_optimizer(model)
         if hasattr(self.model, "activation_checkpointing_disable"):
             self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
-        units = self.accelerator.sharded(self.model)
+        units = self.accelerator.sharded(self.model, evaluation=False)
         if self.sharded_optimizer is None:
             super().create_optimizer(model)
             self.optimizer = sharded_optimizer(self.optimizer, units)
@@ -200,9 +248,29 @@ class TrainerMixin:
 
     # --- a step
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Make the Trainer's forward and backward. All ranks do, so heads and embeddings may be read in a user's loss."""
+        with read_by_all(self):
+            loss: Tensor = super().training_step(*args, **kwargs)
+        if self.engine_is_on:
+            self.loss_record.note(self.state.global_step, loss)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does, and begin the next sum of losses at zero: the Trainer subtracts, which keeps a NaN."""
+        super().log(logs, *args, **kwargs)
+        if self.engine_is_on and "loss" in logs and self.is_in_train:
+            self._tr_loss.zero_()
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """Return whether gradients are DTensors of several meshes: none of a sharded model's is one, and `.grad` raises."""
+        return False if self.engine_is_on else super()._has_mixed_mesh_grads(model)
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), which no autocast will do."""
         inputs = super()._prepare_inputs(inputs)
+        if self.engine_is_on and is_packed(mask := inputs.get("attention_mask")):
+            inputs = {**inputs, "attention_mask": mask.cpu()}  # attention chooses its launches on the host
         dtype = self.units.policy.compute_dtype if self.engine_is_on and self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
@@ -287,14 +355,12 @@ class TrainerMixin:
         super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch a step's batches; samples repeated to fill the last one do not count, as on one rank."""
+        """Fetch a step's batches, and find their weights; samples repeated to fill the last one do not count."""
         if self.engine_is_on:
             batches = self._step_batches = list(islice(epoch_iterator, num_batches))
             self._check_batches(len(batches))
-            if batches and self._masks_repeated(batches[-1]):
-                batches[-1] = self._without_repeated(batches[-1])
             self.look_for_islands(batches[:BATCHES])
-            epoch_iterator = iter(batches)
+            epoch_iterator = iter(self.weighted(batches))
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _check_batches(self, number: int) -> None:
@@ -309,87 +375,12 @@ class TrainerMixin:
                 "as many: split it evenly, or let rank 0 read it (accelerator_config={'dispatch_batches': True})"
             )
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Compute the loss as the Trainer does; the first time find out whether it depends on `num_items_in_batch`.
-
-        A loss that does not is a mean over one rank's micro-batch. The Trainer would multiply it by the ranks, and not
-        divide it by the micro-batches of a step; without the count it does neither wrong. (A subclass's own loss is its own
-        affair.) Where the loss is all that is wanted, the model may make it without its logits.
-        """
-        stock: Any = super().compute_loss
-        plain = stock.__func__ is transformers.Trainer.compute_loss
-
-        def compute(*args: Any) -> Any:
-            nothing_else = plain and self.engine_is_on and not (self.label_smoother or self.compute_loss_func)
-            with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
-                return stock(*args)
-
-        self._was_counted = torch.is_tensor(num_items_in_batch)
-        if not self.engine_is_on or not self._was_counted:
-            return compute(model, inputs, return_outputs, num_items_in_batch)
-        if self._counts_items is None:
-            uses: list[Any] = []
-            random = random_state(self.accelerator.device)
-            answer = compute(model, copy(inputs), return_outputs, watched(num_items_in_batch, uses))
-            self._counts_items = len(uses) > 0
-            self._hides_count = not uses and plain
-            if not self._hides_count:
-                loss, *outputs = answer if return_outputs else (answer,)
-                return (loss.as_subclass(Tensor), *outputs) if return_outputs else loss.as_subclass(Tensor)
-            del answer  # with its graph: two forwards' activations may not fit
-            set_random_state(random, self.accelerator.device)
-            if self.loss_is_scaled_for_ga is None:
-                self.loss_is_scaled_for_ga = False
-        return compute(model, inputs, return_outputs, None if self._hides_count else num_items_in_batch)
-
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluate a batch as one rank would: samples repeated to fill the last batch do not count in the loss."""
-        if self._masks_repeated(inputs):
-            inputs = self._without_repeated(inputs)
-        own = type(self).compute_loss is TrainerMixin.compute_loss  # somebody else's may look at the outputs
-        self._was_counted, self._outputs_unread = False, prediction_loss_only and own
-        try:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._outputs_unread = False
-        if loss is not None and self._was_counted and self._counts_global_batch:
-            loss = self.accelerator.reduce(loss, "mean")  # of ranks' parts of the sum, times the ranks, over the count
-        return loss, logits, labels
-
-    @property
-    def _counts_global_batch(self) -> bool:
-        """Whether the loss is known to be a sum over label tokens divided by their number in the global batch."""
-        return self.engine_is_on and self._counts_items is True and self.args.average_tokens_across_devices
-
-    def _masks_repeated(self, batch: Any) -> bool:
-        """Return, alike on all ranks, whether some of the batch's samples are repeated and must not count."""
-        if not (self.engine_is_on and isinstance(batch, Mapping) and "labels" in batch):
-            return False
-        if rows_left(self.accelerator, len(batch["labels"])) == 0:
-            return False
-        if self._counts_items is None and not self._asked:  # the very first batch: try what the loss depends on
-            self._asked = True
-            random = random_state(self.accelerator.device)
-            count = self._get_num_items_in_batch([batch], self.args.device)
-            with torch.no_grad():
-                self.compute_loss(self.model, self._prepare_inputs(copy(batch)), num_items_in_batch=count)
-            set_random_state(random, self.accelerator.device)
-        return self._counts_global_batch
-
-    def _without_repeated(self, batch: Any) -> Any:
-        """Return the last batch with the labels of repeated samples masked; accelerate drops their outputs itself."""
-        labels = batch["labels"].clone()
-        own = rows_left(self.accelerator, len(labels)) - self.args.process_index * len(labels)
-        labels[max(own, 0) :] = -100
-        return {**batch, "labels": labels}
+        """Evaluate a batch as one rank would, with parameters at hand that a loss reads outside their modules."""
+        with read_by_all(self):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Compute TRL's reference values, for DPO trainers; the model may be asked for them before training prepares it."""
@@ -399,116 +390,48 @@ class TrainerMixin:
 
     # --- saving
 
+    @property
+    def checkpoints(self) -> RunCheckpoints:
+        """The checkpoints of this run."""
+        if self._checkpoints is None:
+            self._checkpoints = RunCheckpoints(self)
+        return self._checkpoints
+
+    _checkpoints: RunCheckpoints | None = None
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Begin a checkpoint: small files now, weights and state while training goes on; `finish_save` gives it its name."""
+        stock = super()._save_checkpoint
         if not self.engine_is_on:
-            return super()._save_checkpoint(model, trial)
-        self.finish_save()  # one at a time
-        run_folder = Path(self._get_output_dir(trial=trial))
-        name = f"{transformers.trainer.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        temporary, final = run_folder / f".{name}{UNFINISHED}", run_folder / name
-        comm = self.accelerator.sharded(self.model).comm
-        if comm.rank == 0:
-            remove_unfinished(run_folder)  # of a run that was killed while it wrote
-        if not self._has_room(run_folder):
-            return
-        self._writing, self._checkpointing = temporary, not self.args.save_only_model
-        self._push_later = False
-        problem = None
-        try:
-            with rank_zero(comm) as first:
-                if first:
-                    make_folder(temporary)
-            super()._save_checkpoint(model, trial)
-            best = self.state.best_model_checkpoint
-            if best is not None and Path(best).parent == temporary:
-                self.state.best_model_checkpoint = str(final)
-            if comm.rank == 0:
-                self.state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
-        except Exception as error:  # whatever kept it from being written: it costs a checkpoint, and not the run
-            problem = str(error) if isinstance(error, (OSError, UserError)) else f"{type(error).__name__}: {error}"
-        finally:
-            self._writing, self._checkpointing = None, False
-        self._unfinished = Unfinished(temporary / name, final, self.units.saving)
-        if told := [text for text in comm.all(problem) if text is not None]:
-            self._give_up(told[0])
-        elif self._push_later or self.units.saving is None:
-            self.finish_save()
-
-    def _has_room(self, run_folder: Path) -> bool:
-        """Return, alike on all ranks, whether the disk has room for a checkpoint; if not, say so."""
-        if self.args.save_only_model:
-            return True
-        needed = checkpoint_bytes(self.units, self.sharded_optimizer, frozen=not isinstance(self.model, PeftModel))
-        free = self.units.comm.same(shutil.disk_usage(existing(run_folder)).free)
-        if needed <= free:
-            return True
-        gib = 2**30
-        problem = f"{run_folder}: {needed / gib:.1f} GiB needed, {free / gib:.1f} free"
-        self._say_not_saved(self.state.global_step, problem)
-        return False
-
-    def _say_not_saved(self, step: int, problem: str) -> None:
-        self.save_problem = problem
-        if self.units.comm.rank == 0:
-            logger.error("no checkpoint at step %d: %s. Training goes on", step, problem)
-
-    _unfinished: Unfinished | None = None
+            return stock(model, trial)
+        self.accelerator.sharded(self.model)
+        self.checkpoints.save(self._get_output_dir(trial=trial), lambda: stock(model, trial))
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Give the checkpoint that is being written its name, once every rank has written all of it. A collective.
+        """See `RunCheckpoints.finish`. A collective."""
+        self.checkpoints.finish(wait=wait)
 
-        One that cannot be written (a full disk) leaves nothing behind, and training goes on; it is told, and
-        `save_problem` says why.
+    @property
+    def save_problem(self) -> str | None:
+        """Why the last checkpoint could not be written; None if it was."""
+        return self.checkpoints.problem
 
-        Args:
-            wait: for its end; else this returns at once where it is not reached.
-        """
-        unfinished = self._unfinished
-        if unfinished is None:
-            return
-        try:
-            if unfinished.saving is not None and wait:
-                unfinished.saving.wait()
-            elif unfinished.saving is not None and not unfinished.saving.poll():
-                return
-            self._publish(unfinished)
-        except UserError as error:
-            self._give_up(str(error))
-            return
-        self._unfinished = self.save_problem = None
-        if self.units.comm.rank == 0:
-            try:
-                self.retire_checkpoints(unfinished.final)
-            except OSError as error:
-                logger.warning("an older checkpoint could not be removed: %s", error)
-        if self._push_later:
-            self._push_from_checkpoint(str(unfinished.final))
+    @property
+    def saves_frozen(self) -> bool:
+        """Whether checkpoints hold frozen weights, too: an adapter's base is loaded from its own folder."""
+        return not isinstance(self.model, PeftModel)
 
-    def _give_up(self, problem: str) -> None:
-        """Leave nothing of the checkpoint that was being written, and say so. A collective."""
-        unfinished, self._unfinished = self._unfinished, None
-        assert unfinished is not None
-        if self.units.saving is not None:
-            self.units.saving.give_up()
-        if self.units.comm.rank == 0:
-            shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
-        self._say_not_saved(int(unfinished.final.name.rpartition("-")[2]), problem)
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save as the Trainer does; then seal what callbacks have changed in the checkpoint."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.engine_is_on:
+            self.checkpoints.seal_again()
 
-    save_problem: str | None = None
-    """Why the last checkpoint could not be written; None if it was."""
-
-    def _publish(self, unfinished: Unfinished) -> None:
-        temporary, final = unfinished.temporary, unfinished.final
-        with rank_zero(self.units.comm) as first:
-            if first:
-                write_contents(temporary, apart=(ENGINE_FOLDER,))
-                sync_tree(temporary)
-                if final.exists():  # the same step again, after a resume from before it
-                    set_aside(final)
-                temporary.rename(final)
-                sync_folder(final.parent)
-                remove_unfinished(final.parent)
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End as the Trainer does, which looks at the folders of checkpoints: all have their names then."""
+        if self.engine_is_on:
+            self.finish_save()
+        return super()._finalize_training(*args, **kwargs)
 
     def retire_checkpoints(self, newest: Path) -> None:
         """Remove the checkpoints that are too many, as the Trainer does; called on rank 0 once `newest` is there."""
@@ -519,19 +442,16 @@ class TrainerMixin:
             use_mtime=True,
         )
 
-    _writing: Path | None = None
-    _checkpointing = False
-    _push_later = False
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Upload a checkpoint, once it has its final name: uploads read the folder while training goes on."""
-        if self._writing is None:
+        if self.checkpoints.writing is None:
             super()._push_from_checkpoint(checkpoint_folder)
         else:
-            self._push_later = True
+            self.checkpoints.push_later = True
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._writing) if self._writing is not None else super()._get_output_dir(trial)
+        writing = self.checkpoints.writing
+        return str(writing) if writing is not None else super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save the model from all ranks: a Hugging Face folder, or beside a sharded checkpoint only what is small."""
@@ -540,25 +460,33 @@ class TrainerMixin:
         folder = Path(output_dir or self.args.output_dir)
         units = self.accelerator.sharded(self.model)
         pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END  # the hub wants weights at each save
-        if not self._checkpointing or isinstance(self.model, PeftModel) or pushed:
+        if not self.checkpoints.sharded or isinstance(self.model, PeftModel) or pushed:
             save_model(units, folder, self.sharded_optimizer)
+        base = self.checkpoints.base() if isinstance(self.model, PeftModel) else None
         with rank_zero(units.comm) as first:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
-                if self._checkpointing and not pushed and isinstance(self.model, PreTrainedModel):
-                    save_config(self.model, folder, next(iter(units.dtypes.values())))
-                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(folder)
-                torch.save(self.args, folder / TRAINING_ARGS_NAME)
+                if base is not None:
+                    write_base(folder, base)
+                self.save_small_files(folder, config=self.checkpoints.sharded and not pushed)
+                save_arguments(self.args, folder)
+
+    def save_small_files(self, folder: Path, *, config: bool = True) -> None:
+        """Write the model's configuration, unless `config` is off, and what prepares its inputs."""
+        if config and isinstance(self.model, PreTrainedModel):
+            save_config(self.model, folder, next(iter(self.units.dtypes.values())))
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.engine_is_on:
             return super()._save_optimizer_and_scheduler(output_dir)
-        frozen = not isinstance(self.model, PeftModel)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
-        noted = {**self.noted, ISLANDS: islands_of(units).as_dict()} if self._needs_islands() else self.noted
-        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=frozen)
+        noted = {**self.noted, BASE: self.checkpoints.base()}
+        if self._needs_islands():
+            noted[ISLANDS] = islands_of(units).as_dict()
+        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
 
@@ -597,9 +525,9 @@ class TrainerMixin:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        frozen = not isinstance(self.model, PeftModel)
         manifest = folder / ENGINE_FOLDER / MANIFEST
-        extra = load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=frozen)
+        extra = load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=self.saves_frozen)
+        self.checkpoints.check_base(extra.pop(BASE, None), checkpoint)
         islands = extra.pop(ISLANDS, None)
         if islands is not None and self._needs_islands():
             restore_islands(self.units, Islands.from_dict(islands, str(manifest)))
@@ -617,49 +545,13 @@ class TrainerMixin:
         folder = Path(self.state.best_model_checkpoint)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
-            load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=not isinstance(self.model, PeftModel))
+            load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen)
         elif isinstance(self.model, PeftModel):
             load_adapter(units, folder, optimizer)
+        elif not isinstance(self.model, PreTrainedModel):
+            load_plain(units, folder / SAFE_WEIGHTS_NAME, optimizer)
         else:
             load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
-
-
-def check_folder(folder: Path) -> None:
-    """Compare a checkpoint's files with its list, the engine's apart, and look through those that resuming reads.
-
-    Raises:
-        BrokenCheckpoint: naming the first file that is missing, changed, not listed, or not what it should be.
-    """
-    listed = check_contents(folder)
-    for name in (f"{ENGINE_FOLDER}/{MANIFEST}", TRAINER_STATE_NAME):
-        if name not in listed:
-            raise BrokenCheckpoint(f"{folder / CONTENTS}: {name} is not listed")
-    check_state(folder)
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A checkpoint that is being written: its present and its final folder, and the engine's part of the work."""
-
-    temporary: Path
-    final: Path
-    saving: Saving | None
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Take a checkpoint its name; what is left is removed as an unfinished one is."""
-    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-old{UNFINISHED}"))
-
-
-def remove_unfinished(run_folder: Path) -> None:
-    """Remove what bears no final name: checkpoints that were not finished, or that were set aside."""
-    for leftover in run_folder.glob(f".{transformers.trainer.PREFIX_CHECKPOINT_DIR}-*{UNFINISHED}"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def existing(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
 
 
 def part_of(batch: Any, parts: int) -> Any:
@@ -676,39 +568,6 @@ def part_of(batch: Any, parts: int) -> Any:
 def narrowed(value: Any, dtype: torch.dtype) -> Any:
     """Return a tensor of fp32 in `dtype`, and anything else as it is."""
     return value.to(dtype) if torch.is_tensor(value) and value.dtype == torch.float32 else value
-
-
-def watched(number: Tensor, uses: list[Any]) -> Tensor:
-    """Return `number` as a tensor that notes in `uses` every function that computes with it."""
-
-    class Watched(Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.__name__ != "__get__":  # to read its shape or device is no use
-                uses.append(func)
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    return number.as_subclass(Watched)
-
-
-def rows_left(accelerator: Any, rows: int) -> int:
-    """Return how many samples all ranks' present batches of `rows` hold, if they are an epoch's last and are not full.
-
-    0 otherwise, and where it cannot be told (a stream, samples laid end to end in one row): there repeated samples count,
-    as in the Trainer.
-    """
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or accelerator.num_processes == 1:
-        return 0
-    loader, ranks, split = state.active_dataloader, accelerator.num_processes, False
-    sampler = getattr(loader, "batch_sampler", None)
-    while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
-        split = split or getattr(sampler, "split_batches", False)
-        sampler = sampler.batch_sampler
-    if isinstance(loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
-        return 0
-    samples = sampler.batch_size if split else sampler.batch_size * ranks
-    return len(sampler.sampler) % samples if rows * ranks == samples else 0
 
 
 def _sequence_tokens(args: Any, model: Any) -> int:
@@ -731,6 +590,7 @@ def _refuse(args: Any) -> None:
         "bf16_full_eval": "evaluation uses the compute dtype already",
         "enable_jit_checkpoint": "ranks would save at different steps",
         "sync_ref_model": "it adds two models element by element, whose elements lie in shards",
+        "logging_nan_inf_filter": "it logs a loss of NaN as 0.0; losses are logged as they are",
         "save_on_each_node": "all ranks write into one folder, which every machine must see",
     }
     for name, reason in refused.items():

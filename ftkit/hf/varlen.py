@@ -1,7 +1,7 @@
 """Causal attention over samples laid end to end, each as if it were alone, in memory and time of the samples' own lengths.
 
     loop        one sample after the other, in plain PyTorch: the reference, everywhere; the only one with a soft cap
-    efficient   one launch of the memory-efficient kernel that `scaled_dot_product_attention` uses on GPUs since sm_50: fp16
+    efficient   launches of the memory-efficient kernel that `scaled_dot_product_attention` uses on GPUs since sm_50: fp16
                 runs on a V100's tensor cores where a head's size is a multiple of 8
     flash       torch's variable-length flash attention, from sm_80 on
 
@@ -23,6 +23,7 @@ from torch.nn.functional import dropout as dropped
 from torch.nn.functional import scaled_dot_product_attention
 
 from ftkit.errors import UserError
+from ftkit.plan.attention import launches
 
 Way = Literal["loop", "efficient", "flash"]
 HALVES = (torch.float16, torch.bfloat16)
@@ -61,7 +62,11 @@ FLASH = _flash_attention()
 
 
 class _Efficient(torch.autograd.Function):
-    """(N, H, D), (N, H, D), (N, H, E) -> (N, H, E). torch's own derivative forgets the window on its way back."""
+    """(N, H, D), (N, H, D), (N, H, E) -> (N, H, E). torch's own derivative forgets the window on its way back.
+
+    `cuts` are on the host, so that every launch gets the length of its own longest sample and no empty one: the kernel's
+    workspace counts each sample as long as that (`ftkit.plan.attention`).
+    """
 
     @staticmethod
     def forward(
@@ -69,31 +74,62 @@ class _Efficient(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        boundaries: Tensor,
-        longest: int,
+        cuts: tuple[int, ...],
+        row_tokens: int,
         scale: float | None,
         dropout: float,
         window: int | None,
     ) -> Tensor:
-        out, normaliser, seed, offset, most, others = torch.ops.aten._efficient_attention_forward(
-            query[None], key[None], value[None], None, boundaries, boundaries, longest, longest, dropout, CAUSAL,
-            any(ctx.needs_input_grad), scale=scale, window_size=window,
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, boundaries, out, normaliser, seed, offset)
-        ctx.how = most, others, dropout, scale, window
-        found: Tensor = out[0]
-        return found
+        ctx.how = dropout, scale, window
+        ctx.launches, saved, out = [], [], None
+        parts = launches(cuts, row_tokens)
+        for first, last in parts:
+            start, stop = cuts[first], cuts[last]
+            ends = on_device([cut - start for cut in cuts[first : last + 1]], query.device)
+            longest = max(b - a for a, b in pairwise(cuts[first : last + 1]))
+            part, normaliser, seed, offset, most, others = torch.ops.aten._efficient_attention_forward(
+                *(each[None, start:stop] for each in (query, key, value)), None, ends, ends, longest, longest, dropout,
+                CAUSAL, any(ctx.needs_input_grad), scale=scale, window_size=window,
+            )  # fmt: skip
+            if len(parts) == 1:
+                out = part[0]
+            else:
+                out = query.new_empty(*query.shape[:2], value.shape[2]) if out is None else out
+                out[start:stop] = part[0]
+            ctx.launches.append((start, stop, most, others))
+            saved += [ends, normaliser, seed, offset]
+        assert out is not None
+        ctx.save_for_backward(query, key, value, out, *saved)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, boundaries, out, normaliser, seed, offset = ctx.saved_tensors
-        most, others, dropout, scale, window = ctx.how
-        dquery, dkey, dvalue, _ = torch.ops.aten._efficient_attention_backward(
-            gradient.contiguous()[None], query[None], key[None], value[None], None, out, boundaries, boundaries,
-            most, others, normaliser, dropout, seed, offset, CAUSAL, False, scale=scale, window_size=window,
-        )  # fmt: skip
-        return dquery[0], dkey[0], dvalue[0], None, None, None, None, None
+        dropout, scale, window = ctx.how
+        query, key, value, out, *saved = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        found: list[Tensor] = []
+        for number, (start, stop, most, others) in enumerate(ctx.launches):
+            ends, normaliser, seed, offset = saved[4 * number : 4 * number + 4]
+            whole = gradient, query, key, value, out
+            grad, q, k, v, result = (each[None, start:stop] for each in whole)
+            parts = torch.ops.aten._efficient_attention_backward(
+                grad, q, k, v, None, result, ends, ends, most, others, normaliser, dropout, seed, offset, CAUSAL, False,
+                scale=scale, window_size=window,
+            )[:3]  # fmt: skip
+            if len(ctx.launches) == 1:
+                found = [part[0] for part in parts]
+                break
+            found = found or [torch.empty_like(each) for each in (query, key, value)]
+            for into, part in zip(found, parts):
+                into[start:stop] = part[0]
+        return *found, None, None, None, None, None
+
+
+def on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return numbers as int32 on a device. Cost: no wait for what the device has still to do."""
+    made = torch.tensor(numbers, dtype=torch.int32)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def way_for(query: Tensor, value: Tensor, *, dropout: float, softcap: float | None) -> Way:
@@ -132,33 +168,40 @@ def attend(
 
     Args:
         query: (N, H, D), tokens of all samples end to end. key: (N, G, D), value: (N, G, E), where G divides H.
-        boundaries: (S + 1,) int32, from 0 to N, never falling: sample s is [boundaries[s], boundaries[s + 1]).
-        longest: no sample has more tokens. scale: of the scores; None: 1 / sqrt(D).
-        dropout: share of the weights that are dropped. window: a token sees itself and window - 1 before it; None: all.
-        softcap: scores become softcap * tanh(scores / softcap). way: None takes the quickest.
+        boundaries: (S + 1,) int32, from 0 to N, never falling: sample s is [boundaries[s], boundaries[s + 1]). On the host
+            they cost nothing; those on a device are waited for.
+        longest: no sample has more tokens: the tokens of a row.
+        scale: of the scores; None: 1 / sqrt(D).
+        dropout: share of the weights that are dropped.
+        window: a token sees itself and window - 1 before it; None: all.
+        softcap: scores become softcap * tanh(scores / softcap).
+        way: None takes the quickest.
 
-    Cost: memory of the result, and for backward fp32 (N, H), by the efficient kernel (S, H, longest); by the loop also the
-        scores of a sample, if there is a cap or window.
+    Cost: memory of the result, and for backward fp32 (N, H), by the efficient kernel (S, H, longest of a launch) and the
+        workspace of `ftkit.plan.attention`; by the loop also the scores of a sample, if there is a cap or window.
     """
     groups = query.shape[1] // key.shape[1]
     way = way or way_for(query, value, dropout=dropout, softcap=softcap)
+    cuts = tuple(sorted(set(boundaries.tolist())))  # without empty samples
+    if len(cuts) < 2:
+        return value.repeat_interleave(groups, 1)
     if way == "flash":
+        ends = on_device(list(cuts), query.device)
+        most = max(b - a for a, b in pairwise(cuts))
         found: Tensor = FLASH(
-            query, key, value, boundaries, boundaries, longest, longest,
+            query, key, value, ends, ends, most, most,
             scale=scale, window_size=(-1 if window is None else window - 1, 0), enable_gqa=groups > 1,
         )  # fmt: skip
         return found
     key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
     if way == "efficient":
-        result: Tensor = _Efficient.apply(query, key, value, boundaries, longest, scale, dropout, window)
+        result: Tensor = _Efficient.apply(query, key, value, cuts, longest, scale, dropout, window)
         return result
-    ends = boundaries.tolist()
     parts = [
         _alone(*(each[start:end] for each in (query, key, value)), scale, dropout, window, softcap)
-        for start, end in pairwise(ends)
-        if end > start
+        for start, end in pairwise(cuts)
     ]
-    return torch.cat(parts) if parts else torch.zeros_like(value)
+    return torch.cat(parts)
 
 
 def _alone(

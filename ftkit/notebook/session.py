@@ -110,6 +110,9 @@ class Session:
                 loss_on=data.loss_on,
                 on_bad_row=data.on_bad_row,
                 task=job.recipe.task,
+                long_text=data.long_text,
+                ignore_columns=data.ignore_columns,
+                must_match=False,
                 cache_dir=data.cache_dir,
                 workers=data.workers,
             ).dataset

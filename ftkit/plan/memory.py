@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ftkit.plan.attention import backward_bytes
 from ftkit.plan.shape import Line, Placed, Shape, Way
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -181,7 +182,7 @@ def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
             yield Item("master", tier, master, AFTER_LOAD)
             yield Item("moments", tier, part - master, AFTER_LOAD)
     if shape.fresh:
-        widest = max(placed.line.padded_numel(owners) for placed, _ in shape.counted)
+        widest = max((placed.line.padded_numel(owners) for placed, _ in shape.counted), default=0)
         yield Item("workspace", "device", 4 * widest, ("load",))
 
 
@@ -302,6 +303,19 @@ def graph_bytes(shape: Shape, way: Way) -> int:
     return tokens * (shape.block_elements + shape.score_elements * shape.sequence_tokens) * shape.itemsize
 
 
+def attention_bytes(shape: Shape, way: Way) -> int:
+    """Return the bytes that attention's backward allocates beside its gradients, on the card that needs most.
+
+    The plan does not know the card's generation; a V100 needs as much as any.
+    """
+    assert shape.attention is not None
+    dtype = "fp32" if shape.itemsize == 4 else "fp16"
+    return max(
+        backward_bytes(shape.attention, way.micro_batch, shape.sequence_tokens, dtype, sm=sm, packed=shape.packed)
+        for sm in (70, 80)
+    )
+
+
 def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     """Kept inputs, and the worst of the instants of a step."""
     blocks = len(shape.blocks)
@@ -351,7 +365,9 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
 
     graph = graph_bytes(shape, way)
     part, whole = BACKWARD_SHARE
-    backward = graph * part // whole + shape.widest_tensor * shape.itemsize
+    # Attention's backward comes when that of the layers after it is over, and what that needed is free again.
+    needed = attention_bytes(shape, way) if shape.attention is not None and not cpu else 0
+    backward = max(graph * part // whole, needed) + shape.widest_tensor * shape.itemsize
     backward += tokens * way.parts * shape.hidden * shape.itemsize  # the gradient that comes from the block after
     if not way.graphs(len(shape.blocks)):  # else the kept ones are gone before the first block is computed again
         backward += graph

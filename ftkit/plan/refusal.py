@@ -12,7 +12,18 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.plan.memory import Memory, memory
 from ftkit.plan.shape import Shape, Way
-from ftkit.plan.ways import Forced, Limits, Shortage, gib, gib_up, order, shortages, with_adapter, with_gradients
+from ftkit.plan.ways import (
+    Forced,
+    Limits,
+    Shortage,
+    gib,
+    gib_up,
+    order,
+    shortages,
+    some_divisors,
+    with_adapter,
+    with_gradients,
+)
 
 
 class DoesNotFit(UserError):
@@ -105,8 +116,8 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
         return least
 
     if forced.micro_batch is not None and forced.micro_batch > 1:
-        for micro in range(forced.micro_batch - 1, 0, -1):
-            if sequences % micro == 0 and fits(shape, limits, replace(forced, micro_batch=micro)):
+        for micro in some_divisors(sequences, forced.micro_batch - 1):
+            if fits(shape, limits, replace(forced, micro_batch=micro)):
                 yield f"set engine.micro_batch to {micro} (from {forced.micro_batch})"
                 break
     free = Forced(micro_batch=forced.micro_batch, gradient_dtype=forced.gradient_dtype)

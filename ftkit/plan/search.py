@@ -28,6 +28,10 @@ ROUNDS = 3
 """Of micro-batches that are simulated: the first hides the update, the last is followed by one."""
 
 
+MOST_ROUNDS = 16
+"""Of micro-batches that are simulated where their timeline is shown, or where none is like the one before."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A way that fits: with the shape that has the width of its gradients, and times that blocks are passed in a step."""
@@ -58,7 +62,7 @@ def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candida
     while found and len(ranked) < 2:
         shortest = min(found.values())
         best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
-        ranked.append((best, speed(best.shape, best.way, rates, accumulation=best.accumulation)))
+        ranked.append((best, speed_of(best, rates)))
         found = _of_other_kinds(best.way, known, bounds, ordered, rates) if len(ranked) == 1 else {}
     return ranked
 
@@ -111,9 +115,27 @@ def seconds(candidate: Candidate, rates: Rates) -> float:
     """
     shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
     if rounds <= ROUNDS or way.gradients == "nvme":
-        return speed(shape, way, rates, accumulation=rounds).seconds
+        return speed_of(candidate, rates).seconds
     fewer, enough = (speed(shape, way, rates, accumulation=each).seconds for each in (ROUNDS - 1, ROUNDS))
     return enough + (rounds - ROUNDS) * (enough - fewer)
+
+
+def speed_of(candidate: Candidate, rates: Rates) -> Speed:
+    """Return the speed of a way; of more than `MOST_ROUNDS` micro-batches those after them are counted, not simulated.
+
+    Its timeline then shows the first ones.
+    """
+    shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
+    if rounds <= MOST_ROUNDS:
+        return speed(shape, way, rates, accumulation=rounds)
+    fewer, enough = (speed(shape, way, rates, accumulation=each) for each in (MOST_ROUNDS - 1, MOST_ROUNDS))
+    more = rounds - MOST_ROUNDS
+    return replace(
+        enough,
+        seconds=enough.seconds + more * (enough.seconds - fewer.seconds),
+        tokens=enough.tokens + more * (enough.tokens - fewer.tokens),
+        operations=enough.operations + more * (enough.operations - fewer.operations),
+    )
 
 
 def bound(candidate: Candidate, rates: Rates) -> float:

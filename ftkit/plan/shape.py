@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftkit.engine.layout import SHARD_ALIGNMENT
+from ftkit.plan.attention import Attention
 
 TIERS = ("device", "host", "nvme")
 
@@ -72,6 +73,8 @@ class Shape:
         peft: what is saved are adapters.
         checkpoints: kept on disk beside the one being written; None: none are saved.
         chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/head.py).
+        attention: of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
+        packed: rows hold several samples, whose boundaries attention gets.
     """
 
     blocks: tuple[tuple[Line, ...], ...]
@@ -91,6 +94,8 @@ class Shape:
     peft: bool = False
     checkpoints: int | None = None
     chunked_loss: bool = False
+    attention: Attention | None = None
+    packed: bool = False
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[Line, ...], int], ...]:

@@ -128,6 +128,10 @@ class Shortage:
         return f"{where}: {gib(short)} GiB short ({gib(self.needed_bytes)} needed, {gib(self.granted_bytes)} granted)"
 
 
+MOST_MICRO_BATCHES = 16
+"""Divisors of a step that are tried: a step of short sequences has hundreds."""
+
+
 def with_gradients(shape: Shape, forced: Forced, micro_batches: int) -> Shape:
     """Return the shape with the width of its gradient shards: fp32 where several micro-batches of a step are summed."""
     wide = forced.gradient_dtype == "fp32" or (forced.gradient_dtype == "auto" and micro_batches > 1)
@@ -174,7 +178,19 @@ def micro_batches(forced: Forced, sequences: int, preferred: int) -> list[int]:
     """Return the micro-batches to try, in sequences: what is forced, or the divisors of a step up to `preferred`."""
     if forced.micro_batch is not None:
         return [forced.micro_batch]
-    return [count for count in range(min(sequences, preferred), 0, -1) if sequences % count == 0]
+    return some_divisors(sequences, preferred)
+
+
+def some_divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of a number up to `most`, the largest first; of more than `MOST_MICRO_BATCHES` that many."""
+    root = math.isqrt(number)
+    small = [count for count in range(1, min(most, root) + 1) if number % count == 0]
+    large = [] if most <= root else [number // count for count in small if root < number // count <= most]
+    found = large + small[::-1]
+    if len(found) <= MOST_MICRO_BATCHES:
+        return found
+    spread = range(MOST_MICRO_BATCHES)  # evenly over the divisors, the largest and 1 among them
+    return [found[number * (len(found) - 1) // (MOST_MICRO_BATCHES - 1)] for number in spread]
 
 
 def cost(way: Way, preferred: int, micro_batches: int = 1) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ftkit import yaml_lines
 from ftkit.errors import UserError
+from ftkit.ownership import refuse_foreign_page
 from ftkit.report.charts import COLOURS
 from ftkit.report.facts import Facts, read
 from ftkit.report.page import charts, page
@@ -34,6 +35,7 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     if len(folders) > COLOURS:
         raise UserError(f"{len(folders)} runs were named, and a chart tells {COLOURS} apart; name at most {COLOURS}")
     runs = list(zip(names_of(folders), map(read, folders)))
+    refuse_foreign_page(out, "--out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(out, render(runs))

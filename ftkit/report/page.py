@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.ownership import PAGE_MARK, refuse_foreign_page
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Facts, Reader, read
 from ftkit.report.style import STYLE
@@ -46,6 +47,7 @@ def refresh(path: Path, out: Path | None = None) -> Path:
     """
     facts = read(path)
     target = out or facts.folder.report
+    refuse_foreign_page(target, "--out" if out else "ftkit report")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(target, render(facts))
@@ -78,7 +80,7 @@ def page(title: str, body: Iterable[str], *, refreshes: bool = False, style: str
     """Return a whole page; `style` is added to that of a report."""
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if refreshes else ""
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
         f'<meta name="referrer" content="no-referrer">{again}<link rel="icon" href="data:,">'

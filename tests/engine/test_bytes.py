@@ -19,6 +19,7 @@ import transformers
 from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.resharded import Resharded
 from tests.engine.trajectory import shard_model
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 1024, 2048
@@ -50,7 +51,8 @@ def padded(numel: int, world: int) -> int:
 def storages() -> dict[int, int]:
     """Return every live storage of this process: address to bytes."""
     gc.collect()
-    found = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta]
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, Resharded)]
+    found = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ftkit.engine import comm as comm_module
-from ftkit.engine.comm import STAGE_BYTES, Communicator
+from ftkit.engine.comm import Communicator
+from ftkit.engine.stage import STAGE_BYTES
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -114,10 +115,10 @@ class Late(Communicator):
 
     who, before, after = 0, 0.0, 0.0
 
-    def barrier(self) -> None:
+    def meet(self) -> None:
         late = self.rank == self.who
         time.sleep(self.before * late)
-        super().barrier()
+        super().meet()
         time.sleep(self.after * late)
 
 

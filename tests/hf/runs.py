@@ -78,41 +78,50 @@ def tied_llama() -> nn.Module:
     return llama(tie_word_embeddings=True)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert(kind: str, **changes: Any) -> nn.Module:
+    """Return a small BERT of a class of transformers."""
+    torch.manual_seed(6)
+    return getattr(transformers, kind)(transformers.BertConfig(**{**SMALL, **QUIET, **changes}))
+
+
 def classifier() -> nn.Module:
     """Return a small BERT classifier of three labels: its loss is a mean over the rows of a batch."""
-    torch.manual_seed(6)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.15,
-        num_labels=3,
-    )
-    return transformers.BertForSequenceClassification(config)
+    return bert("BertForSequenceClassification", num_labels=3)
+
+
+def small_t5(**changes: Any) -> nn.Module:
+    """Return a small T5."""
+    torch.manual_seed(7)
+    fields = {
+        "vocab_size": VOCABULARY,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 1,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**fields, **changes}))
 
 
 def t5() -> nn.Module:
     """Return a small T5, drawn so wide that what it generates differs and ends at different lengths."""
-    torch.manual_seed(7)
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=56,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=84,
-    )
-    model = transformers.T5ForConditionalGeneration(config)
+    model = small_t5(d_model=32, d_ff=56, num_layers=2, num_heads=4, eos_token_id=84)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -135,16 +144,19 @@ def token_rows(count: int, *, seed: int = 1, length: int = LENGTH) -> list[dict[
     return rows
 
 
+def rows_with(count: int, make: Callable[[Tensor, torch.Generator], dict[str, Tensor]], seed: int) -> list[Any]:
+    """Return rows of random tokens, with what `make` makes of each."""
+    random = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=random)
+        rows.append({"input_ids": ids, **make(ids, random)})
+    return rows
+
+
 def labelled_rows(count: int, *, seed: int = 2) -> list[dict[str, Tensor]]:
     """Return rows of random tokens with one of three labels."""
-    random = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "input_ids": torch.randint(3, VOCABULARY, (LENGTH,), generator=random),
-            "labels": torch.randint(0, 3, (), generator=random),
-        }
-        for _ in range(count)
-    ]
+    return rows_with(count, lambda ids, random: {"labels": torch.randint(0, 3, (), generator=random)}, seed)
 
 
 # --- a run

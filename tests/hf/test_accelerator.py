@@ -409,11 +409,17 @@ def test_an_optimizer_may_stand_before_its_model_and_begin_with_an_empty_group()
     assert accelerator._models == [model]
 
 
-def test_an_optimizer_of_a_model_on_meta_is_refused(tmp_path):
+def test_an_optimizer_may_be_made_from_a_model_of_load_model(tmp_path):
     runs.llama().save_pretrained(tmp_path)
-    model = ftkit.load_model(tmp_path)
+    accelerator, model = make("ours"), ftkit.load_model(tmp_path)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert optimizer.optimizer.units is units_of(model)
+
+
+def test_an_optimizer_of_a_model_on_meta_is_refused():
+    model = ftkit.load_model(None, config=runs.llama().config)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ftkit.UserError, match=r"made from a model on meta .* make it after accelerator\.prepare\(model\)"):
+    with pytest.raises(ftkit.UserError, match=r"made from a model on meta .* Make it after accelerator\.prepare\(model\)"):
         make("ours").prepare(model, optimizer)
 
 

@@ -80,7 +80,7 @@ def on_a_filled_cache() -> None:
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     ftkit.shard(model, {"stage": 3})
-    with pytest.raises(RuntimeError, match="filled key/value cache while gradients are on"):
+    with pytest.raises(ftkit.UserError, match="key/value cache was given to a sharded model while gradients are on"):
         model(input_ids=ids, past_key_values=cache, use_cache=True)
 
 

@@ -20,6 +20,8 @@ PLAIN_ROLES = (
 CLOSED = PLAIN_ROLES.replace("END", "eos_token")
 NO_SYSTEM = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' %}")
 END_OUTSIDE = TEMPLATE.replace(" + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{- eos_token }}")
+READS_CALLS = "{%- set calls = (message.tool_calls or []) | tojson %}{% generation %}"
+LOOKS_AT_CALLS = TEMPLATE.replace("{% generation %}", READS_CALLS)
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "now"}}]}
 
 
@@ -59,10 +61,11 @@ def test_good_rows_have_no_faults(ready, template, packing):
 PLANTED = {
     "no_end": (PLAIN_ROLES.replace("END", "'\\n'"), GOOD, {}),
     "end_not_trained": (END_OUTSIDE, GOOD, {}),
-    "only_end": (TEMPLATE, chat("what time is it?", TOOL_CALL), {}),
+    "only_end": (LOOKS_AT_CALLS, chat("what time is it?", TOOL_CALL), {}),
     "left_out": (NO_SYSTEM, GOOD, {}),
     "doubled_bos": (CLOSED, chat("<begin><begin>1+1?", "two"), {}),
     "answer_cut": (TEMPLATE, chat("1+1?", "two " * 20), {}),
+    "cut": (TEMPLATE, {"text": "two " * 40}, {"long_text": "cut"}),
     "special_in_text": (TEMPLATE, chat("what is <pad> for?", "to fill"), {}),
 }
 
@@ -71,6 +74,8 @@ PLANTED = {
 def test_a_planted_fault_is_found_with_its_row(ready, kind):
     template, bad, settings = PLANTED[kind]
     good = [chat("2+2?", "four"), chat("3+3?", "six")]
+    if "text" in bad:
+        good = [{"text": "2+2?"}, {"text": "3+3?"}]
     tokenizer, prepared = ready([good[0], bad, good[1]], template, **settings)
     found = {fault.kind: fault for fault in prepared.faults(tokenizer)}
     alone = kind not in ("no_end", "end_not_trained")  # those are the template's, in every row
@@ -97,8 +102,8 @@ def test_characters_that_the_tokenizer_does_not_know(ready):
     tokenizer, prepared = ready(rows, tokenizer=tokenizer)
     [fault] = prepared.faults(tokenizer)
     assert (fault.kind, fault.places[0][-12:]) == ("unknown", "rows.jsonl:2")
-    texts = [{"text": "a b a b a b"}, {"text": "c b a b a b"}]
-    tokenizer, prepared = ready(texts, tokenizer=tokenizer, sequence_tokens=3, long_text="split")
+    texts = [{"text": "a b a b a"}, {"text": "c b a b a"}]
+    tokenizer, prepared = ready(texts, tokenizer=tokenizer, sequence_tokens=3)
     assert prepared.report.samples == 4
     [fault] = [each for each in prepared.faults(tokenizer) if each.kind == "unknown"]
     assert fault.text.startswith("1 of 4 samples have")
@@ -171,20 +176,20 @@ def test_skipped_rows_are_a_fault(ready):
 def test_answers_that_are_all_empty_are_refused(ready):
     rows = [chat("what time is it?", TOOL_CALL), chat("and now?", TOOL_CALL)]
     with pytest.raises(RefusedError, match=r"the answers of all 2 samples hold nothing but their end \(.*rows.jsonl:1"):
-        ready(rows)
-    ready([*rows, GOOD])
+        ready(rows, LOOKS_AT_CALLS)
+    ready([*rows, GOOD], LOOKS_AT_CALLS)
     answered = [{"messages": [*row["messages"], {"role": "assistant", "content": "noon"}]} for row in rows]
-    tokenizer, prepared = ready(answered)  # a tool call, then an answer
+    tokenizer, prepared = ready(answered, LOOKS_AT_CALLS)  # a tool call, then an answer
     [fault] = prepared.faults(tokenizer)
     assert fault.kind == "only_end"
     assert fault.text.startswith("2 of 2 samples have")
 
 
 def test_labels_that_are_all_masked_are_refused_even_where_bad_rows_may_be_skipped(ready):
-    nothing = TEMPLATE.replace("== 'assistant'", "== 'nobody'")
+    muted = [chat("2+2?", {"role": "assistant", "content": "four", "train": False}) for _ in range(2)]
     for on_bad_row in ("stop", "skip"):
         with pytest.raises(RefusedError, match=r"2 of 2 rows cannot be used:\n.*rows.jsonl:1: has nothing to learn"):
-            ready([GOOD, chat("2+2?", "four")], nothing, on_bad_row=on_bad_row)
+            ready(muted, on_bad_row=on_bad_row)
 
 
 def test_the_end_is_trained_on_though_padding_has_the_same_token(ready, tmp_path):

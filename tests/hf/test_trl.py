@@ -172,6 +172,15 @@ def outcomes(world2, tmp_path_factory):
     return of
 
 
+OF_RANKS = {name: ["eval_loss"] if name.startswith("sft") else [] for name in RUNS}
+"""What TRL under DDP computes otherwise than on one rank: samples repeated to fill the last batch count there."""
+
+
+def test_evaluation_of_sft_is_that_of_one_rank(outcomes, world1, tmp_path):
+    alone = world1.run(train, "stock", str(tmp_path), RUNS["sft"])[0]
+    assert outcomes("ours", "sft")[0].column("eval_loss") == pytest.approx(alone.column("eval_loss"), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "given" in name or "tied" in name else name for name in RUNS]
 )
@@ -179,7 +188,7 @@ def test_as_trl_under_ddp(name, outcomes):
     theirs, ours = outcomes("stock", name), outcomes("ours", name)
     for one, two in zip(ours, theirs):
         assert len(one.column("loss")) >= 3
-        assert_same_history(one, two)
+        assert_same_history(one, two, leave_out=OF_RANKS[name])
         assert one.after == two.after == 0  # the fused head was used, in training and in evaluation
     assert_same_weights(ours[0].weights, theirs[0].weights)
 
@@ -188,7 +197,7 @@ def test_as_trl_under_ddp(name, outcomes):
 @pytest.mark.parametrize("name", ["sft", "dpo lora"])
 def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path), replace(RUNS[name], ftkit=settings))[0]
-    assert_same_history(ours, outcomes("stock", name)[0])
+    assert_same_history(ours, outcomes("stock", name)[0], leave_out=OF_RANKS[name])
 
 
 @pytest.mark.parametrize("name", ["sft", "sft lora"])

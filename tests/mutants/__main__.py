@@ -5,6 +5,10 @@ fault's tests there, put the file back. First all named tests run on an unchange
 would prove nothing. A fault whose tests stay green, whose text is not found exactly once, or whose tests could not run (a
 wrong name, an error while collecting) fails the run. Words on the command line choose the faults whose name has one.
 
+`--minutes N` limits the run: it takes the faults in the order of selection.py, starts none that would end too late by what
+it took the last time, and prints which it skipped. A run of all faults that is green writes the record that this order
+needs; commit it.
+
 The repository's own install must not answer for the copy. A copy therefore lies as an installed package does, its mapped
 folders (pyproject.toml, package-dir) linked into `ftkit/`, stands first on PYTHONPATH, and every run asks where `ftkit`
 came from before it tests anything. No bytecode is written: a file changed twice in a second could pass for its old self.
@@ -13,6 +17,7 @@ Runs are forked from a process that has imported what no fault touches, once: th
 
 from __future__ import annotations
 
+import argparse
 import os
 import queue
 import shutil
@@ -25,7 +30,9 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.fault import Fault
+from tests.mutants.faults import collect
+from tests.mutants.selection import RECORD, Green, changed_since, commits_of, digest, git, in_order
 from tests.mutants.warm import Warm
 
 HERE = Path(__file__).parents[2]
@@ -34,6 +41,12 @@ COPIED += ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile", "mkdocs
 MAPPED = {"recipes": "recipes", "bundled": "data", "kernels": "triton_kernels"}
 WORKERS = 2
 FAULT_SECONDS = 180
+USUAL_SECONDS = 12.0
+"""What a fault takes where no record says it."""
+SHARE = 0.8
+"""Of a limited run, the part that is planned for planting; the rest is for the tests without a fault."""
+RESERVE_SECONDS = 40.0
+"""No fault is started so shortly before a limited run has to end."""
 KERNELS = "tests/kernels/"
 """Tests in Triton's interpreter, which a process has from its beginning: they run apart from the others."""
 RED, GREEN = 1, 0
@@ -103,16 +116,73 @@ def plant(fault: Fault, place: Place) -> Outcome:
         for path, text in originals.items():
             path.write_text(text)
     red = [line.removeprefix("FAILED ").partition(" - ")[0] for line in printed.splitlines() if line.startswith("FAILED ")]
-    told: dict[int | None, str] = {RED: " ".join(red), GREEN: "SURVIVED: " + " ".join(fault.tests)}
+    told: dict[int | None, str] = {GREEN: "SURVIVED: " + " ".join(fault.tests)}
+    told[RED] = " ".join(red) or f"no test ran:\n{printed}"
     told[None] = f"its tests take more than {FAULT_SECONDS} s"
     return Outcome(
         fault, time.monotonic() - start, code == RED and bool(red), told.get(code, f"pytest ended with {code}:\n{printed}")
     )
 
 
-def main(words: list[str]) -> int:
+def choose(minutes: float | None, words: list[str]) -> list[Fault]:
+    """Return the faults of this run in their order; print how they were chosen where time is limited."""
+    faults = [fault for fault in collect() if not words or any(word in fault.name for word in words)]
+    if minutes is None:
+        return faults
+    green = Green.read()
+    ordered, changed = in_order(faults, green, green and changed_since(HERE, green.commit), commits_of(HERE))
+    since = f"since {green.commit[:9]}, the last commit recorded as green" if green else "(no commit is recorded as green)"
+    print(f"{changed} of {len(faults)} faults have changed {since}; then the others in turn, {minutes:g} minutes in all")
+    return ordered
+
+
+def fitting(faults: list[Fault], seconds: float) -> tuple[list[Fault], list[Fault]]:
+    """Divide faults into those that will fit into `seconds`, by their last durations, and the rest."""
+    green = Green.read()
+    known = green.seconds if green else {}
+    usual = sorted(known.values())[len(known) // 2] if known else USUAL_SECONDS
+    budget, taken = seconds * WORKERS, 0
+    for fault in faults:
+        budget -= known.get(fault.name, usual)
+        if budget < 0:
+            break
+        taken += 1
+    return faults[:taken], faults[taken:]
+
+
+def main(arguments: list[str]) -> int:
     """Run the faults; return the exit code."""
-    faults = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plant faults; each must turn a test red.")
+    parser.add_argument("words", nargs="*", help="only faults whose name has one of these")
+    parser.add_argument("--minutes", type=float, help="limit the run: changed faults first, then others in turn")
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    until = start + options.minutes * 60 if options.minutes else float("inf")
+    faults, skipped = choose(options.minutes, options.words), []
+    if options.minutes:
+        faults, skipped = fitting(faults, options.minutes * 60 * SHARE)
+    outcomes = plant_all(faults, until)
+    if outcomes is None:
+        return 1
+    planted = {outcome.fault.name for outcome in outcomes}
+    missed = [outcome.fault.name for outcome in outcomes if not outcome.caught]
+    print(f"\n{len(outcomes) - len(missed)} of {len(outcomes)} faults turned a test red, {time.monotonic() - start:.0f} s")
+    if left := [fault.name for fault in (*faults, *skipped) if fault.name not in planted]:
+        print(f"SKIPPED for lack of time ({len(left)}; `make mutants` runs all):", *left, sep="\n  ")
+    if missed:
+        print("NOT CAUGHT:", *missed, sep="\n  ")
+    elif not options.words and not left:
+        record(outcomes)
+    return 1 if missed else 0
+
+
+def plant_all(faults: list[Fault], until: float) -> list[Outcome] | None:
+    """Run the tests without a fault, then with each; return the outcomes, None where tests are red without one.
+
+    Args:
+        faults: in the order in which they are planted.
+        until: the monotonic clock's time at which all of it should have ended.
+    """
     start = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftkit-mutants-")))
@@ -122,10 +192,10 @@ def main(words: list[str]) -> int:
         for place in places:
             free.put(place)
 
-        def on_a_copy(fault: Fault) -> Outcome:
+        def on_a_copy(fault: Fault) -> Outcome | None:
             place = free.get()
             try:
-                return plant(fault, place)
+                return plant(fault, place) if time.monotonic() < until - RESERVE_SECONDS else None
             finally:
                 free.put(place)
 
@@ -136,18 +206,29 @@ def main(words: list[str]) -> int:
         for code, printed in pool.map(lambda place, tests: place.run(tests, seconds=600), cycle(places), shares):
             if code != GREEN:
                 print(f"without a fault the tests are not green, a red one would prove nothing (pytest: {code})\n{printed}")
-                return 1
+                return None
         print(f"{len(named)} tests are green without a fault ({time.monotonic() - start:.0f} s)\n", flush=True)
-        width = max(len(fault.name) for fault in faults)
+        width = max((len(fault.name) for fault in faults), default=0)
         outcomes = []
         for outcome in pool.map(on_a_copy, faults):
-            print(f"{outcome.fault.name:{width}}  {outcome.seconds:5.1f} s  {outcome.told}", flush=True)
-            outcomes.append(outcome)
-    missed = [outcome.fault.name for outcome in outcomes if not outcome.caught]
-    print(f"\n{len(outcomes) - len(missed)} of {len(outcomes)} faults turned a test red, {time.monotonic() - start:.0f} s")
-    if missed:
-        print("NOT CAUGHT:", *missed, sep="\n  ")
-    return 1 if missed else 0
+            if outcome is not None:
+                print(f"{outcome.fault.name:{width}}  {outcome.seconds:5.1f} s  {outcome.told}", flush=True)
+                outcomes.append(outcome)
+    return outcomes
+
+
+def record(outcomes: list[Outcome]) -> None:
+    """Write the record of a green run of all faults, unless the tree differs from its commit."""
+    commit = git(HERE, "rev-parse", "HEAD")
+    if commit is None or git(HERE, "status", "--porcelain", "--untracked-files=no"):
+        print(f"not recorded in {RECORD.name}: the working tree is not a commit")
+        return
+    Green(
+        commit.strip(),
+        {outcome.fault.name: digest(outcome.fault) for outcome in outcomes},
+        {outcome.fault.name: round(outcome.seconds, 1) for outcome in outcomes},
+    ).write()
+    print(f"recorded in {RECORD.relative_to(HERE)}: commit it")
 
 
 if __name__ == "__main__":

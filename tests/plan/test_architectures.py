@@ -48,7 +48,7 @@ def test_a_folder_has_its_own_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     known = architectures()["meta-llama/Llama-2-13b-hf"]
     (tmp_path / "meta-llama" / "Llama-2-13b-hf").mkdir(parents=True)
-    with pytest.raises(Exception, match="no configuration could be read"):
+    with pytest.raises(Exception, match="no model configuration that transformers can read"):
         model_of(recipe_of(known, tmp_path))
 
 

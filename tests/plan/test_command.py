@@ -68,7 +68,7 @@ def test_refusals_are_one_screen(capsys):
     assert "did you mean '1xh200'" in refusal(capsys, "plan", recipe, "--hardware", "1xh20")
     many = refusal(capsys, "plan", recipe, "--hardware", "8xv100-16gb", "--nproc", 16)
     assert "has 8 GPUs, 16 ranks need one each" in many
-    assert "no configuration could be read" in refusal(
+    assert "no model configuration that transformers can read" in refusal(
         capsys, "plan", recipe, "--hardware", "8xv100-16gb", "--set", "model={name: nobody/nothing}"
     )
     assert "no such file" in refusal(capsys, "plan", "nowhere.yaml")

@@ -106,7 +106,7 @@ def test_the_command_prints_both_and_says_whether_they_agree(capsys):
     assert abs(told["dry_run"]["share"]["host"] - 1) < 0.01
 
 
-OF_EACH_KIND = ("falcon3-10b-full", "gemma-3-12b-lora", "gpt-10b-full", "t5-11b-lora", "codellama-13b-long")
+OF_EACH_KIND = ("falcon3-10b-full", "gemma-3-12b-lora", "gpt-10b-full", "t5-11b-lora", "llama-2-13b-long")
 
 
 @pytest.mark.slow

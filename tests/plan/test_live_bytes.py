@@ -12,8 +12,9 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from ftkit.engine import comm, drain, flatfile, kept, storage, transfer, update
+from ftkit.engine import drain, flatfile, kept, storage, transfer, update
 from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.stage import STAGE_BYTES
 from ftkit.hf import shapes
 from ftkit.hf.blocks import shard
 from ftkit.plan import memory as plan
@@ -32,7 +33,7 @@ def test_the_engines_sizes_are_the_plans():
     assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL
     assert plan.KEPT_STAGING == kept.STAGING
     assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
-    assert plan.STAGE_BYTES == comm.STAGE_BYTES
+    assert plan.STAGE_BYTES == STAGE_BYTES
 
 
 def build(tied: bool, adapter: bool):

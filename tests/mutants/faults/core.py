@@ -1,13 +1,9 @@
-"""The faults, as data: what is broken, where, and the tests that must notice.
-
-Each is a mistake that somebody could make on a bad day and that a plain run would not show: it trains, only not as it
-should. The text that is replaced must be found exactly once in its file, so that a fault cannot quietly stop being
-planted. Its tests are the quickest that notice; each of them must be green without the fault.
-"""
+"""The faults that were committed first: engine, plan, recipes, reports, notebooks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tests.mutants.fault import Fault
+from tests.mutants.fault import fault as _fault
 
 _COMM = "tests/engine/test_comm.py::"
 _LAYOUT = "tests/engine/test_layout.py::"
@@ -40,44 +36,24 @@ _TRAINS = _USES + "test_trains_as_plain_pytorch"
 _RECOMPUTE = "W2-stage3-recompute-free-acc1-1groups-adamw-prefetch-debug-clip]"
 _KEEP = "W2-stage3-keep-free-acc2-2groups-adamw-prefetch-clip]"
 
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault.
-
-    Args:
-        name: what goes wrong.
-        edits: (file, old text, new text); several only where one alone is harmless.
-        tests: pytest node ids, run until the first turns red.
-    """
-
-    name: str
-    edits: tuple[tuple[str, str, str], ...]
-    tests: tuple[str, ...]
-
-
-def _fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
-    return Fault(name, ((file, old, new),), tests)
-
-
 FAULTS = (
     _fault(
         "sum over ranks is not divided by their number",
-        "ftkit/engine/comm.py",
+        "ftkit/engine/stage.py",
         "            torch.div(total, world, out=total)\n",
         "",
         _COMM + "test_large_tensors[2-reduces-shared memory-torch.float32]",
     ),
     _fault(
         "a wait is left out: the other rank's half is read before it is written",
-        "ftkit/engine/comm.py",
-        "copy_(shard[start:stop])\n            self.comm.barrier()\n",
+        "ftkit/engine/stage.py",
+        "copy_(shard[start:stop])\n            self.meet(comm)\n",
         "copy_(shard[start:stop])\n",
         _COMM + "test_late_ranks_are_waited_for[arrives late-0]",
     ),
     _fault(
         "one half of the stage for all pieces: it is written before others have read it",
-        "ftkit/engine/comm.py",
+        "ftkit/engine/stage.py",
         "        self.turn ^= 1\n",
         "",
         _COMM + "test_late_ranks_are_waited_for[leaves late-0]",
@@ -295,9 +271,9 @@ FAULTS = (
     ),
     _fault(
         "the loss of an evaluation is that of one rank",
-        "ftkit/hf/trainer.py",
-        '            loss = self.accelerator.reduce(loss, "mean")  #',
-        "            pass  #",
+        "ftkit/hf/loss.py",
+        'return self.accelerator.reduce(loss * weight if weight else torch.zeros_like(loss), "mean")',
+        "return loss * weight if weight else torch.zeros_like(loss)",
         _TRAINER + "test_the_same_log_by_one_import_changed[2-default]",
     ),
     _fault(
@@ -583,8 +559,8 @@ FAULTS = (
     _fault(
         "learning rates are not restored",
         "ftkit/engine/checkpoint.py",
-        '{*optimizer.defaults, "initial_lr"}',
-        'set(optimizer.defaults) - {"lr"}',
+        '{*optimizer.hyper_parameters, "initial_lr"}',
+        'set(optimizer.hyper_parameters) - {"lr"}',
         _EVERYWHERE + "[full-W2-device-stage3-fp32-to-W2-device-stage3-fp32]",
     ),
     _fault(
@@ -611,8 +587,8 @@ FAULTS = (
     _fault(
         "a stranger's pickle is run when it is read",
         "ftkit/hf/plain.py",
-        "weights_only=True",
-        "weights_only=False",
+        'map_location="cpu", weights_only=True',
+        'map_location="cpu", weights_only=False',
         "tests/test_hostile_checkpoints.py::test_a_pickle_with_a_payload_is_refused_and_not_run[scheduler.pt-torch]",
     ),
     _fault(
@@ -787,8 +763,8 @@ FAULTS = (
     _fault(
         "a window is forgotten in backward",
         "ftkit/hf/varlen.py",
-        "CAUSAL, False, scale=scale, window_size=window,",
-        "CAUSAL, False, scale=scale, window_size=None,",
+        "                scale=scale, window_size=window,\n            )[:3]",
+        "                scale=scale, window_size=None,\n            )[:3]",
         "tests/hf/test_attention.py::test_a_window_counts_in_backward_too",
     ),
     _fault(
@@ -829,7 +805,7 @@ FAULTS = (
     _fault(
         "weights beyond fp16 become infinite in silence",
         "ftkit/hf/loading.py",
-        "        report.narrowing.refuse(units.comm, files)\n",
+        "    report.narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))\n",
         "",
         "tests/hf/test_islands.py::test_weights_that_fp16_does_not_hold_are_refused",
     ),

@@ -1,0 +1,65 @@
+"""What fp16 makes of weights that are stored wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.comm import Communicator
+from ftkit.engine.finite import is_finite, refuse_broken
+from ftkit.errors import UserError
+
+
+@dataclass
+class Narrowing:
+    """What fp16 makes of weights that were wider.
+
+    Args:
+        numel: weights looked at. subnormal: of them, below fp16's normal range, where precision is lost. lost: of those,
+            the ones that become 0. beyond: name of a tensor to its largest weight, where fp16 does not hold it.
+        broken: names of tensors with a weight that is NaN or infinite.
+    """
+
+    numel: int = 0
+    subnormal: int = 0
+    lost: int = 0
+    beyond: dict[str, float] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+    def check(self, name: str, weights: Tensor) -> bool:
+        """Return whether weights (n,) of a tensor are finite; note its name where they are not."""
+        if is_finite(weights):
+            return True
+        self.broken.add(name)
+        return False
+
+    def look(self, name: str, weights: Tensor) -> None:
+        """Look at some (n,) fp32 weights of a tensor."""
+        sizes, known = weights.abs(), torch.finfo(torch.float16)
+        zeros = int((sizes == 0).sum())
+        self.numel += sizes.numel()
+        self.subnormal += int((sizes < known.tiny).sum()) - zeros
+        self.lost += int((sizes <= known.smallest_normal * known.eps / 2).sum()) - zeros
+        if not (largest := float(sizes.max())) <= known.max:
+            self.beyond[name] = max(largest, self.beyond.get(name, 0.0))
+
+    def refuse(self, comm: Communicator, files: Sequence[Path]) -> None:
+        """Raise where any rank has read a weight that is not finite, or that fp16 does not hold. A collective."""
+        refuse_broken(comm, self.broken, f"{files[0].parent}: " if files else "")
+        found = {name: largest for ranks in comm.all(self.beyond) for name, largest in ranks.items()}
+        if found:
+            name, more = min(found), f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise UserError(
+                f"{files[0].parent}: {name} has a weight of {found[name]:g}{more}, fp16 holds 65504: compute in bf16 or fp32"
+            )
+
+    def told(self) -> str:
+        """Return which part of the weights fp16 holds badly."""
+        if not self.subnormal:
+            return "all weights are in its range"
+        small, lost = self.subnormal / self.numel, self.lost / self.numel
+        return f"{small:.2g} of the weights are below its normal range, {lost:.2g} become 0"

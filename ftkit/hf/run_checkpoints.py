@@ -1,0 +1,352 @@
+"""The checkpoints of a Trainer's run: written beside training, published as a whole, sealed, and retired.
+
+A checkpoint is written under a hidden name. It gets the name `checkpoint-N` once every rank has written its part. Where
+callbacks of others read the folder (`on_save`), or a subclass writes into it (`_save_checkpoint`), the save completes before
+they run. What they write there stays, and what they change is sealed again, so that a resume does not take it for damage.
+
+`best_model_checkpoint` follows the stock Trainer's rule, applied to the final names.
+
+It refuses nothing: a save that fails costs one checkpoint and not the run. What it costs: nothing, except with callbacks of
+others, where a save takes as long as its bytes take to the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import SaveStrategy
+
+from ftkit.engine.durable import make_folder, rank_zero, sync_folder, sync_tree
+from ftkit.engine.manifest import MANIFEST
+from ftkit.engine.saving import Saving, checkpoint_bytes
+from ftkit.engine.seal import (
+    CONTENTS,
+    BrokenCheckpoint,
+    changed_since,
+    check_contents,
+    listed_in,
+    reseal,
+    stamps_of,
+    write_contents,
+)
+from ftkit.errors import UserError
+from ftkit.hf.base import Note, check_base, note_of
+from ftkit.hf.plain import check_state, readable
+from ftkit.hf.saving import check_savable
+
+logger = logging.getLogger(__name__)
+
+ENGINE_FOLDER = "ftkit"
+"""Folder inside a Trainer checkpoint that holds the engine's files."""
+UNFINISHED = ".writing"
+"""How the name of a checkpoint ends that is being written; it begins with a point."""
+BOOKKEPT = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
+"""Save strategies under which the Trainer keeps the best checkpoint's name."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written: its present and its final folder, and the engine's part of the work.
+
+    `best_before` is the run's best checkpoint as it was before this one.
+    """
+
+    temporary: Path
+    final: Path
+    saving: Saving | None
+    best_before: str | None
+
+
+@dataclass
+class RunCheckpoints:
+    """The checkpoints of one Trainer on the engine.
+
+    Attributes:
+        problem: why the last checkpoint could not be written; None if it was.
+        writing: the folder that stands in for the run's while the Trainer writes its files.
+        sharded: whether that checkpoint has sharded weights and state.
+        push_later: whether the hub waits for the checkpoint's final name.
+        fresh: the checkpoint of this step, if code of others gets it.
+    """
+
+    trainer: Any
+    problem: str | None = None
+    writing: Path | None = None
+    sharded: bool = False
+    push_later: bool = False
+    unfinished: Unfinished | None = None
+    fresh: Path | None = None
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _base: Note | None = None
+
+    def base(self) -> Note:
+        """Return the note of the base that is trained on; made once. A collective."""
+        if self._base is None:
+            self._base = note_of(self.trainer.units)
+        return self._base
+
+    def check_base(self, noted: Any, where: str) -> None:
+        """Raise UserError if a checkpoint's note names another base than this run's; say so where there is none."""
+        if not check_base(noted, self.base(), where) and self.trainer.units.comm.rank == 0:
+            logger.warning("%s: notes no base (an earlier version saved it); whether it has changed is not known", where)
+
+    def save(self, run_folder: str, write: Callable[[], None]) -> None:
+        """Begin a checkpoint: small files now, weights and state while training goes on. A collective.
+
+        Args:
+            run_folder: in which the checkpoint will be.
+            write: lets the Trainer write its files into `writing`.
+        """
+        trainer, state = self.trainer, self.trainer.state
+        self.finish()  # one at a time
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        temporary, final = Path(run_folder, f".{name}{UNFINISHED}"), Path(run_folder, name)
+        comm = trainer.units.comm
+        if comm.rank == 0:
+            remove_unfinished(final.parent)  # of a run that was killed while it wrote
+        if not self._has_room(final.parent):
+            return
+        self.writing, self.sharded = temporary, not trainer.args.save_only_model
+        self.push_later = False
+        problem, best_before = None, state.best_model_checkpoint
+        best = comm.same(self._best(run_folder)) or best_before  # no collective while a rank's own files may fail
+        try:
+            with rank_zero(comm) as first:
+                if first:
+                    make_folder(temporary)
+            write()
+            state.best_model_checkpoint = best
+            if comm.rank == 0:
+                state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
+        except Exception as error:  # whatever kept it from being written: it costs a checkpoint, and not the run
+            problem = str(error) if isinstance(error, (OSError, UserError)) else f"{type(error).__name__}: {error}"
+        finally:
+            self.writing, self.sharded = None, False
+        self.unfinished = Unfinished(temporary / name, final, trainer.units.saving, best_before)
+        if told := [text for text in comm.all(problem) if text is not None]:
+            self._give_up(told[0])
+            return
+        read_now = comm.any(is_read_at_once(type(trainer), trainer.callback_handler.callbacks))
+        if self.push_later or read_now or trainer.units.saving is None:
+            self.finish()
+        self.fresh = final if read_now and self.problem is None else None
+        if self.fresh is not None and comm.rank == 0:
+            self.stamps = stamps_of(final)
+
+    def _best(self, run_folder: str) -> str | None:
+        """Return the checkpoint of the best step, if it exists or is the one being written: the Trainer's own rule."""
+        state = self.trainer.state
+        if self.trainer.args.save_strategy not in BOOKKEPT or not state.best_global_step:
+            return None
+        folder = os.path.join(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        return folder if state.best_global_step == state.global_step or os.path.isdir(folder) else None
+
+    def _has_room(self, run_folder: Path) -> bool:
+        """Return, alike on all ranks, whether the disk has room for a checkpoint; if not, say so."""
+        trainer = self.trainer
+        if trainer.args.save_only_model:
+            return True
+        needed = checkpoint_bytes(trainer.units, trainer.sharded_optimizer, frozen=trainer.saves_frozen)
+        free = trainer.units.comm.same(shutil.disk_usage(existing(run_folder)).free)
+        if needed <= free:
+            return True
+        gib = 2**30
+        self._say(trainer.state.global_step, f"{run_folder}: {needed / gib:.1f} GiB needed, {free / gib:.1f} free")
+        return False
+
+    def _say(self, step: int, problem: str) -> None:
+        self.problem = problem
+        if self.trainer.units.comm.rank == 0:
+            logger.error("no checkpoint at step %d: %s. Training goes on", step, problem)
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Give the checkpoint that is being written its name, once every rank has written all of it. A collective.
+
+        One that cannot be written (a full disk) leaves nothing behind, and training goes on; `problem` says why.
+
+        Args:
+            wait: for its end; else this returns at once where it is not reached.
+        """
+        unfinished = self.unfinished
+        if unfinished is None:
+            return
+        try:
+            if unfinished.saving is not None and wait:
+                unfinished.saving.wait()
+            elif unfinished.saving is not None and not unfinished.saving.poll():
+                return
+            with rank_zero(self.trainer.units.comm) as first:
+                if first:
+                    publish(unfinished.temporary, unfinished.final)
+        except UserError as error:
+            self._give_up(str(error))
+            return
+        self.unfinished = self.problem = None
+        if self.trainer.units.comm.rank == 0:
+            try:
+                self.trainer.retire_checkpoints(unfinished.final)
+            except OSError as error:
+                logger.warning("an older checkpoint could not be removed: %s", error)
+        if self.push_later:
+            self.trainer._push_from_checkpoint(str(unfinished.final))
+
+    def _give_up(self, problem: str) -> None:
+        """Leave nothing of the checkpoint that was being written, and say so. A collective."""
+        unfinished, self.unfinished = self.unfinished, None
+        assert unfinished is not None
+        units, state = self.trainer.units, self.trainer.state
+        if units.saving is not None:
+            units.saving.give_up()
+        if units.comm.rank == 0:
+            shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
+        best = state.best_model_checkpoint
+        if best is not None and Path(best) in (unfinished.final, unfinished.temporary):
+            state.best_model_checkpoint = unfinished.best_before
+        self._say(int(unfinished.final.name.rpartition("-")[2]), problem)
+
+    def seal_again(self) -> None:
+        """Seal what code of others has changed in the checkpoint of this step. A collective, after a step's callbacks."""
+        if self.fresh is None:
+            return
+        folder, self.fresh = self.fresh, None
+        comm = self.trainer.units.comm
+        comm.barrier()  # another rank's callbacks may be writing still
+        with rank_zero(comm) as first:
+            if first and (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
+                changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
+                if changed:
+                    reseal(folder, changed)
+
+    def check(self) -> None:
+        """Raise UserError, before the first step, if what is to be saved could not be saved or not be read again."""
+        trainer = self.trainer
+        saves = trainer.args.save_strategy != SaveStrategy.NO
+        if saves and not trainer.args.save_only_model:
+            readable(SCHEDULER_NAME, trainer.lr_scheduler)
+            self.base()  # now: its files may change while the run goes on
+        if saves:
+            self._try_small_files()
+        try:
+            check_savable(trainer.units)
+        except UserError as error:
+            if saves:
+                raise
+            if trainer.units.comm.rank == 0:
+                logger.warning("%s", error)
+
+    def _try_small_files(self) -> None:
+        """Write what lies beside the weights once, and throw it away; look for files where checkpoints will be.
+
+        Raises:
+            UserError: if that raises, as it would at every save, or there is one.
+        """
+        with rank_zero(self.trainer.units.comm) as first:
+            if not first:
+                return
+            for path in Path(self.trainer.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                if path.name.rpartition("-")[2].isdecimal() and not path.is_dir():
+                    raise UserError(f"{path} is there and is no folder: move it, a checkpoint may get that name")
+            with TemporaryDirectory(prefix="ftkit-try-") as folder:
+                try:
+                    self.trainer.save_small_files(Path(folder))
+                except OSError:  # of this folder; that of the run is another
+                    pass
+                except Exception as error:
+                    raise UserError(
+                        f"no checkpoint could be saved: {type(error).__name__}: {error}. Put that right in the model's "
+                        "config, its generation_config or the processing_class, or set save_strategy='no'"
+                    ) from error
+
+
+def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:
+    """Return whether code of others looks into a checkpoint as soon as it is saved.
+
+    Args:
+        trainer: class of the Trainer; one that overrides `_save_checkpoint` above the mixin may write into the folder.
+        callbacks: of the Trainer; those that define `on_save` get the folder.
+    """
+    foreign = (each for each in trainer.__mro__ if not each.__module__.startswith(("ftkit.", "transformers.", "trl.")))
+    if any("_save_checkpoint" in vars(each) for each in foreign):
+        return True
+    own = TrainerCallback.on_save
+    return any(
+        "on_save" in getattr(each, "__dict__", {}) or getattr(type(each), "on_save", own) is not own
+        for each in callbacks
+        if not type(each).__module__.startswith("ftkit.")
+    )
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """List a checkpoint's files, and give it its name, durably. Files of others under that name stay."""
+    keep_files_of_others(final, temporary)
+    write_contents(temporary, apart=(ENGINE_FOLDER,))
+    sync_tree(temporary)
+    if final.exists():  # the same step again, after a resume from before it
+        set_aside(final)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    remove_unfinished(final.parent)
+
+
+def keep_files_of_others(former: Path, folder: Path) -> None:
+    """Move what no Trainer wrote from a former folder into the one that takes its name, unless a file has that name there.
+
+    Where the former folder is a checkpoint of the engine, these are the files that it does not list. A stock Trainer's
+    checkpoint is replaced as a whole: its weights are another run's.
+    """
+    if not former.is_dir() or former.is_symlink():  # what a link leads to stays where it is
+        return
+    listed: set[str] = set()
+    if (former / CONTENTS).exists():
+        try:
+            listed = {CONTENTS, *listed_in(former)}
+        except BrokenCheckpoint:  # nobody knows what was whose
+            return
+    elif (former / TRAINER_STATE_NAME).exists():
+        return
+    for path in sorted(path for path in former.rglob("*") if path.is_file() or path.is_symlink()):
+        name = path.relative_to(former)
+        target = folder / name
+        if str(name) not in listed and name.parts[0] != ENGINE_FOLDER and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+
+
+def check_folder(folder: Path) -> None:
+    """Compare a checkpoint's files with its list, the engine's apart, and look through those that resuming reads.
+
+    Raises:
+        BrokenCheckpoint: naming the first file that is missing, changed, not listed, or not what it should be.
+    """
+    listed = check_contents(folder)
+    for name in (f"{ENGINE_FOLDER}/{MANIFEST}", TRAINER_STATE_NAME):
+        if name not in listed:
+            raise BrokenCheckpoint(f"{folder / CONTENTS}: {name} is not listed")
+    check_state(folder)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Take a checkpoint its name; what is left is removed as an unfinished one is."""
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-old{UNFINISHED}"))
+
+
+def remove_unfinished(run_folder: Path) -> None:
+    """Remove what bears no final name: checkpoints that were not finished, or that were set aside."""
+    for leftover in run_folder.glob(f".{PREFIX_CHECKPOINT_DIR}-*{UNFINISHED}"):
+        if leftover.is_symlink():
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())

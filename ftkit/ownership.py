@@ -1,0 +1,201 @@
+"""Which files of an output folder ftkit wrote, so that a user's file under the same name is never replaced or removed.
+
+Every file that a run writes carries a mark of its own, in its first bytes: a key of a JSON object, a `<meta>` of a page, a
+comment with a checksum at the top of recipe.yaml, the keys of a line of metrics. So the mark is there as soon as the file
+is, moves with it, and needs no second file that a crash could leave behind. A folder has a list: contents.json in a
+checkpoint, `model-files.json` beside the model. An empty file or folder is nobody's loss and counts as ours.
+
+It refuses nothing by itself: `RunFolder.prepare` and the commands that write a page ask here. What it costs: one small read
+a file and one `stat` a file of a folder. A symbolic link under a name of ours is never ours, but for a link to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+
+WRITTEN_BY = "written_by"
+MARKED_JSON = re.compile(rb'\{\s*"written_by": "ftkit"')
+PAGE_MARK = '<meta name="generator" content="ftkit">'
+RECIPE_MARK = "# Written by ftkit ({digest}). Edit a copy: no run overwrites this file once it was changed.\n"
+MARKED_RECIPE = re.compile(r"# Written by ftkit \(([0-9a-f]{16})\)[^\n]*\n")
+PROFILE_MARK = "# measured by ftkit doctor"
+HEAD_BYTES = 1 << 16
+"""A mark stands within so many bytes."""
+
+TRAINING_KEYS = {"step", "epoch", "loss", "tokens", "divergences", "peak_host_bytes"}
+EVALUATION_KEYS = {"step", "epoch", "eval_loss", "eval_perplexity", "eval_accuracy"}
+DIVERGENCE_KEYS = {"step", "reason", "loss", "grad_norm", "action", "places"}
+
+ENGINE_FOLDER, CONTENTS = "ftkit", "contents.json"
+"""Of a checkpoint: one of them is in every folder that the engine saved, a damaged one included."""
+
+
+def marked(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a JSON file with the mark as its first key."""
+    return {WRITTEN_BY: "ftkit", **{key: value for key, value in content.items() if key != WRITTEN_BY}}
+
+
+def marked_recipe(text: str) -> str:
+    """Return the text of recipe.yaml under a comment with its checksum."""
+    return RECIPE_MARK.format(digest=_digest(text)) + text
+
+
+def unmarked_recipe(text: str) -> str:
+    """Return the text of a recipe.yaml without the comment that `marked_recipe` put above it."""
+    return MARKED_RECIPE.sub("", text, count=1)
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a file under a name of ours was written by ftkit, or is not there, or is empty.
+
+    Args:
+        path: of a regular file; anything else (a link, a folder, a device) is not ours.
+    """
+    if not os.path.lexists(path):
+        return True
+    if path.is_symlink() or not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        return False
+    if not head:
+        return True
+    known = {".html": _is_page, ".jsonl": _is_lines, ".yaml": _is_recipe, ".yml": _is_recipe}.get(path.suffix, _is_json)
+    return known(path, head)
+
+
+def is_our_checkpoint(path: Path) -> bool:
+    """Return whether a folder checkpoint-N was saved by the engine, whole or damaged, or holds nothing."""
+    return (path / ENGINE_FOLDER).is_dir() or (path / CONTENTS).is_file() or _holds_nothing(path)
+
+
+def strangers_in_checkpoint(path: Path) -> list[Path]:
+    """Return the files of a checkpoint of ours that it does not list; none where the list is damaged.
+
+    What lies in the engine's own subfolder is the engine's.
+    """
+    try:
+        listed = set(json.loads((path / CONTENTS).read_bytes())["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    known = {*listed, CONTENTS}
+    return [each for name, each in _files(path) if name not in known and not name.startswith(f"{ENGINE_FOLDER}/")]
+
+
+def list_model(folder: Path, *, whole: bool) -> str:
+    """Return the text of `model-files.json` for a folder: the name and size of each file, or that it is being written."""
+    files = {name: path.lstat().st_size for name, path in _files(folder)} if whole else None
+    return json.dumps(marked({"folder": folder.name, "files": files}), indent=1) + "\n"
+
+
+def strangers_in_model(folder: Path, listing: Path) -> list[Path]:
+    """Return the files of a folder `model` that no run wrote: those its list lacks, or has with another size.
+
+    Args:
+        folder: `model` of a run. listing: its `model-files.json`.
+    """
+    if not os.path.lexists(folder):
+        return []
+    if folder.is_symlink() or not folder.is_dir():
+        return [folder]
+    listed: Any = {}
+    try:
+        if is_ours(listing):
+            listed = json.loads(listing.read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    if listed is None:  # a run was killed while it wrote it
+        return []
+    if not isinstance(listed, dict):
+        listed = {}
+    return [each for name, each in _files(folder) if each.lstat().st_size and listed.get(name) != each.lstat().st_size]
+
+
+def refuse_foreign_page(path: Path, option: str) -> None:
+    """Raise UserError where a file would be replaced that is no page (or profile) of ftkit."""
+    if path.is_dir() or is_ours(path):
+        return
+    raise UserError(f"{option}: {path} is there and ftkit did not write it; name another file, or move that one")
+
+
+def _is_page(path: Path, head: bytes) -> bool:
+    return PAGE_MARK.encode() in head
+
+
+def _is_json(path: Path, head: bytes) -> bool:
+    return MARKED_JSON.match(head) is not None
+
+
+def _is_recipe(path: Path, head: bytes) -> bool:
+    if head.startswith(PROFILE_MARK.encode()):
+        return True
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    found = MARKED_RECIPE.match(text)
+    return found is not None and found[1] == _digest(text[found.end() :])
+
+
+def _is_lines(path: Path, head: bytes) -> bool:
+    try:
+        record = json.loads(head.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(record, dict):
+        return False
+    keys = set(record)
+    evaluation = {"step", "epoch", "eval_loss"} <= keys <= EVALUATION_KEYS
+    return keys >= TRAINING_KEYS or evaluation or keys == DIVERGENCE_KEYS
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a folder at any depth, links among them, each with its name relative to the folder."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _holds_nothing(folder: Path) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return not any(path.is_symlink() or path.lstat().st_size for _, path in _files(folder))
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def reads_within(inputs: Iterable[str], written: Iterable[Path]) -> tuple[str, Path] | None:
+    """Return the first input that is one of some files or lies in one of some folders, and which; by any of its names.
+
+    Args:
+        inputs: files, folders, or hub names, which are no paths here. written: what a run writes.
+    """
+    there = [path for path in written if os.path.lexists(path)]
+    for name in inputs:
+        if not os.path.exists(name):
+            continue
+        target = Path(name).resolve()
+        for path in there:
+            above = [target, *target.parents]
+            if path.resolve() in above or any(_same(each, path) for each in above[: len(above) - 1]):
+                return name, path
+    return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,74 @@
+"""Keys of other tools, and the key of a recipe that says the same.
+
+A person who comes from the Trainer, TRL, Axolotl, LLaMA-Factory or DeepSpeed writes the names of home. Such a key is
+refused like any unknown one; the message names the recipe's own key. It refuses nothing itself and costs nothing.
+"""
+
+from __future__ import annotations
+
+_TARGETS: dict[str, str] = {
+    "optimizer.lr": "learning_rate peak_lr base_lr",
+    "optimizer.schedule": "lr_scheduler_type lr_scheduler scheduler scheduler_type lr_schedule",
+    "optimizer.warmup_steps": "warmup num_warmup_steps warmup_ratio lr_warmup_steps",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.weight_decay": "wd decay",
+    "optimizer.max_grad_norm": "gradient_clipping clip_grad clip_grad_norm grad_clip max_norm gradient_clip_val",
+    "train.batch_tokens": "per_device_train_batch_size per_gpu_train_batch_size train_batch_size batch_size"
+    " global_batch_size train_micro_batch_size_per_gpu",
+    "engine.micro_batch": "micro_batch_size micro_batchsize",
+    "engine.accumulation": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum",
+    "train.epochs": "num_train_epochs num_epochs n_epochs max_epochs epoch",
+    "train.max_steps": "max_train_steps total_steps num_steps",
+    "train.dtype": "bf16 fp16 torch_dtype precision mixed_precision compute_dtype",
+    "train.neftune_noise_alpha": "neftune_alpha noise_alpha",
+    "train.label_smoothing": "label_smoothing_factor",
+    "data.sequence_tokens": "max_seq_length max_length cutoff_len sequence_len sequence_length seq_length seq_len"
+    " max_seq_len block_size model_max_length max_tokens",
+    "data.packing": "sample_packing pack_sequences multipack",
+    "data.loss_on": "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss train_on_responses_only",
+    "data.path": "dataset datasets dataset_path data_files data_file train_file train_data dataset_name_or_path data_path",
+    "data.name": "dataset_name hub_dataset",
+    "data.format": "dataset_format chat_format prompt_format formatting",
+    "data.workers": "num_workers dataset_num_proc preprocessing_num_workers num_proc dataloader_num_workers",
+    "data.ignore_columns": "remove_unused_columns remove_columns drop_columns",
+    "data.long_text": "truncation truncate split_long",
+    "data.cache_dir": "dataset_prepared_path preprocessed_path",
+    "eval.share": "val_set_size test_size val_size validation_split",
+    "eval.path": "eval_file validation_file val_file eval_dataset",
+    "eval.every_steps": "eval_steps eval_strategy evaluation_strategy evals_per_epoch",
+    "eval.max_rows": "max_eval_samples",
+    "adapter.rank": "lora_r lora_rank r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "lora_target_modules lora_target target_modules lora_target_linear",
+    "adapter.modules_to_save": "lora_modules_to_save additional_target",
+    "adapter": "lora peft peft_config lora_config",
+    "model.name": "model_name_or_path base_model pretrained_model_name_or_path model_name model_path model_id",
+    "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config",
+    "engine.stage": "zero_stage zero_optimization zero sharding_strategy",
+    "engine.activations": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
+    "engine.state": "offload_optimizer optimizer_offload",
+    "engine.parameters": "offload_param offload_params cpu_offload param_offload",
+    "memory.device_gib": "max_memory gpu_memory gpu_memory_gib",
+    "memory.host_gib": "cpu_memory host_memory",
+    "memory.nvme_dir": "nvme_path offload_dir offload_folder",
+    "output.dir": "output_dir save_dir out_dir",
+    "output.save_every_steps": "save_steps save_strategy save_freq saves_per_epoch",
+    "output.keep": "save_total_limit keep_last_n_checkpoints",
+    "output.logging_steps": "log_every log_every_n_steps logging_strategy",
+    "ranks": "nproc_per_node num_gpus num_processes n_gpus world_size gpus",
+}
+PEERS = {word: key for key, words in _TARGETS.items() for word in words.split()}
+"""The key of another tool to the recipe's."""
+NOTES = {
+    "optimizer.warmup_steps": ", in optimizer steps",
+    "optimizer.betas": ", a list of two",
+    "train.batch_tokens": ", in tokens of one optimizer step over all ranks; those of one forward follow from memory",
+    "engine.micro_batch": ", in sequences; default: derived from memory",
+    "engine.accumulation": "; default: derived from train.batch_tokens",
+    "train.dtype": ": auto, fp32, bf16 or fp16",
+    "data.loss_on": ": answers, marks or all",
+    "engine.activations": ": auto, recompute or keep",
+}
+"""What to know of the recipe's key, which differs from that of others."""

@@ -1,0 +1,54 @@
+"""docs/compatibility.md, written from the cases: `make compatibility`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+
+from tests.compat.accelerate_cases import ACCELERATE
+from tests.compat.case import Case, Found
+from tests.compat.trainer_table import TRAINER
+
+FILE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+CASES: tuple[Case, ...] = (*TRAINER, *ACCELERATE)
+
+HEAD = """# One import changed: what stays the same
+
+Each row is a feature of transformers' Trainer, as its own tests group them, or of accelerate's loops. It is run twice in
+one process, with stock's classes and with ftkit's, and everything that can be compared is: logs, counts, files, what
+callbacks saw, and the weights.
+
+| outcome | meaning |
+|---|---|
+| same | all of it agrees up to the rounding of fp32 sums, or both raise |
+| differs | it differs on purpose, for the reason given |
+| refused | stock runs; ftkit stops with the sentence given |
+
+The cases are in `tests/compat`; `make compatibility` writes this page, and a test compares it with what it finds. The
+groups follow the files of transformers' `tests/trainer` (accelerator, callback, checkpointing, data, evaluation,
+hyperparameter, optimizers, resume, seq2seq, training arguments), of which only `test_trainer_evaluation.py` was read, and
+not to its end; the fields of `TrainingArguments` in transformers 5.23; and the public methods of `Accelerator` and
+`LocalSGD` in accelerate 1.15. Generation in evaluation (`Seq2SeqTrainer`) is compared in `tests/hf/test_seq2seq.py`.
+"""
+
+
+def page(found: Mapping[str, Found]) -> str:
+    """Return the page for the outcomes of all cases, by name."""
+    counts = Counter(each.outcome for each in found.values())
+    parts = [
+        HEAD,
+        f"{len(found)} cases: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())) + ".",
+    ]
+    for group, cases in groupby(CASES, key=lambda case: case.group):
+        parts.append(f"\n## {group}\n\n| feature | outcome | why |\n|---|---|---|")
+        for case in cases:
+            outcome = found[case.name]
+            parts.append(f"| {cell(case.feature)} | {outcome.outcome} | {cell(outcome.reason)} |")
+    return "\n".join(parts) + "\n"
+
+
+def cell(text: str) -> str:
+    """Return text as a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")

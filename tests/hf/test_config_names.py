@@ -1,0 +1,95 @@
+"""Names that are given to transformers match something: fields of an inline configuration, special tokens."""
+
+import json
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.hf.loading import load_model
+from ftkit.recipe import Model
+from ftkit.run_rows import load_tokenizer
+from tests.tiny import make_tokenizer
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+LLAMA |= {"num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"num_key_value_head": 2}, "model.config.num_key_value_head: .*did you mean 'num_key_value_heads'"),
+        ({"hiden_size": 64}, "did you mean 'hidden_size'"),
+        ({"rms_eps": 1e-5}, "did you mean 'rms_norm_eps'"),
+        ({"zzz": 1}, "a configuration of llama has no such field; transformers"),
+        ({"rope_parameters": {"rope_type": "default", "rope_thetta": 1e4}}, "rope_parameters.rope_thetta: .*'rope_theta'"),
+        ({"rope_scaling": {"type": "linear", "factr": 2.0}}, "rope_scaling.factr: .*did you mean 'factor'"),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_sizes": 8}},
+            "model.config.text_config.hidden_sizes: .*did you mean 'hidden_size'",
+        ),
+    ],
+)
+def test_a_field_of_a_configuration_that_matches_nothing_stops(fields, meant):
+    facts = {**LLAMA, **fields} if "model_type" not in fields else fields
+    with pytest.raises(UserError, match=meant):
+        load_model(None, config=facts)
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_theta": 5e5, "tie_word_embeddings": True}, {"attention_bias": True}])
+def test_fields_that_transformers_reads_are_fine(fields):
+    assert load_model(None, config={**LLAMA, **fields}).config.hidden_size == 32
+
+
+@pytest.mark.parametrize("name", ["eos_token", "pad_token", "bos_token", "unk_token"])
+def test_a_special_token_that_no_vocabulary_has_stops(tmp_path, name):
+    make_tokenizer(tmp_path)
+    assert load_tokenizer(Model(name=str(tmp_path))).eos_token == "<end>"
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: "<edn>"}))
+    with pytest.raises(UserError, match=rf"the tokenizer's {name} '<edn>' is in no vocabulary; did you mean '<end>'"):
+        load_tokenizer(Model(name=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [("rms_norm_epz", "'rms_norm_eps'"), ("num_layer", ""), ("device_map", ""), ("quantization_config", "")],
+)
+def test_a_field_set_beside_a_configuration_must_be_one(field, meant):
+    with pytest.raises(UserError, match=rf"load_model.{field}: a configuration of llama has no such field.*{meant}"):
+        load_model(None, config=LLAMA, **{field: 1})
+    assert load_model(None, config=LLAMA, num_hidden_layers=2).config.num_hidden_layers == 2
+    assert load_model(None, config=LLAMA, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("eos_tokn", None), ("chat_tmplate", "chat_template"), ("model_max_lenght", "model_max_length")]
+)
+def test_a_field_of_a_tokenizer_that_is_nearly_one_stops(tmp_path, name, meant):
+    make_tokenizer(tmp_path, None)
+    path = tmp_path / "tokenizer_config.json"
+    facts = json.loads(path.read_text())
+    facts.pop(meant, None)
+    facts.pop("eos_token", None)
+    path.write_text(json.dumps({**facts, name: "<end>", "sp_model_kwargs": {}, "image_token": "<end>"}))
+    with pytest.raises(UserError, match=rf"'{name}' is read by nobody; did you mean '{meant or 'eos_token'}'"):
+        load_tokenizer(Model(name=str(tmp_path)))
+
+
+def test_two_chat_templates_that_differ_stop(tmp_path):
+    make_tokenizer(tmp_path)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    path = tmp_path / "tokenizer_config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "chat_template": template}))
+    load_tokenizer(Model(name=str(tmp_path)))
+    path.write_text(json.dumps({**facts, "chat_template": "{{ messages }}"}))
+    with pytest.raises(UserError, match="two chat templates that differ"):
+        load_tokenizer(Model(name=str(tmp_path)))
+
+
+def test_a_revision_of_what_has_none_stops(tmp_path):
+    with pytest.raises(ValueError, match="found `revision`, which is of a hub id"):
+        Model(name=str(tmp_path), revision="v2")
+    with pytest.raises(UserError, match="revision='v2' is of a hub name"):
+        load_model(tmp_path, revision="v2")
+    assert Model(name="some/model", revision="v2").revision == "v2"

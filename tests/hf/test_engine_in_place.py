@@ -1,0 +1,236 @@
+"""The engine that was asked for is in place, or the run stops before its first step.
+
+Base classes in the wrong order, a stock Trainer with our arguments, optimizers of others, wrappers of others: each would
+train by plain DDP, or train nothing, without a word.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import accelerate
+import pytest
+import torch
+import transformers
+import trl
+from torch import nn
+
+import ftkit
+from tests.hf import runs
+from tests.hf.runs import COMMON, Run, token_rows, train
+
+ROWS = torch.arange(24).view(4, 6)
+
+
+# --- the order of base classes
+
+
+class Theirs(transformers.Trainer):
+    """A user's Trainer."""
+
+
+class Ours(ftkit.TrainerMixin):
+    """A user's mixin over ours."""
+
+
+class Before:
+    """A user's mixin that is no Trainer."""
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [
+        (transformers.Trainer, ftkit.TrainerMixin),
+        (transformers.Seq2SeqTrainer, ftkit.TrainerMixin),
+        (trl.SFTTrainer, ftkit.TrainerMixin),
+        (trl.SFTTrainer, ftkit.Trainer),
+        (Theirs, ftkit.TrainerMixin),
+        (Theirs, Ours),
+        (Before, Theirs, ftkit.Trainer),
+    ],
+)
+def test_a_mixin_behind_a_trainer_is_refused(bases):
+    with pytest.raises(ftkit.UserError, match=r"comes before TrainerMixin.*Write class T\(ftkit\.TrainerMixin, "):
+        type("T", bases, {})
+
+
+def test_arguments_behind_their_mixin_are_refused():
+    with pytest.raises(ftkit.UserError, match=r"comes before ArgumentsMixin"):
+        type("C", (trl.SFTConfig, ftkit.ArgumentsMixin), {"__annotations__": {}})
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [(ftkit.TrainerMixin, trl.SFTTrainer), (Ours, Theirs), (Before, Ours, trl.DPOTrainer), (ftkit.Trainer,), (Ours,)],
+)
+def test_the_right_order_is_taken(bases):
+    type("U", (type("T", bases, {}),), {})
+
+
+# --- arguments that ask for the engine
+
+
+class Seq2SeqArguments(ftkit.ArgumentsMixin, transformers.Seq2SeqTrainingArguments):
+    """Arguments of a user's with ours."""
+
+
+@pytest.mark.parametrize("settings", ["auto", {"stage": 3}])
+@pytest.mark.parametrize(
+    "trainer, arguments",
+    [
+        (transformers.Trainer, ftkit.TrainingArguments),
+        (Theirs, ftkit.TrainingArguments),
+        (transformers.Seq2SeqTrainer, Seq2SeqArguments),
+    ],
+)
+def test_a_trainer_without_the_engine_refuses_arguments_that_ask_for_it(trainer, arguments, settings, tmp_path):
+    runs.fresh_state()
+    made = arguments(str(tmp_path), **COMMON, ftkit=settings)
+    with pytest.raises(ftkit.UserError, match=r"asks for ftkit's engine.*plain DDP"):
+        trainer(model=runs.llama(), args=made, train_dataset=token_rows(4))
+
+
+def test_arguments_that_a_trainer_on_the_engine_has_read_are_refused_to_others(tmp_path):
+    runs.fresh_state()
+    made = ftkit.TrainingArguments(str(tmp_path), **COMMON)
+    ftkit.Trainer(model=runs.llama(), args=made, train_dataset=token_rows(4))
+    with pytest.raises(ftkit.UserError, match="asks for ftkit's engine"):
+        transformers.Trainer(model=runs.llama(), args=made, train_dataset=token_rows(4))
+
+
+def test_a_trainer_without_the_engine_takes_arguments_that_leave_it_off(tmp_path):
+    runs.fresh_state()
+    made = ftkit.TrainingArguments(str(tmp_path), **COMMON, ftkit=None)
+    transformers.Trainer(model=runs.llama(), args=made, train_dataset=token_rows(4))
+
+
+# --- optimizers of others
+
+
+def clipped_by_torch(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def scheduled(model, optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+
+
+def prepared_by_another(model, optimizer):
+    accelerate.Accelerator(cpu=True).prepare(optimizer).step()
+
+
+class Custom(torch.optim.Optimizer):
+    """A library's optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure=None):
+        """Update what has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def foreign_steps(stage, early, use, make=torch.optim.AdamW):
+    runs.fresh_state()
+    model = runs.llama()
+    optimizer = make(model.parameters()) if early else None
+    ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    optimizer = optimizer or make(model.parameters())
+    model(ROWS, labels=ROWS).loss.backward()
+    with pytest.raises(ftkit.UserError, match=r"would train nothing|would do nothing"):
+        use(model, optimizer)
+    bystander = nn.Linear(2, 2)
+    bystander(torch.ones(1, 2)).sum().backward()
+    before = bystander.weight.detach().clone()
+    torch.optim.SGD(bystander.parameters(), lr=1.0).step()
+    assert not torch.equal(bystander.weight, before)
+
+
+def plain(model, optimizer):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("use", [plain, scheduled, prepared_by_another])
+def test_an_optimizer_of_torch_on_a_sharded_model_raises(use, early, stage, worlds):
+    worlds[2].run(foreign_steps, stage, early, use)
+    if early:
+        worlds[1].run(foreign_steps, stage, early, use)
+
+
+def test_a_library_s_optimizer_raises(worlds):
+    worlds[2].run(foreign_steps, 2, False, plain, Custom)
+    worlds[2].run(foreign_steps, 3, True, plain, Custom)
+
+
+def test_torch_s_clipping_of_resharded_parameters_raises(worlds):
+    worlds[2].run(foreign_steps, 3, False, clipped_by_torch)
+
+
+class SwapsOptimizer:
+    """Exchanges the optimizer in the middle of a run."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        return loss
+
+
+def adafactor(model):
+    return transformers.Adafactor(model.parameters(), lr=1e-3, relative_step=False), None
+
+
+def trained(run, text):
+    with pytest.raises(ftkit.UserError, match=text):
+        train("ours", tempfile.mkdtemp(), run)
+
+
+@pytest.mark.parametrize(
+    "run, text",
+    [
+        (Run(mixin=SwapsOptimizer, ftkit={"stage": 3}), "would train nothing"),
+        (Run(options={"optimizers": adafactor}, ftkit={"stage": 3}), "Adafactor has no sharded form"),
+        (Run(arguments={"optim": "adafactor"}, ftkit={"stage": 1}), "Adafactor has no sharded form"),
+    ],
+)
+def test_a_trainer_with_a_foreign_optimizer_stops(run, text, worlds):
+    worlds[2].run(trained, run, text)
+
+
+# --- wrappers of others
+
+
+def wrapped(stage):
+    runs.fresh_state()
+    model = runs.llama()
+    ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    with pytest.raises(ftkit.UserError, match="cannot be wrapped by DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(ftkit.UserError, match="cannot be wrapped by DistributedDataParallel"):
+        accelerate.Accelerator(cpu=True).prepare(model)
+    with pytest.raises(ftkit.UserError, match="cannot be wrapped by DataParallel"):
+        model._replicate_for_data_parallel()  # what DataParallel calls where it has several GPUs
+    with pytest.raises(TypeError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(model)
+    model.compile(backend="eager")
+    with pytest.raises(ftkit.UserError, match=r"cannot be wrapped by torch\.compile"):
+        model(ROWS)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_wrapper_around_a_sharded_model_is_refused(stage, worlds):
+    worlds[2].run(wrapped, stage)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_refused():
+    model = runs.llama()
+    ftkit.shard(model, {"stage": 3, "kernels": "off"})
+    with pytest.raises(ftkit.UserError, match=r"cannot be wrapped by torch\.compile"):
+        torch.compile(model, backend="eager")(ROWS)
+

@@ -1,0 +1,217 @@
+"""Every file of a folder is read or named, compressed ones too; what is not text is not taken for text."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import socket
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.hf.data import Source, prepare
+from ftkit.hf.files import files_of
+from ftkit.hf.once import RefusedError
+from ftkit.questions import questions
+from ftkit.recipe import Show
+from tests.tiny import make_tokenizer
+
+LINES = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(20)).encode()
+LIST = json.dumps([{"text": f"row {n}"} for n in range(20)]).encode()
+CSV = b"text\n" + b"".join(b"row %d\n" % n for n in range(20))
+PACKERS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.Codec("zstd").compress(content, asbytes=True),
+}
+ROWS = [f"row {n}" for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def texts(path):
+    return [json.loads(row.record)["text"] for row in Source(path=path).rows()]
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", LINES), ("a.json", LIST), ("a.csv", CSV), ("A.TSV", CSV)])
+def test_a_compressed_file_is_read_as_a_plain_one(tmp_path, packed, name, content):
+    path = tmp_path / f"{name}{packed}"
+    path.write_bytes(PACKERS[packed](content))
+    assert texts(path) == ROWS
+    assert texts(tmp_path) == ROWS
+    path.write_bytes(PACKERS[packed](content)[:-9])
+    with pytest.raises(UserError, match=r"(?i)a\.\w+\.\w+: cannot be read"):
+        texts(path)
+
+
+def test_several_compressed_members_are_all_read(tmp_path):
+    for packed, pack in PACKERS.items():
+        path = tmp_path / f"a.jsonl{packed}"
+        path.write_bytes(pack(LINES[: LINES.index(b"\n") + 1]) + pack(LINES[LINES.index(b"\n") + 1 :]))
+        assert texts(path) == ROWS, packed
+
+
+def test_arrow_files_are_read(tmp_path):
+    saved = datasets.Dataset.from_dict({"text": ROWS})
+    saved.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    assert texts(tmp_path / "saved") == ROWS
+    assert files_of(tmp_path / "saved").passed_over == ("dataset_info.json", "state.json")
+    table = pyarrow.table({"text": ROWS})
+    for name, new in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
+        path = tmp_path / f"{name}.arrow"
+        with new(str(path), table.schema) as sink:
+            sink.write_table(table)
+        assert texts(path) == ROWS
+        path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // 2])
+        with pytest.raises(UserError, match="cannot be read as Arrow"):
+            texts(path)
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(UserError, match=r"holds the splits train, test; name the folder of one: .*splits/train"):
+        texts(tmp_path / "splits")
+
+
+def test_every_file_of_a_folder_is_read_or_named(tmp_path, tokenizer):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "b.jsonl").write_bytes(LINES)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "the first"}\n'))
+    (folder / "c.json").symlink_to(tmp_path / "elsewhere.json")
+    (tmp_path / "elsewhere.json").write_text('[{"text": "the last"}]')
+    for name in (".hidden.jsonl", "README.md", "LICENSE", ".cache"):
+        (folder / name).write_bytes(LINES)
+    assert texts(folder) == ["the first", *ROWS, "the last"]
+    report = str(prepare(folder, tokenizer, cache_dir=tmp_path / "cache", workers=1).report)
+    assert "3 files: a.jsonl.gz, b.jsonl, c.json" in report
+    assert "not read: .cache, .hidden.jsonl, LICENSE, README.md" in report
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as here:
+        os.chdir(path.parent)  # the name of a socket is short
+        here.bind(path.name)
+
+
+NOT_READ = {
+    "part.txt": (lambda path: path.write_bytes(LINES), 'one {"text": "…"} a line'),
+    "rows.parquet.gz": (lambda path: path.write_bytes(LINES), "Convert it"),
+    "rows.jsonl.lz4": (lambda path: path.write_bytes(LINES), "Convert it"),
+    "rows.zip": (lambda path: path.write_bytes(LINES), "Unpack it first"),
+    "rows": (lambda path: path.write_bytes(LINES), "rename it to what it is"),
+    "test": (lambda path: path.mkdir(), "is a folder"),
+    "more.jsonl": (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which cannot be read"),
+    "loop.jsonl": (lambda path: path.symlink_to("loop.jsonl"), "is a link to loop.jsonl"),
+    "pipe.jsonl": (fifo, "is a FIFO"),
+    "socket.jsonl": (listening, "is a socket"),
+    "null.jsonl": (lambda path: path.symlink_to("/dev/zero"), "is a character device"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_file_that_cannot_be_read_stops_and_is_named(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    make, reason = NOT_READ[name]
+    make(tmp_path / name)
+    with pytest.raises(UserError) as stop:
+        texts(tmp_path)
+    assert f"  {name}: " in str(stop.value)
+    assert reason in str(stop.value)
+    if name == "test":
+        return
+    with pytest.raises(UserError) as stop:
+        texts(tmp_path / name)
+    assert name in str(stop.value)
+
+
+def test_a_pipe_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match=r"pipe.jsonl: is a FIFO; .* write them to a file"):
+        Source(path=tmp_path / "pipe.jsonl").digest()
+    with pytest.raises(UserError, match=r"pipe.jsonl: is a FIFO"):
+        questions(Show(path=str(tmp_path / "pipe.jsonl")))
+
+
+TEXT, BYTES = pyarrow.array(["a b", "c d"]), pyarrow.array([b"a b", b"c \xff"])
+BINARY = {
+    "binary": BYTES,
+    "large": BYTES.cast(pyarrow.large_binary()),
+    "fixed": BYTES.cast(pyarrow.binary(3)),
+    "dictionary": BYTES.dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_bytes_are_not_taken_for_text(tmp_path, tokenizer, kind, suffix):
+    def write(columns):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}{suffix}"
+        table = pyarrow.table(columns)
+        if suffix == ".parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as sink:
+                sink.write_table(table)
+        return path
+
+    def refused(columns, **settings):
+        with pytest.raises(RefusedError) as stop:
+            prepare(write(columns), tokenizer, cache_dir=tmp_path / "cache", workers=1, **settings)
+        return str(stop.value)
+
+    told = refused({"text": BINARY[kind]})
+    assert "row 1: `text` must be text; found bytes: write the column as text (UTF-8)" in told
+    assert "found bytes" in refused({"text": BINARY[kind]}, on_bad_row="skip")
+    assert "  image: 2 rows, the first " in refused({"text": TEXT, "image": BINARY[kind]})
+    if kind != "binary":
+        return
+    asked = pyarrow.array(["q", "q"])
+    roles = [pyarrow.array([role] * 2) for role in ("user", "assistant")]
+    turns = pyarrow.StructArray.from_arrays([roles[1], BYTES], ["role", "content"])
+    nested = pyarrow.ListArray.from_arrays([0, 1, 2], turns)
+    assert "the assistant content of `messages`, turn 1 must be text; found bytes" in refused({"messages": nested})
+    named = pyarrow.StructArray.from_arrays([roles[1], asked, BYTES], ["role", "content", "picture"])
+    nested = pyarrow.ListArray.from_arrays([0, 1, 2], named)
+    assert "has a `picture` that is neither text nor" in refused({"messages": nested})
+
+
+def test_dates_are_not_taken_for_text(tmp_path, tokenizer):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([1, 2], pyarrow.timestamp("s"))}), path)
+    with pytest.raises(RefusedError, match="`text` must be text; found datetime"):
+        prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1)
+
+
+@pytest.mark.parametrize("header", ["question,answer,answer", "question, answer,answer", "answer,question,question "])
+def test_a_header_that_names_a_column_twice_stops(tmp_path, tokenizer, header):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"\n{header}\na,b,c\n")
+    with pytest.raises(UserError, match=r"rows.csv:2: the header names '(question|answer)' twice"):
+        prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1)
+
+
+def test_a_table_that_names_a_column_twice_stops(tmp_path):
+    twice = pyarrow.Table.from_arrays([TEXT, TEXT], names=["text", "text"])
+    path = tmp_path / "rows.arrow"
+    with pyarrow.ipc.new_stream(str(path), twice.schema) as sink:
+        sink.write_table(twice)
+    with pytest.raises(UserError, match=r"rows.arrow: has the column 'text' twice"):
+        list(Source(path=path).rows())
+    inner = pyarrow.StructArray.from_arrays([TEXT, TEXT], ["role", "role"])
+    nested = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1, 2], inner)})
+    with pyarrow.ipc.new_stream(str(path), nested.schema) as sink:
+        sink.write_table(nested)
+    with pytest.raises(UserError, match=r"rows.arrow, messages: has the column 'role' twice"):
+        list(Source(path=path).rows())

@@ -1,0 +1,330 @@
+"""The loss of W ranks is that of one: sums, means over rows and tokens, counted losses, users' losses, random numbers.
+
+The reference is transformers' own Trainer on one rank whose batch is that of all ranks together. Where it adds up means of
+micro-batches (a model that ignores `num_items_in_batch`), the reference is its run without accumulation.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from torch import nn
+
+from ftkit.hf.head import proven_head_loss
+from ftkit.hf.row_parts import can_split, rows_of, selected
+from ftkit.hf.seeding import SeededCollator
+from tests.hf import losses, runs
+from tests.hf.losses import TEN, THREE_PARTS, case
+from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
+
+EVALUATED = {**TEN, "eval_strategy": "epoch"}
+KINDS = {
+    "rows": (case(runs.classifier, losses.labelled, eval_rows=losses.labelled, arguments=EVALUATED), "mean-rows"),
+    "tokens": (case(losses.tagger, losses.tagged, eval_rows=losses.tagged, arguments=EVALUATED), "mean-tokens"),
+    "sum": (case(losses.speech_sum, losses.spoken, eval_rows=losses.spoken, arguments=EVALUATED), "sum"),
+    "users counted": (case(runs.llama, 27, mixin=losses.OwnCounted, arguments=THREE_PARTS), "counted"),
+    "users mean": (case(runs.llama, 27, mixin=losses.OwnTokens, arguments=THREE_PARTS), "mean-tokens"),
+}
+MORE = {
+    "t5": (case(losses.t5, losses.translated, eval_rows=losses.translated, arguments=EVALUATED), "mean-tokens"),
+    "bart": (case(losses.bart, losses.translated), "mean-tokens"),
+    "ctc mean": (case(losses.speech_mean, losses.spoken), "mean-rows"),
+    "regression": (case(losses.regressor, losses.measured, eval_rows=losses.measured, arguments=EVALUATED), "mean-rows"),
+    "several labels": (case(losses.multi_label, losses.several), "mean-rows"),
+    "answers": (case(losses.reader, losses.asked, eval_rows=losses.asked, arguments=EVALUATED), "mean-rows"),
+    "choices": (case(losses.chooser, losses.chosen), "mean-rows"),
+    "users sum": (case(runs.classifier, losses.labelled, mixin=losses.OwnSum), "sum"),
+    "users function": (case(runs.llama, 27, options={"compute_loss_func": losses.last_token}), "mean-tokens"),
+    "smoothed": (case(runs.llama, 27, arguments={**THREE_PARTS, "label_smoothing_factor": 0.1}), "counted"),
+    "smoothed t5": (case(losses.t5, losses.prompted, arguments={**TEN, "label_smoothing_factor": 0.1}), "counted"),
+}
+
+
+def scaling_of(trainer: Any) -> str:
+    return trainer.scaling.kind if hasattr(trainer, "scaling") else ""
+
+
+def check(name: str, ranks: int, worlds: Any, stock: Any, folder: str) -> None:
+    run, kind = {**KINDS, **MORE}[name]
+    ours = worlds[ranks].run(train, "ours", folder, replace(run, after=scaling_of))[0]
+    assert ours.after == kind
+    assert_same_history(ours, stock(run), absolute=5e-6)
+    if name not in ("answers", "choices"):  # whose last biases have no gradient but rounding
+        assert_same_weights(ours.weights, stock(run).weights, limit=1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_loss_of_two_ranks_is_that_of_one(name, worlds, stock, tmp_path):
+    check(name, 2, worlds, stock, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", [*KINDS, *MORE])
+def test_the_loss_of_ranks_is_that_of_one_in_more_cases(name, ranks, worlds, stock, tmp_path):
+    check(name, ranks, worlds, stock, str(tmp_path))
+
+
+# --- what no parts of a batch explain
+
+
+def even() -> Any:
+    return losses.labelled(24)
+
+
+class Heard(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def train_and_hear(kind: str, folder: str, run: Run) -> tuple[Any, list[str]]:
+    heard, logger = Heard(), logging.getLogger("ftkit.hf.loss")
+    logger.addHandler(heard)
+    try:
+        return train(kind, folder, run), heard.told
+    finally:
+        logger.removeHandler(heard)
+
+
+def test_a_loss_with_negatives_from_the_batch_is_the_mean_of_ranks_and_says_so(world2, tmp_path):
+    run = case(runs.classifier, even, mixin=losses.Contrastive, after=scaling_of)
+    ours, told = world2.run(train_and_hear, "ours", str(tmp_path / "ours"), run)[0]
+    theirs = world2.run(train, "stock", str(tmp_path / "stock"), replace(run, after=None))[0]
+    assert ours.after == "mean-ranks"
+    assert len(told) == 1
+    assert "mean of theirs, as under DDP" in told[0]
+    assert_same_history(ours, theirs)
+
+
+@pytest.mark.parametrize("given, found", [("mean-ranks", "mean-ranks"), ("mean-tokens", "mean-tokens")])
+def test_what_is_declared_is_not_looked_for(given, found, world2, stock, tmp_path):
+    run = case(losses.tagger, losses.tagged, ftkit={"stage": 3, "loss_reduction": given}, after=scaling_of)
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert ours.after == found
+    off = abs(ours.column("loss")[0] - stock(replace(run, after=None, ftkit="default")).column("loss")[0])
+    assert (off < 1e-5) == (given == "mean-tokens")
+
+
+# --- a trial leaves no trace
+
+
+class Normed(nn.Module):
+    """A classifier with BatchNorm, a counter, and rows that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.bert = runs.classifier()
+        self.norm = nn.BatchNorm1d(runs.LENGTH)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        self.calls += 1
+        self.seen.append(len(input_ids))
+        self.steps += 1
+        noise = torch.rand(()) * 0
+        drawn = self.norm(input_ids.float()).mean() * 0 + noise
+        out = self.bert(input_ids=input_ids, labels=labels)
+        return {"loss": out.loss + drawn, "logits": out.logits}
+
+
+def state_of_the_norm(trainer: Any) -> tuple[Any, ...]:
+    model = trainer.model
+    norm = model.norm
+    return model.calls, model.seen[:3], int(model.steps), int(norm.num_batches_tracked), norm.running_mean.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trial_leaves_statistics_counters_and_random_numbers_alone(ranks, worlds, tmp_path):
+    run = case(Normed, even, batch=3 * ranks, arguments={**TEN, "num_train_epochs": 1}, after=state_of_the_norm)
+    ours = worlds[ranks].run(train, "ours", str(tmp_path / "ours"), run)[0].after
+    theirs = worlds[ranks].run(train, "stock", str(tmp_path / "stock"), run)[0].after
+    assert ours[:4] == theirs[:4]
+    assert ours[4] == pytest.approx(theirs[4])
+
+
+# --- random numbers
+
+
+def dropping() -> nn.Module:
+    return runs.llama(attention_dropout=0.3)
+
+
+def tokenizer() -> Any:
+    names = {f"w{number}": number for number in range(3, runs.VOCABULARY)} | {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, unk_token="[UNK]"))
+    special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def mask(rows: Any) -> Any:
+    return transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.4)(rows)
+
+
+def draw(rows: Any) -> Any:
+    """A collator that draws by all three."""
+    batch = transformers.default_data_collator(rows)
+    drawn = int(torch.randint(3, 97, ())) + np.random.randint(3, 97) + random.randint(3, 97)
+    batch["input_ids"][:, 0] = drawn % 90 + 3
+    return batch
+
+
+NOISY = {**TEN, "learning_rate": 1e-3}
+DRAWN = {
+    "masks and dropout": case(losses.masked, losses.unmasked, options={"data_collator": mask}),
+    "noise": case(dropping, 24, arguments={**NOISY, "neftune_noise_alpha": 5.0}),
+    "three sources": case(dropping, 24, options={"data_collator": draw}),
+}
+
+
+def drawn_alike(name: str, worlds: Any, folder: Any) -> None:
+    """Compare two ranks with one rank that takes the same micro-batches one after the other."""
+    run = replace(DRAWN[name], batch=6)
+    alone = replace(run, batch=3, arguments={**run.arguments, "gradient_accumulation_steps": 2})
+    ours, other = (
+        worlds[2].run(train, "ours", str(folder / "2"), run)[0],
+        worlds[1].run(train, "ours", str(folder / "1"), alone)[0],
+    )
+    assert_same_history(ours, other, absolute=5e-6)
+    assert len(ours.column("loss")) >= 8
+    dry = worlds[1].run(train, "ours", str(folder / "dry"), replace(alone, arguments={**alone.arguments, "seed": 7}))[0]
+    assert abs(dry.column("loss")[0] - ours.column("loss")[0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["masks and dropout", "noise"])
+def test_random_numbers_do_not_depend_on_the_number_of_ranks(name, worlds, tmp_path):
+    drawn_alike(name, worlds, tmp_path)
+
+
+@pytest.mark.slow
+def test_random_numbers_of_all_sources_do_not_depend_on_the_number_of_ranks(worlds, tmp_path):
+    drawn_alike("three sources", worlds, tmp_path)
+
+
+def test_masks_go_on_where_they_were_after_a_resume(world2, tmp_path):
+    arguments = {**TEN, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3}
+    run = replace(DRAWN["masks and dropout"], arguments=arguments)
+    whole = world2.run(train, "ours", str(tmp_path / "whole"), run)[0]
+    resumed = replace(run, resume=str(tmp_path / "whole" / "checkpoint-3"))
+    again = world2.run(train, "ours", str(tmp_path / "again"), resumed)[0]
+    assert_same_history(again, whole, relative=0, absolute=0, leave_out=["train_loss"])
+
+
+def test_one_micro_batch_draws_as_stock(world1, stock, tmp_path):
+    run = case(losses.masked, losses.unmasked, options={"data_collator": mask}, batch=3)
+    assert_same_history(world1.run(train, "ours", str(tmp_path), run)[0], stock(run))
+
+
+def test_a_collator_leaves_the_random_numbers_outside_alone():
+    collate = SeededCollator(lambda rows: (torch.rand(()), np.random.rand(), random.random()), 3, rank=1, ranks=2)
+    collate.begin(0)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first, second = collate([]), collate([])
+    assert first != second
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    other = SeededCollator(collate.collate, 3, rank=0, ranks=1)
+    other.begin(0, first=1)
+    assert other([]) == first
+    collate.begin(1)
+    assert collate([]) != first
+
+
+def numbers(rows: Any) -> list[float]:
+    return [float(torch.rand(())), np.random.rand(), random.random()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True])
+def test_worker_processes_draw_as_the_rank_itself(kept):
+    found = []
+    for workers in (0, 2):
+        collate = SeededCollator(numbers, 3, rank=1, ranks=2, shared=workers > 0)
+        kwargs = {"persistent_workers": kept, "multiprocessing_context": "fork"} if workers else {}
+        loader = torch.utils.data.DataLoader(range(10), 2, collate_fn=collate, num_workers=workers, **kwargs)
+        drawn = []
+        for epoch in range(3):
+            collate.begin(epoch)
+            drawn += list(loader)
+        found.append(drawn)
+    assert found[0] == found[1]
+    assert len({each[0] for each in found[0]}) == 15
+
+
+# --- rows of a batch
+
+
+def test_rows_of_nested_batches():
+    inner = {"a": torch.arange(8).view(4, 2), "texts": ["a", "b", "c", "d"]}
+    batch = {**inner, "more": [{"x": torch.arange(4)}, torch.zeros(4, 3)], "scale": torch.tensor(3.0), "name": "n"}
+    assert rows_of(batch) == 4
+    assert can_split(batch, 4)
+    part = selected(batch, [2, 0], 4)
+    assert part["a"].tolist() == [[4, 5], [0, 1]]
+    assert part["texts"] == ["c", "a"]
+    assert part["more"][0]["x"].tolist() == [2, 0]
+    assert part["more"][1].shape == (2, 3)
+    assert (part["scale"].item(), part["name"]) == (3.0, "n")
+    assert not can_split({**batch, "images": torch.zeros(7, 3)}, 4)
+    assert selected({"boxes": [torch.zeros(5), torch.ones(2)], "y": torch.zeros(2)}, [1, 1], 2)["boxes"][0].tolist() == [
+        1,
+        1,
+    ]
+
+
+# --- a head whose logits the model reads
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    """A user's causal model that computes the cross entropy of its logits itself."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            flat = out.logits[:, :-1].reshape(-1, self.config.vocab_size)
+            out.loss = nn.functional.cross_entropy(flat.float(), labels[:, 1:].reshape(-1))
+        return out
+
+
+class Penalised(OwnLoss):
+    """One that reads the logits in another way as well."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if labels is not None:
+            out.loss = out.loss + 1e-3 * out.logits.gather(-1, input_ids[..., None]).mean()
+        return out
+
+
+def own_loss() -> nn.Module:
+    torch.manual_seed(5)
+    return OwnLoss(runs.llama().config)
+
+
+@pytest.mark.parametrize("kind", [OwnLoss, Penalised])
+def test_a_model_that_reads_its_logits_has_no_chunked_loss(kind):
+    model = kind(runs.llama().config)
+    assert proven_head_loss(model, torch.float32, torch.device("cpu")) == "its loss is more than a head's"
+
+
+def test_a_causal_model_with_its_own_mean_trains_as_on_one_rank(world2, stock, tmp_path):
+    run = case(own_loss, 27)
+    ours = world2.run(train, "ours", str(tmp_path), replace(run, after=scaling_of))[0]
+    assert ours.after == "mean-tokens"
+    assert_same_history(ours, stock(run))

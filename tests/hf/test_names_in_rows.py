@@ -1,0 +1,294 @@
+"""Every column and key of a row is read, or named by `data.ignore_columns`, or stops the run."""
+
+import json
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.hf.data import prepare
+from ftkit.hf.formats import read_row
+from ftkit.hf.once import RefusedError
+from ftkit.run_rows import prepare_rows
+from tests.tiny import TEMPLATE, make_tokenizer
+
+WITH_NAMES = TEMPLATE.replace("'Q:' +", "'Q' + (message.name or '') + ':' +")
+WITH_TOOLS = "{%- for tool in tools or [] %}{{- tool.function.name }}{%- endfor %}" + TEMPLATE
+DUMPS_TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}" + TEMPLATE
+REASONS = TEMPLATE.replace("{% generation %}", "{% generation %}{{- message.reasoning_content or '' }}")
+UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}
+TURNS = [USER, ANSWER]
+TOOL = {"type": "function", "function": {"name": "now", "description": "the time"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    made = {}
+
+    def of(template):
+        if template not in made:
+            made[template] = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
+        return made[template]
+
+    return of
+
+
+@pytest.fixture
+def ready(tmp_path, tokenizers):
+    def prepared(rows, template=TEMPLATE, name="rows.jsonl", **settings):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"sequence_tokens": 128, "workers": 1, "cache_dir": tmp_path / "cache", **settings}
+        return prepare(path, tokenizers(template), **settings)
+
+    return prepared
+
+
+def tokens_of(prepared):
+    return [(row["input_ids"], row["labels"]) for row in prepared.dataset]
+
+
+ASKED = {"from": "human", "value": "a"}
+GOOD = {"messages": TURNS}
+UNREAD = {
+    "a column": ({"messages": TURNS, "id": 7}, "id"),
+    "a misspelled column": ({"messages": TURNS, "system_prompt": "be short"}, "system_prompt"),
+    "zero says something": ({"messages": TURNS, "score": 0}, "score"),
+    "a key of a turn": ({"messages": [{**USER, "name": "Ann"}, ANSWER]}, "messages.name"),
+    "a mask that nobody knows": ({"messages": [USER, {**ANSWER, "loss": False}]}, "messages.loss"),
+    "tool calls": ({"messages": [USER, {**ANSWER, "tool_calls": [TOOL]}]}, "messages.tool_calls"),
+    "tools": ({"messages": TURNS, "tools": [TOOL]}, "tools"),
+    "another format beside it": ({"messages": TURNS, "text": "more"}, "text"),
+    "two words for one thing": ({"messages": [{**USER, "value": "2+2?"}, ANSWER]}, "messages.value"),
+    "a part of a content": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}, ANSWER]},
+        "messages.content.cache",
+    ),
+    "sharegpt": ({"conversations": [ASKED, {"from": "gpt", "value": "b", "x": 1}]}, "conversations.x"),
+    "input and context": ({"instruction": "a", "input": "b", "context": "c", "output": "d"}, "context"),
+    "output and response": ({"instruction": "a", "output": "c", "response": "d"}, "response"),
+    "a rejected answer": ({"prompt": "a", "completion": "b", "rejected": "c"}, "rejected"),
+    "a title beside text": ({"text": "some words", "title": "a title"}, "title"),
+    "an index without a name": ({"text": "some words", "": 3}, ""),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_a_name_that_nobody_reads_stops(ready, case):
+    bad, name = UNREAD[case]
+    plain = {"messages": GOOD, "conversations": {"conversations": [ASKED, {"from": "gpt", "value": "2"}]}}
+    plain |= {"instruction": {"instruction": "x", "output": "y"}, "prompt": {"prompt": "1", "completion": "2"}}
+    good = next((row for column, row in plain.items() if column in bad), {"text": "the first row"})
+    with pytest.raises(RefusedError) as stop:
+        ready([good, good, bad])
+    assert f"  {name or repr(name)}: 1 row, the first " in str(stop.value)
+    assert "rows.jsonl:3" in str(stop.value)
+    assert str(stop.value).endswith(f"data.ignore_columns: {json.dumps([name])}")
+    with pytest.raises(RefusedError, match="would not be read"):
+        ready([good, good, bad], on_bad_row="skip")
+    accepted = ready([good, good, bad], ignore_columns=[name])
+    assert accepted.report.sources[0].ignored[name].rows == 1
+    assert "ignored: " in str(accepted.report)
+
+
+def test_a_column_of_row_1000_alone_stops(ready):
+    rows = [{"text": f"row {n} of them"} for n in range(1000)]
+    rows[-1]["system"] = "be short"
+    with pytest.raises(RefusedError, match=r"system: 1 row, the first .*rows.jsonl:1000"):
+        ready(rows)
+
+
+def test_columns_that_say_nothing_are_no_fault(ready):
+    assert ready([{"messages": [{**USER, "name": None}, ANSWER], "id": None, "tags": [], "note": ""}]).report.samples == 1
+
+
+def test_what_is_ignored_is_gone_before_the_template_sees_it(ready):
+    named = [{**USER, "name": "Ann"}, ANSWER]
+    assert tokens_of(ready([{"messages": named}], WITH_NAMES)) != tokens_of(ready([GOOD], WITH_NAMES))
+    ignored = ready([{"messages": named}], WITH_NAMES, ignore_columns=["messages.name"])
+    assert tokens_of(ignored) == tokens_of(ready([GOOD], WITH_NAMES))
+
+
+READ_BY_THE_TEMPLATE = {
+    "names": (WITH_NAMES, {"messages": [{**USER, "name": "Ann"}, ANSWER]}),
+    "tools as JSON": (DUMPS_TOOLS, {"messages": TURNS, "tools": [TOOL]}),
+    "tools as text": (DUMPS_TOOLS, {"messages": TURNS, "tools": json.dumps([TOOL])}),
+    "reasoning": (REASONS, {"messages": [USER, {**ANSWER, "reasoning_content": "1+1 is 2"}]}),
+    "reasoning by another name": (REASONS, {"messages": [USER, {**ANSWER, "thinking": "1+1 is 2"}]}),
+}
+
+
+@pytest.mark.parametrize("case", READ_BY_THE_TEMPLATE)
+def test_what_the_template_reads_is_read(ready, case):
+    template, row = READ_BY_THE_TEMPLATE[case]
+    assert tokens_of(ready([row], template)) != tokens_of(ready([GOOD], template))
+
+
+def test_a_key_that_the_template_reads_of_other_turns_only_stops(ready):
+    branch = "{%- if message['role'] == 'assistant' %}"
+    of_tools = TEMPLATE.replace(branch, "{%- if message.role == 'tool' %}{{- message.name }}{% endif %}" + branch)
+    tool = {"role": "tool", "name": "now", "content": "noon"}
+    ready([{"messages": [USER, tool, ANSWER]}], of_tools)
+    with pytest.raises(RefusedError, match=r"messages.name: 1 row"):
+        ready([{"messages": [{**USER, "name": "Ann"}, tool, ANSWER]}], of_tools)
+    with pytest.raises(RefusedError, match=r"tools.function.description: 1 row"):
+        ready([{"messages": TURNS, "tools": [TOOL]}], WITH_TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("Id", "'id'"), ("idd", "'id'"), ("name", "'messages.name'"), ("message.name", "'messages.name'"), ("zzz", "The rows")],
+)
+def test_an_ignored_name_that_matches_nothing_stops(ready, name, meant):
+    with pytest.raises(UserError, match=rf"data.ignore_columns: '{name}' is in no row. .*{meant}"):
+        ready([{"messages": [{**USER, "name": None}, ANSWER], "id": None}], ignore_columns=[name])
+
+
+def test_a_name_below_an_ignored_one_is_said_to_be_that(ready):
+    rows = [{**GOOD, "meta": {"a": 1}}]
+    with pytest.raises(UserError, match=r"'meta.a' lies below 'meta', which is left out whole; remove 'meta.a'"):
+        ready(rows, ignore_columns=["meta", "meta.a"])
+
+
+@pytest.mark.parametrize("ignored", [["Meta"], ["*"], ["meta.a"]])
+def test_what_is_proposed_to_ignore_is_accepted(ready, ignored):
+    rows = [{**GOOD, "meta": {"a": 1, "b": 2}}]
+    with pytest.raises(RefusedError) as stop:
+        ready(rows, ignore_columns=ignored)
+    proposed = json.loads(str(stop.value).rpartition("data.ignore_columns: ")[2])
+    assert ready(rows, ignore_columns=proposed).report.samples == 1
+
+
+USERS_ONLY = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' %}")
+
+
+@pytest.mark.parametrize("row", [GOOD, {"prompt": "a", "completion": "b"}])
+def test_a_system_column_that_the_template_leaves_out_stops(ready, row):
+    with pytest.raises(RefusedError, match=r"system: 1 row, the first .*\(the chat template leaves it out\)"):
+        ready([row, {**row, "system": "be short"}], USERS_ONLY)
+    assert ready([{**row, "system": "be short"}], USERS_ONLY, ignore_columns=["system"]).report.samples == 1
+    assert ready([{**row, "system": "be short"}]).report.samples == 1
+
+
+def test_a_tool_turn_that_the_template_leaves_out_is_told(ready):
+    row = {"messages": [USER, ANSWER, {"role": "tool", "content": "noon"}, ANSWER]}
+    assert ready([row], USERS_ONLY).report.sources[0].found["left_out"].rows == 1
+    assert "left_out" not in ready([row]).report.sources[0].found
+
+
+def test_an_ignored_name_may_be_in_the_held_out_file_alone(ready, tmp_path, tokenizers):
+    from ftkit.recipe import Recipe
+
+    for name, rows in (("train.jsonl", [GOOD]), ("held.jsonl", [{**GOOD, "id": 1}])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = {
+        "model": {"name": "a/b"},
+        "data": {"path": str(tmp_path / "train.jsonl"), "cache_dir": str(tmp_path / "cache"), "workers": 1},
+        "eval": {"path": str(tmp_path / "held.jsonl")},
+        "output": {"dir": "x"},
+    }
+    with pytest.raises(UserError, match=r"id: 1 row, the first .*held.jsonl:1"):
+        prepare_rows(Recipe.model_validate(facts), tokenizers(TEMPLATE))
+    facts["data"]["ignore_columns"] = "id"
+    prepare_rows(Recipe.model_validate(facts), tokenizers(TEMPLATE))
+    facts["data"]["ignore_columns"] = ["id", "ids"]
+    with pytest.raises(UserError, match=r"'ids' is in no row"):
+        prepare_rows(Recipe.model_validate(facts), tokenizers(TEMPLATE))
+
+
+EARLIER = [{"role": "user", "content": "0+1?"}, {"role": "assistant", "content": "one"}]
+SYSTEM = {"role": "system", "content": "be short"}
+SAME = {
+    "system beside messages": ({"system": "be short", "messages": TURNS}, [SYSTEM, *TURNS]),
+    "system twice, the same": ({"system": "be short", "messages": [SYSTEM, *TURNS]}, [SYSTEM, *TURNS]),
+    "system beside conversations": (
+        {"system": "be short", "conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "two"}]},
+        [SYSTEM, *TURNS],
+    ),
+    "system beside a prompt": ({"system": "be short", "prompt": "1+1?", "response": "two"}, [SYSTEM, *TURNS]),
+    "system of alpaca": ({"system": "be short", "instruction": "1+1?", "output": "two"}, [SYSTEM, *TURNS]),
+    "history of alpaca": (
+        {"instruction": "1+1?", "output": "two", "history": [["0+1?", "one"], ["and?", "no"]], "system": "be short"},
+        [SYSTEM, *EARLIER, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}, *TURNS],
+    ),
+    "history of a prompt": (
+        {"prompt": "1+1?", "response": "two", "history": [["0+1?", "one"]]},
+        [*EARLIER, *TURNS],
+    ),
+}
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
+@pytest.mark.parametrize("case", SAME)
+def test_what_stands_beside_the_turns_is_read_as_turns(ready, case, template):
+    row, turns = SAME[case]
+    assert tokens_of(ready([row], template)) == tokens_of(ready([{"messages": turns}], template))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"system": "a", "messages": [SYSTEM, *TURNS]}, "another system turn"),
+        ({"system": 7, "messages": TURNS}, "`system` must be text; found int"),
+        ({"instruction": "a", "output": "b", "history": [["q"]]}, "`history`, pair 1 must be a list of a question and"),
+        ({"instruction": "a", "output": "b", "history": {"q": "a"}}, "`history` must be a list of pairs; found dict"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "weight 0.5; only 0 and 1"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "train 'no'; needed: true or false"),
+        ({"messages": [USER, {**ANSWER, "train": True, "weight": 0}]}, "contradict each other"),
+        ({"messages": [{**USER, "train": True}, ANSWER]}, "a user turn that is to be learned"),
+        ({"messages": [{**USER, "role": "asistant"}, ANSWER]}, r"did you mean assistant\?"),
+    ],
+)
+def test_what_cannot_be_read_so_is_a_bad_row(ready, row, reason):
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{reason}"):
+        ready([row])
+
+
+TALK = [USER, ANSWER, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED, None], ids=["marked", "prefix", "plain"])
+@pytest.mark.parametrize(("mark", "muted"), [({"weight": 0}, 1), ({"train": False}, 3)])
+@pytest.mark.parametrize("loss_on", ["answers", "all"])
+def test_a_muted_answer_is_read_and_not_learned(ready, template, mark, muted, loss_on):
+    turns = [{**turn, **mark} if number == muted else turn for number, turn in enumerate(TALK)]
+    [(ids, labels)] = tokens_of(ready([{"messages": turns}], template, loss_on=loss_on))
+    [(all_ids, all_labels)] = tokens_of(ready([{"messages": TALK}], template, loss_on=loss_on))
+    [(_, answers)] = tokens_of(ready([{"messages": TALK}], template))
+    assert ids == all_ids
+    other = tokens_of(ready([{"messages": TALK[:2]}], template))[0][0]
+    first = [place < len(other) for place in range(len(ids))]  # the tokens of the first question and answer
+    gone = [label != -100 and first[place] == (muted == 1) for place, label in enumerate(answers)]
+    assert labels == [-100 if mute else label for mute, label in zip(gone, all_labels)]
+    assert any(gone)
+
+
+def test_columns_that_no_format_reads_are_named_with_the_nearest(ready):
+    with pytest.raises(UserError, match=r"mesages \(did you mean `messages`\?\)"):
+        ready([{"mesages": TURNS}])
+    with pytest.raises(UserError, match=r"Text \(did you mean `text`\?\)"):
+        ready([{"Text": "words"}])
+
+
+def test_keys_given_twice_stop_with_file_and_line(ready, tmp_path, tokenizers):
+    for twice in ('{"text": "a b", "text": "c d"}', '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}'):
+        path = tmp_path / "twice.jsonl"
+        path.write_text('{"text": "the first"}\n' + twice + "\n")
+        with pytest.raises(UserError, match=r"twice.jsonl:2: has the key '(text|role)' twice in one object"):
+            prepare(path, tokenizers(TEMPLATE), cache_dir=tmp_path / "cache", workers=1)
+        whole = tmp_path / "twice.json"
+        whole.write_text('[{"text": "the first"},\n' + twice + "]")
+        with pytest.raises(UserError, match=r"twice.json, row 2: has the key '(text|role)' twice in one object"):
+            prepare(whole, tokenizers(TEMPLATE), cache_dir=tmp_path / "cache", workers=1)
+    (tmp_path / "twice.json").write_text('{"rows": [{"text": "a b"}], "rows": [{"text": "c d"}]}')
+    with pytest.raises(UserError, match=r"twice.json: has the key 'rows' twice"):
+        prepare(tmp_path / "twice.json", tokenizers(TEMPLATE), cache_dir=tmp_path / "cache", workers=1)
+    tools = {"messages": TURNS, "tools": '[{"name": "f", "name": "g"}]'}
+    with pytest.raises(UserError, match=r"rows.jsonl:1: `tools` has the key 'name' twice"):
+        ready([tools], DUMPS_TOOLS)
+
+
+def test_a_row_alone_is_read_as_before():
+    read = read_row({"messages": [USER, {**ANSWER, "weight": 1, "train": None}]}, "messages")
+    assert read.turns == (USER, ANSWER)
+    assert read.muted == frozenset()

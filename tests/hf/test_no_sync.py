@@ -1,0 +1,134 @@
+"""Accumulation by hand, `no_sync`, and the loops of accelerate that need weights of each rank's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
+from torch.utils.data import DataLoader
+
+import ftkit
+from tests.hf import runs
+from tests.hf.runs import assert_same_weights, fresh_state
+from tests.hf.test_accelerator import full_rows, make
+from tests.hf.test_models_without_blocks import Mlp
+
+MICRO_BATCHES = 3
+
+
+def by_hand(kind: str, form: str, settings: Any = "auto") -> dict[str, Any]:
+    """Accumulate three micro-batches a step, the first two without synchronisation."""
+    accelerator = make(kind, settings, gradient_accumulation_steps=1)
+    model = runs.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(full_rows(36), batch_size=6)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    losses, norms = [], []
+    for number, batch in enumerate(loader, 1):
+        last = number % MICRO_BATCHES == 0
+        contexts = {"accelerator": lambda: accelerator.no_sync(model), "model": getattr(model, "no_sync", nullcontext)}
+        with nullcontext() if last else contexts[form]():
+            loss = model(**batch).loss / MICRO_BATCHES
+            accelerator.backward(loss)
+        losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
+        if last:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model) if kind == "ours" else accelerator.unwrap_model(model).state_dict()
+    return {"losses": losses, "norms": norms, "weights": {name: tensor.detach() for name, tensor in weights.items()}}
+
+
+@pytest.mark.parametrize("form", ["accelerator", "model"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_sync_accumulates_as_ddp_does(worlds, stage, form):
+    wanted = worlds[1].run(by_hand, "stock", "accelerator")[0]
+    for world in (1, 2) if stage == 3 else (2,):
+        got = worlds[world].run(by_hand, "ours", form, {"stage": stage})[0]
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        assert_same_weights(got["weights"], wanted["weights"])
+
+
+def local_sgd(enabled: bool) -> str:
+    """Step inside a LocalSGD context, as accelerate's example does."""
+    accelerator = make("ours", "auto", gradient_accumulation_steps=1)
+    model = Mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=enabled) as local:
+        try:
+            accelerator.backward(model(torch.randn(4, 6), torch.randn(4))["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+        except ftkit.UserError as error:
+            local.enabled = False  # else it averages weights on the way out
+            return str(error)
+    return "trained"
+
+
+def test_local_sgd_is_refused_at_its_first_step(worlds):
+    said = worlds[2].run(local_sgd, True)
+    assert all("inside no_sync()" in each and "enabled=False" in each for each in said)
+    assert worlds[2].run(local_sgd, False) == ["trained", "trained"]
+
+
+def join(even: bool | None) -> str:
+    accelerator = make("ours", "auto")
+    try:
+        with accelerator.join_uneven_inputs([], even_batches=even):
+            return "went on"
+    except ftkit.UserError as error:
+        return str(error)
+
+
+def test_uneven_inputs_are_refused_on_several_ranks(worlds):
+    assert all("even_batches=False" in said for said in worlds[2].run(join, False))
+    assert worlds[2].run(join, None) == ["went on", "went on"]
+    assert worlds[1].run(join, False) == ["went on"]
+
+
+def uneven_loaders() -> str:
+    fresh_state()
+    try:
+        ftkit.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    except ftkit.UserError as error:
+        return str(error)
+    return "went on"
+
+
+def test_uneven_loaders_are_refused_on_several_ranks(worlds):
+    assert all("even_batches=False" in said for said in worlds[2].run(uneven_loaders))
+    assert worlds[1].run(uneven_loaders) == ["went on"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "precision", "words"),
+    [
+        (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD), "no", "comm_hook"),
+        (DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.FP16), "no", "comm_hook"),
+        (GradScalerKwargs(init_scale=8.0), "fp16", "GradScalerKwargs"),
+    ],
+)
+def test_handlers_that_would_be_ignored_are_refused(handler, precision, words):
+    fresh_state()
+    with pytest.raises(ftkit.UserError, match=words):
+        ftkit.Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[handler])
+
+
+@pytest.mark.parametrize("handler", [DistributedDataParallelKwargs(find_unused_parameters=True), GradScalerKwargs()])
+def test_handlers_that_change_nothing_are_taken(handler):
+    fresh_state()
+    made = ftkit.Accelerator(cpu=True, kwargs_handlers=[handler])
+    assert isinstance(made, accelerate.Accelerator)

@@ -1,0 +1,308 @@
+"""Weights of a sharded model read from anywhere: the true value, or an error with the way out; never a NaN.
+
+A loss of the user's that reads a head or an embedding is compared with the stock Trainer on one rank. Everything else that a
+callback, a penalty or a utility may do to a resharded parameter is tried on it and must raise, or must need no values.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import ftkit
+from tests.hf import runs
+from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
+
+ARGUMENTS = {"max_steps": 3}
+
+
+# --- in a loss: the values of one rank
+
+
+def summed(logits, labels, items):
+    """Return the sum over label tokens, over the number in the global batch."""
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), shifted, reduction="sum") / items
+
+
+class HeadOutside:
+    """Applies the head outside the model, as TRL's chunked losses do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        hidden = self.model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        loss = summed(hidden @ self.model.lm_head.weight.T, inputs["labels"], num_items_in_batch)
+        return loss * self.accelerator.num_processes
+
+
+class EmbeddingPenalty:
+    """Adds a penalty on the embedding to the Trainer's loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.05 * self.model.get_input_embeddings().weight.square().sum()
+
+
+class HeadAsTeacher:
+    """Reads the head without gradients, twice, as a teacher's is read."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        hidden = self.model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
+        with torch.no_grad():
+            weight = self.model.get_output_embeddings().weight.detach() * 0.5 + self.model.lm_head.weight * 0.5
+        return summed(hidden @ weight.T, inputs["labels"], num_items_in_batch) * self.accelerator.num_processes
+
+
+class TiedBoth:
+    """Multiplies the head by the embedding: a tied weight that is read twice in one loss, and once by the model."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.01 * (self.model.lm_head.weight * self.model.model.embed_tokens.weight).sum()
+
+
+@pytest.mark.parametrize(
+    "mixin, model, stage",
+    [
+        (HeadOutside, runs.llama, 3),
+        (EmbeddingPenalty, runs.llama, 3),
+        (HeadAsTeacher, runs.llama, 3),
+        (TiedBoth, runs.tied_llama, 3),
+        (HeadOutside, runs.llama, 2),
+    ],
+)
+def test_a_loss_that_reads_a_root_parameter_is_that_of_one_rank(mixin, model, stage, worlds, tmp_path):
+    run = Run(model=model, arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": stage})
+    stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
+    ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), run)[0]
+    assert_same_history(ours, stock)
+    assert_same_weights(ours.weights, stock.weights)
+
+
+# --- elsewhere: an error with the way out
+
+
+class ReadsBlock:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.1 * sum(parameter.pow(2).sum() for parameter in self.model.parameters())
+
+
+class ReadsBlockUnseen(ReadsBlock):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with torch.no_grad():
+            print(self.model.model.layers[0].mlp.up_proj.weight.norm().item())
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Callback(transformers.TrainerCallback):
+    """Logs the norm of the weights after a step."""
+
+    def __init__(self, read):
+        self.read = read
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.read(model)
+
+
+def head_norm(model):
+    return model.lm_head.weight.norm()
+
+
+def block_norm(model):
+    return model.model.layers[0].mlp.up_proj.weight.data.float().norm()
+
+
+def average(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+
+def gradient_norm(model):
+    return [p.grad.norm() for p in model.parameters() if p.grad is not None]
+
+
+class GradientCallback(Callback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.read(model)
+
+    def on_step_end(self, *args, **kwargs):
+        pass
+
+
+def refused(run, text):
+    with pytest.raises(ftkit.UserError, match=text):
+        train("ours", tempfile.mkdtemp(), run)
+
+
+@pytest.mark.parametrize("mixin", [ReadsBlock, ReadsBlockUnseen])
+def test_a_loss_that_reads_a_block_raises(mixin, worlds):
+    text = r"(embed_tokens|up_proj)\.weight is resharded.*gathered_parameters"
+    worlds[2].run(refused, Run(arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": 3}), text)
+
+
+@pytest.mark.parametrize("read", [head_norm, block_norm, average])
+def test_a_callback_that_reads_weights_raises(read, worlds):
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [Callback(read)]}, ftkit={"stage": 3})
+    worlds[2].run(refused, run, r"weight is resharded.*gathered_parameters")
+
+
+def test_a_callback_that_reads_gradients_raises(worlds):
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [GradientCallback(gradient_norm)]}, ftkit={"stage": 3})
+    worlds[2].run(refused, run, r"its gradient was reduced into shards.*grad_norm\(\)")
+
+
+VALUES = {
+    "norm": lambda p: p.norm(),
+    "arithmetic": lambda p: 2 * p,
+    "comparison": lambda p: bool((p > 0).any()),
+    "data": lambda p: p.data.float().mean(),
+    "detach": lambda p: p.detach().clone(),
+    "clone": lambda p: p.clone(),
+    "cpu copy": lambda p: p.detach().to(torch.float64),
+    "numpy": lambda p: p.detach().numpy(),
+    "list": lambda p: p.tolist(),
+    "index": lambda p: p[0],
+    "transpose": lambda p: p.T,
+    "stack": lambda p: torch.stack([p, p]),
+    "foreach": lambda p: torch._foreach_norm([p, p]),
+    "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[1]), p),
+    "isnan": lambda p: torch.isnan(p).any(),
+    "state": lambda p: nn.utils.parameters_to_vector([p]),
+    "pickle": lambda p: pickle.dumps(p),
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "half": lambda p: p.half(),
+    "storage": lambda p: p.untyped_storage(),
+    "add_": lambda p: p.data.add_(1),
+    "copy_": lambda p: p.copy_(torch.zeros(p.shape)),
+    "init": lambda p: nn.init.zeros_(p),
+    "data =": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "into another": lambda p: torch.zeros(p.shape).copy_(p),
+    "ema": lambda p: torch.zeros(p.shape).lerp_(p.detach(), 0.1),
+    "grad =": lambda p: setattr(p, "grad", torch.zeros(p.shape)),
+    "view": lambda p: p.view(-1),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "subclass": lambda p: p.as_subclass(torch.Tensor),
+    "subclass of data": lambda p: p.data.as_subclass(torch.Tensor),
+    "new_tensor": lambda p: p.new_tensor(p),
+    "a hook that reads .grad": lambda p: p.register_post_accumulate_grad_hook(lambda p: p.grad.norm()),
+}
+
+METADATA = {
+    "shape": lambda p: p.shape[0] * p.size(1) == p.numel() == p.nelement(),
+    "dtype": lambda p: p.dtype == torch.float32 and p.element_size() == 4 and p.is_floating_point(),
+    "device": lambda p: p.device.type == "cpu" and not p.is_meta and not p.is_cuda and p.get_device() == -1,
+    "leaf": lambda p: p.is_leaf and p.grad_fn is None and p.grad is None and p.requires_grad,
+    "parameter": lambda p: isinstance(p, nn.Parameter) and p.data.shape == p.shape,
+    "like": lambda p: torch.zeros_like(p).sum() == 0 and p.new_zeros(3).shape == (3,),
+    "text": lambda p: "resharded" in repr(p) and "resharded" in f"{p}",
+    "hash": lambda p: p in {p} and len(p) == p.shape[0],
+    "freeze": lambda p: p.requires_grad_(False).requires_grad_(True) is p,
+    "cast to itself": lambda p: p.to("cpu") is p and p.float() is p and p.to(torch.float32, non_blocking=True) is p,
+    "optimizer": lambda p: torch.optim.AdamW([p]) is not None,
+}
+
+
+def tried(build, stage):
+    model = build()
+    ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    silent, wrong = [], []
+    for home in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"):
+        parameter = model.get_parameter(home)
+        for name, use in VALUES.items():
+            try:
+                use(parameter)
+            except ftkit.UserError as error:
+                silent += [] if home in str(error) else [f"{name} without the name"]
+            else:
+                silent.append(name)
+        wrong += [name for name, use in METADATA.items() if not use(parameter)]
+    assert model.to("cpu") is model.float()
+    assert model.num_parameters() == build().num_parameters()
+    assert model.get_memory_footprint() == build().get_memory_footprint()
+    for use in (lambda: model.half(), lambda: model.to(torch.bfloat16), lambda: model.state_dict()):
+        with pytest.raises(ftkit.UserError):
+            use()
+    with torch.no_grad():
+        assert model(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+    return silent, wrong
+
+
+def test_values_of_a_resharded_parameter_raise_and_metadata_do_not(worlds):
+    for silent, wrong in worlds[2].run(tried, runs.llama, 3):
+        assert (silent, wrong) == ([], [])
+
+
+# --- the way out
+
+
+def gathered_values(build, stage):
+    model, reference = build(), dict(build().named_parameters())
+    units = ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    with ftkit.gathered_parameters(model):
+        if units.comm.rank == 0:  # the others need not read
+            assert all(torch.equal(parameter, reference[name]) for name, parameter in model.named_parameters())
+            assert torch.equal(model.lm_head.weight, reference.get("lm_head.weight", reference["model.embed_tokens.weight"]))
+            assert model(torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
+    rows = torch.arange(8).view(2, 4)
+    model(rows, labels=rows).loss.backward()
+    optimizer.step()
+    with ftkit.gathered_parameters(model):
+        values = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    whole = units.state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in values.items())
+    if stage == 3:
+        with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
+            next(model.parameters()).data.mul_(2)
+    with pytest.raises(ftkit.UserError, match="not sharded"), ftkit.gathered_parameters(build()):
+        pass
+
+
+@pytest.mark.parametrize("build", [runs.llama, runs.tied_llama])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters_have_their_values(build, stage, worlds):
+    worlds[2].run(gathered_values, build, stage)
+
+
+def loop_with_root_parameters(ranks):
+    """Return the gradient norm of a loss that reads the head outside the model, in a plain loop."""
+    model = runs.llama()
+    units = ftkit.shard(model, {"stage": 3, "kernels": "off", "parameters": "host"})
+    optimizer = ftkit.ShardedSGD(units, lr=0.1)
+    rows = torch.arange(24).view(4, 6).chunk(ranks)[units.comm.rank]
+    with ftkit.root_parameters(model):
+        hidden = model.model(rows).last_hidden_state
+        (hidden @ model.lm_head.weight.T).square().mean().backward()
+    return optimizer.grad_norm()
+
+
+def test_root_parameters_train_in_a_plain_loop(worlds):
+    model = runs.llama()
+    hidden = model.model(torch.arange(24).view(4, 6)).last_hidden_state
+    (hidden @ model.lm_head.weight.T).square().mean().backward()
+    true = float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+    assert [*worlds[1].run(loop_with_root_parameters, 1), *worlds[2].run(loop_with_root_parameters, 2)] == pytest.approx(
+        [true] * 3, rel=1e-5
+    )
+
+
+def trained_through_a_parameter():
+    model = runs.llama()
+    ftkit.shard(model, {"stage": 3, "kernels": "off"})
+    with ftkit.gathered_parameters(model), torch.enable_grad():
+        loss = model.get_parameter("lm_head.weight").square().sum()
+        with pytest.raises(ftkit.UserError, match="got a gradient outside the model's calls"):
+            loss.backward()
+
+
+def test_a_gathered_parameter_takes_no_gradient(worlds):
+    worlds[2].run(trained_through_a_parameter)
+
+

@@ -1,0 +1,309 @@
+"""What a run saves is whole: others' files stay, every buffer is there, and what cannot be saved is refused at the start.
+
+Callbacks find `checkpoint-N` complete under its name, and what they leave or change there is no damage. Adapters are
+compared with the file that the stock Trainer writes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, RandLoraConfig, VeraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import TrainerCallback
+
+import ftkit
+from ftkit.errors import UserError
+from ftkit.hf.run_checkpoints import check_folder
+from tests.hf import runs
+from tests.hf.runs import Run
+
+SAVING = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+SHARDED = {"stage": 3}
+
+
+def small() -> Any:
+    """Return a Llama of one block."""
+    return runs.llama(num_hidden_layers=1)
+
+
+# --- files of others
+
+
+class Writer(TrainerCallback):
+    """Somebody's callback that writes into a checkpoint, changes a file of it, and removes one."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Do that on rank 0, once everything is there."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        assert (folder / "ftkit" / "manifest.json").is_file()
+        if not state.is_world_process_zero:  # may come here while rank 0 is at work below
+            return
+        check_folder(folder)
+        (folder / "merged").mkdir()
+        (folder / "merged" / "notes.txt").write_text("mine")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "mine": 1}, indent=1))
+        (folder / "training_args.bin").unlink()
+
+
+class Early(TrainerCallback):
+    """Somebody's callback that makes the folder of a checkpoint before it is saved."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the step's samples."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "samples.txt").write_text("mine")
+
+
+class WritesItself:
+    """A user's Trainer that adds a file to each checkpoint."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        assert (folder / "trainer_state.json").is_file()
+        (folder / f"extra{self.args.process_index}.txt").write_text("mine")
+
+
+def run_of(callbacks: list[Any], **changes: Any) -> Run:
+    """Return a run that saves each step."""
+    return Run(model=small, rows=24, arguments=SAVING, options={"callbacks": callbacks}, ftkit=SHARDED, **changes)
+
+
+def saves_and_goes_on(folder: str, run: Run) -> list[str]:
+    """Train, go on from the second checkpoint, and return its files."""
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    files = runs.files_in(f"{folder}/checkpoint-2")
+    check_folder(Path(folder, "checkpoint-2"))
+    again = runs.make_trainer("ours", folder, run_of([]))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    one, two = trainer.units.state_dict(), again.units.state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    return files
+
+
+def test_what_a_callback_writes_into_a_checkpoint_stays_and_is_no_damage(world2, tmp_path):
+    files = world2.run(saves_and_goes_on, str(tmp_path), run_of([Writer()]))[0]
+    assert "merged/notes.txt" in files
+    assert "training_args.bin" not in files
+
+
+def test_files_that_are_there_before_the_checkpoint_stay(world1, tmp_path):
+    [files] = world1.run(saves_and_goes_on, str(tmp_path), run_of([Early()]))
+    assert {"samples.txt", "trainer_state.json"} <= set(files)
+
+
+def test_what_a_trainer_of_ones_own_adds_stays(world2, tmp_path):
+    files = world2.run(saves_and_goes_on, str(tmp_path), run_of([], mixin=WritesItself))[0]
+    assert {"extra0.txt", "extra1.txt"} <= set(files)
+
+
+class Restarts(TrainerCallback):
+    """Notes whether a checkpoint was complete when `on_save` was called, without defining it on the class."""
+
+
+def names_at_save(folder: str) -> list[list[str]]:
+    """Train with a callback whose `on_save` is an attribute of the object."""
+    found: list[list[str]] = []
+    callback = Restarts()
+    callback.on_save = lambda args, state, control, **_: found.append(  # type: ignore[method-assign]
+        sorted(path.name for path in Path(args.output_dir).iterdir())
+    )
+    runs.make_trainer("ours", folder, run_of([callback])).train()
+    return found
+
+
+def test_a_callback_by_attribute_finds_the_folder(world1, tmp_path):
+    [found] = world1.run(names_at_save, str(tmp_path))
+    assert found == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-1", "checkpoint-2", "checkpoint-3"]]
+
+
+# --- adapters and buffers
+
+
+class Normed(nn.Module):
+    """A head with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.out = nn.Linear(32, runs.VOCABULARY)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits (B, T, V) of hidden (B, T, D)."""
+        return self.out(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+
+def normed() -> Any:
+    """Return a Llama with that head."""
+    model = small()
+    torch.manual_seed(11)
+    model.lm_head = Normed()
+    return model
+
+
+PLACES = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+ADAPTERS: dict[str, tuple[Any, Any]] = {
+    "vera": (small, VeraConfig(r=4, **PLACES)),
+    "vera without projections": (small, VeraConfig(r=4, save_projection=False, **PLACES)),
+    "randlora": (small, RandLoraConfig(r=4, **PLACES)),
+    "ia3": (small, IA3Config(task_type="CAUSAL_LM")),
+    "batch norm": (normed, LoraConfig(r=2, modules_to_save=["lm_head"], **PLACES)),
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Makes a model with one of the adapters."""
+
+    name: str
+
+    def __call__(self) -> Any:
+        base, config = ADAPTERS[self.name]
+        torch.manual_seed(3)
+        return get_peft_model(base(), config)
+
+
+def adapters_of(folder: str, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Return what stock and ours save of an adapter, and whether a resumed run ends the same."""
+    saved = {}
+    for kind in ("stock", "ours"):
+        run = Run(model=Adapted(name), rows=24, arguments={**SAVING, "max_steps": 2}, ftkit=SHARDED)
+        trainer = runs.make_trainer(kind, f"{folder}/{kind}", run)
+        trainer.train()
+        trainer.save_model(f"{folder}/{kind}/out")
+        saved[kind] = load_file(f"{folder}/{kind}/out/adapter_model.safetensors")
+    again = runs.make_trainer("ours", f"{folder}/ours", run)
+    again.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-1")
+    again.save_model(f"{folder}/again")
+    resumed = load_file(f"{folder}/again/adapter_model.safetensors")
+    same = all(torch.equal(tensor, resumed[key]) for key, tensor in saved["ours"].items())
+    return saved["stock"], saved["ours"], same
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_is_saved_with_everything_that_stock_saves(name, world1, tmp_path):
+    [(stock, ours, same)] = world1.run(adapters_of, str(tmp_path), name)
+    assert sorted(ours) == sorted(stock)
+    for key, tensor in ours.items():
+        assert torch.allclose(tensor.float(), stock[key].float(), rtol=1e-4, atol=1e-5), key
+    assert same
+
+
+# --- what cannot be saved
+
+
+def mixtral(**changes: Any) -> Any:
+    """Return a small mixture of experts, whose weights transformers merges on load."""
+    fields = {"vocab_size": runs.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**fields, **changes}))
+
+
+def qwen_moe() -> Any:
+    """Return another."""
+    fields = {"vocab_size": runs.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
+
+
+def mixtral_with_lora() -> Any:
+    """Return the mixture with an adapter on its attention."""
+    return get_peft_model(mixtral(), LoraConfig(r=2, **PLACES))
+
+
+def reached(folder: str, model: Any, **arguments: Any) -> str:
+    """Train, and return at which step it was refused, with the refusal."""
+    run = Run(model=model, rows=24, arguments={**SAVING, **arguments}, ftkit=SHARDED)
+    trainer = runs.make_trainer("ours", folder, run)
+    try:
+        trainer.train()
+        trainer.save_model(f"{folder}/out")
+    except UserError as error:
+        return f"step {trainer.state.global_step}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize("model", [mixtral, qwen_moe])
+def test_a_mixture_that_could_not_be_saved_is_refused_before_the_first_step(model, world1, tmp_path):
+    [told] = world1.run(reached, str(tmp_path), model)
+    if told != "saved":  # until mixtures are saved from shards
+        assert told.startswith("step 0: ")
+        assert "LoRA on the attention" in told
+
+
+def test_an_adapter_of_a_mixture_is_saved(world1, tmp_path):
+    assert world1.run(reached, str(tmp_path), mixtral_with_lora) == ["saved"]
+
+
+# --- arguments that cannot be pickled
+
+
+def local_arguments(folder: str) -> list[str]:
+    """Train with arguments of a class that pickle cannot find."""
+
+    class Mine(ftkit.TrainingArguments):
+        pass
+
+    run = Run(model=small, rows=24, arguments=SAVING, our_classes=(ftkit.Trainer, Mine), ftkit=SHARDED)
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    again = runs.make_trainer("ours", folder, run)
+    again.train(resume_from_checkpoint=True)
+    return runs.files_in(f"{folder}/checkpoint-3")
+
+
+def test_arguments_that_cannot_be_pickled_cost_no_checkpoint(world1, tmp_path):
+    [files] = world1.run(local_arguments, str(tmp_path))
+    assert "training_args.json" in files
+    assert "training_args.bin" not in files
+    assert json.loads((tmp_path / "checkpoint-3" / "training_args.json").read_text())["max_steps"] == 3
+
+
+# --- modules around a model
+
+
+class Wrapper(nn.Module):
+    """A plain module around a transformers model, with a statistic of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, **batch: Any) -> Any:
+        """Return the model's loss, and count."""
+        if self.training:
+            self.seen += 1
+        return {"loss": self.inner(**batch).loss}
+
+
+def wrapped(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what stock and ours save of it, with the best checkpoint loaded at the end."""
+    saved = []
+    for kind in ("stock", "ours"):
+        best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_only_model": True}
+        columns = {"label_names": ["labels"], "remove_unused_columns": False}  # its forward names none
+        run = Run(model=Wrapper, rows=24, eval_rows=6, arguments={**SAVING, **best, **columns}, ftkit=SHARDED)
+        trainer = runs.make_trainer(kind, f"{folder}/{kind}", run)
+        trainer.train()
+        trainer.save_model(f"{folder}/{kind}/out")
+        saved.append(load_file(f"{folder}/{kind}/out/model.safetensors"))
+    return saved[0], saved[1]
+
+
+def test_a_module_around_a_model_is_saved_and_its_best_checkpoint_loaded(world1, tmp_path):
+    [(stock, ours)] = world1.run(wrapped, str(tmp_path))
+    assert sorted(ours) == sorted(stock)
+    assert int(ours["seen"]) == int(stock["seen"])
+    runs.assert_same_weights(ours, stock)

@@ -1,0 +1,71 @@
+"""`ftkit.Seq2SeqTrainer`: what a script with transformers' classes does is the same with one import changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import transformers
+
+import ftkit
+from tests.hf import runs
+from tests.hf.runs import Run, assert_same_history, train
+from tests.hf.test_trainer import SEQ2SEQ, sequence_rows
+
+
+def predict(trainer: Any) -> dict[str, Any]:
+    """Predict by generation, with keywords that beat the arguments."""
+    found = trainer.predict(sequence_rows(4), max_length=9, num_beams=2)
+    return {"tokens": found.predictions.tolist(), "loss": found.metrics["test_loss"], "sum": found.metrics["test_sum"]}
+
+
+TWO_STEPS = {**SEQ2SEQ.arguments, "eval_strategy": "no", "max_steps": 2}
+PREDICTS = replace(SEQ2SEQ, before=None, after=predict, arguments=TWO_STEPS)
+
+
+def changed(run: Run, **arguments: Any) -> Run:
+    return replace(run, arguments={**run.arguments, **arguments})
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(PREDICTS, id="predict with keywords"),
+        pytest.param(changed(PREDICTS, generation_num_beams=3, sortish_sampler=True), id="beams in the arguments"),
+        pytest.param(
+            changed(PREDICTS, generation_config=transformers.GenerationConfig(max_length=7, decoder_start_token_id=0)),
+            id="a generation config",
+        ),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_prediction_by_generation(worlds, world, run, tmp_path):
+    theirs = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]  # on two ranks stock doubles T5's loss
+    generated = worlds[world].run(train, "stock", str(tmp_path / "there"), run)[0].after["tokens"] if world > 1 else None
+    ours = worlds[world].run(train, "ours", str(tmp_path / "ours"), run)[0]
+    assert ours.after["tokens"] == (generated or theirs.after["tokens"])
+    assert ours.after["loss"] == pytest.approx(theirs.after["loss"], rel=1e-4)
+    assert_same_history(ours, theirs, relative=1e-4)
+
+
+def test_the_classes_are_kin_of_ours_and_of_transformers(tmp_path):
+    runs.fresh_state()
+    trainer = ftkit.Seq2SeqTrainer(runs.t5(), ftkit.Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    assert isinstance(trainer, (ftkit.Trainer, transformers.Seq2SeqTrainer))
+    assert isinstance(trainer.args, ftkit.TrainingArguments)
+    assert isinstance(trainer.args, transformers.Seq2SeqTrainingArguments)
+    assert trainer.engine_is_on
+
+
+def test_the_arguments_come_from_a_command_line(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--predict_with_generate", "--ftkit", '{"stage": 3}']
+    (parsed,) = transformers.HfArgumentParser(ftkit.Seq2SeqTrainingArguments).parse_args_into_dataclasses(words)
+    assert parsed.predict_with_generate
+    assert parsed.ftkit == {"stage": 3}
+
+
+def test_arguments_of_the_plain_trainer_are_refused_as_in_stock(tmp_path):
+    runs.fresh_state()
+    with pytest.raises(AttributeError, match="generation_config"):
+        ftkit.Seq2SeqTrainer(runs.t5(), ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

@@ -1,0 +1,74 @@
+"""Faults of what comes between `load_model` and `shard`."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_KEPT = "tests/hf/test_before_sharding.py::test_what_is_done_before_sharding_is_kept"
+_NAMES = "tests/hf/test_adapter_targets.py::test_a_name_that_matches_nothing_stops"
+
+FAULTS = (
+    fault(
+        "what was written in place is read from the file again",
+        "ftkit/hf/sources.py",
+        "    changed = written(stored.values())\n",
+        "    changed = set[int]()\n",
+        _KEPT + "[written_in_place]",
+    ),
+    fault(
+        "values stay as each rank drew them",
+        "ftkit/hf/agreement.py",
+        "        tensor.copy_(value)\n",
+        "",
+        "tests/hf/test_before_sharding.py::test_of_values_that_ranks_drew_differently_rank_0s_count",
+    ),
+    fault(
+        "a write to a parameter on meta is not seen",
+        "ftkit/hf/sources.py",
+        "parameter._version != made[id(parameter)][1]",
+        "parameter._version < made[id(parameter)][1]",
+        "tests/hf/test_adapter_targets.py::test_a_change_that_the_meta_device_does_not_keep_is_refused_by_name",
+    ),
+    fault(
+        "one matching target is enough",
+        "ftkit/hf/adapter_targets.py",
+        '    _each(model, "target_modules", asked["target_modules"], modules, _is_target)\n',
+        "",
+        _NAMES + "[a target beside good ones]",
+    ),
+    fault(
+        "a model that could not be sharded is left without its values",
+        "ftkit/hf/sources.py",
+        "                parameter.data = value\n",
+        "                pass\n",
+        "tests/hf/test_adapter_targets.py::test_a_model_that_could_not_be_sharded_keeps_its_values",
+    ),
+    fault(
+        "parameters that share memory become two shards",
+        "ftkit/hf/own_memory.py",
+        "            if parameter.requires_grad or last[1].requires_grad:\n",
+        "            if False:\n",
+        "tests/hf/test_own_memory.py::test_what_cannot_be_kept_is_refused_by_name",
+    ),
+    fault(
+        "a user's hook on the gradient of an embedding is never called",
+        "ftkit/engine/leaf.py",
+        "                gathered.register_hook(hook)\n",
+        "                pass\n",
+        "tests/hf/test_own_memory.py::test_hooks_on_gradients_are_called_at_stage_3",
+    ),
+    fault(
+        "a merged adapter trains, and nothing changes",
+        "ftkit/hf/blocks.py",
+        "    refuse_merged(model)\n",
+        "",
+        "tests/hf/test_own_memory.py::test_a_merged_adapter_would_train_nothing",
+    ),
+    fault(
+        "a recomputed block counts its batch twice",
+        "ftkit/engine/unit.py",
+        "            stack.enter_context(as_before(self.noted))\n",
+        "",
+        "tests/hf/test_own_memory.py::test_a_recomputed_block_counts_its_batch_once",
+    ),
+)

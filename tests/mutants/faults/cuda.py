@@ -1,0 +1,69 @@
+"""Faults of the CUDA path: devices of threads, attention kernels and their workspace."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_LAUNCHES = "tests/hf/test_attention_launches.py::"
+_PLANNED = "tests/plan/test_attention.py::"
+_THREADS = "tests/engine/test_threads.py::"
+
+FAULTS = (
+    fault(
+        "workers of a rank create a context on GPU 0",
+        "ftkit/engine/threads.py",
+        "ThreadPoolExecutor(1, name, initializer=use_device, initargs=(device,))",
+        "ThreadPoolExecutor(1, name)",
+        _THREADS + "test_workers_of_tiers_begin_on_the_ranks_device",
+    ),
+    fault(
+        "a launch over packed samples counts them as long as the row",
+        "ftkit/hf/varlen.py",
+        "longest = max(b - a for a, b in pairwise(cuts[first : last + 1]))",
+        "longest = row_tokens",
+        _LAUNCHES + "test_a_row_of_short_samples_takes_no_more_than_one_of_long_ones",
+    ),
+    fault(
+        "gradients of a later launch are lost",
+        "ftkit/hf/varlen.py",
+        "                into[start:stop] = part[0]\n",
+        "                into[: stop - start] = part[0]\n",
+        _LAUNCHES + "test_launches_compute_what_the_loop_does",
+    ),
+    fault(
+        "a launch takes one sample too many",
+        "ftkit/plan/attention.py",
+        "if number > first and launch_tokens(number + 1 - first, widest) > limit:",
+        "if number > first and launch_tokens(number - first, widest) > limit:",
+        _PLANNED + "test_samples_that_one_launch_takes",
+        _PLANNED + "test_no_launch_takes_more_than_the_plan_counts",
+    ),
+    fault(
+        "the plan leaves out the fp32 copies of a V100's delta",
+        "ftkit/plan/attention.py",
+        "copies = 3 * 4 * rows",
+        "copies = 0 * rows",
+        _PLANNED + "test_fp32_has_copies_of_the_output",
+    ),
+    fault(
+        "grouped keys go to the math kernel of a V100",
+        "ftkit/hf/attention.py",
+        "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        stand_in",
+        "stand_in",
+        _LAUNCHES + "test_grouped_keys_are_repeated_where_torch_has_no_kernel_for_them",
+    ),
+    fault(
+        "models of the stock Trainer keep their grouped keys",
+        "ftkit/hf/attention.py",
+        "    model.set_attn_implementation(REPEATED)\n",
+        "",
+        _LAUNCHES + "test_models_of_the_stock_trainer_repeat_them_too",
+    ),
+    fault(
+        "the plan counts no workspace of attention",
+        "ftkit/plan/memory.py",
+        "max(graph * part // whole, needed)",
+        "graph * part // whole",
+        _PLANNED + "test_the_plan_of_a_gpu_counts_the_workspace",
+    ),
+)

@@ -1,0 +1,68 @@
+"""Faults of the loss: how it scales, weights of ranks and micro-batches, trials, random numbers."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_SCALING = "tests/hf/test_loss_scaling.py::"
+_RANKS = _SCALING + "test_the_loss_of_two_ranks_is_that_of_one"
+_CASES = "tests/hf/test_loss_cases.py::test_a_users_loss_on_two_ranks_is_that_of_one"
+
+FAULTS = (
+    fault(
+        "loss: a sum is taken for a mean of ranks",
+        "ftkit/hf/loss.py",
+        "            self._weights = [0.0 if empty and each is last else given * ranks for each in batches]\n",
+        "            self._weights = [given for each in batches]\n",
+        _RANKS + "[sum]",
+    ),
+    fault(
+        "loss: a rank whose last batch is all repeated counts like the others",
+        "ftkit/hf/loss.py",
+        "            counts[-1] = 0 if empty else counts[-1]\n",
+        "",
+        _RANKS + "[rows]",
+    ),
+    fault(
+        "loss: label tokens are weighted by rows",
+        "ftkit/hf/loss_scaling.py",
+        "        if self.kind == TOKENS:\n",
+        "        if self.kind == COUNTED:\n",
+        _RANKS + "[tokens]",
+    ),
+    fault(
+        "loss: buffers stay as a trial left them",
+        "ftkit/hf/untouched.py",
+        "                buffer.copy_(content)\n",
+        "                pass\n",
+        _SCALING + "test_a_trial_leaves_statistics_counters_and_random_numbers_alone[2]",
+    ),
+    fault(
+        "loss: micro-batches are seeded by their number on the rank",
+        "ftkit/hf/loss.py",
+        "number * self.accelerator.num_processes + self.accelerator.process_index",
+        "number",
+        _SCALING + "test_random_numbers_do_not_depend_on_the_number_of_ranks[noise]",
+    ),
+    fault(
+        "loss: a resumed run draws the masks of the epoch's first batches again",
+        "ftkit/hf/loss.py",
+        "            self._collator.begin(epoch, skipped)\n",
+        "            self._collator.begin(epoch)\n",
+        _SCALING + "test_masks_go_on_where_they_were_after_a_resume",
+    ),
+    fault(
+        "loss: samples that fill up a dispatched batch count",
+        "ftkit/hf/loss.py",
+        "        return int(loader.remainder) if 0 < loader.remainder < rows * ranks else 0\n",
+        "        return 0\n",
+        _CASES + "[dispatched]",
+    ),
+    fault(
+        "loss: what does not depend on the count is multiplied by the ranks",
+        "ftkit/hf/loss_scaling.py",
+        "            return True, True, partly\n",
+        "            return True, True, False\n",
+        _CASES + "[function with a part]",
+    ),
+)

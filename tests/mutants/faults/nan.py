@@ -1,0 +1,68 @@
+"""Faults of what makes a NaN loud, and of what keeps the engine in place."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_READS = "tests/hf/test_reads.py::"
+_NONFINITE = "tests/hf/test_nonfinite.py::"
+_PLACE = "tests/hf/test_engine_in_place.py::"
+
+FAULTS = (
+    fault(
+        "a plain tensor is cast from a resharded parameter and gives NaN",
+        "ftkit/engine/resharded.py",
+        '        raise _refusal("as_subclass", self)\n',
+        "        return torch.Tensor.as_subclass(self, cls)\n",
+        _READS + "test_values_of_a_resharded_parameter_raise_and_metadata_do_not",
+    ),
+    fault(
+        "in fp16 a last loss that is no number is no failure",
+        "ftkit/hf/trainer.py",
+        "skips=optimizer.loss_scale.dynamic and optimizer.step_was_skipped",
+        "skips=optimizer.loss_scale.dynamic",
+        _NONFINITE + "test_a_last_loss_of_fp16_that_is_nan_fails_where_its_step_was_not_skipped",
+    ),
+    fault(
+        "a resharded parameter is computed with: its NaN goes on",
+        "ftkit/engine/flat.py",
+        "            parameter.__class__ = resharded_class(kind)\n",
+        "",
+        _READS + "test_values_of_a_resharded_parameter_raise_and_metadata_do_not",
+    ),
+    fault(
+        "a head that a loss reads outside the model is no function of its shards",
+        "ftkit/hf/trainer.py",
+        "        with read_by_all(self):\n            loss: Tensor = super()",
+        "        with torch.enable_grad():\n            loss: Tensor = super()",
+        _READS + "test_a_loss_that_reads_a_root_parameter_is_that_of_one_rank[HeadOutside-llama-3]",
+    ),
+    fault(
+        "an optimizer of torch steps on a sharded model and trains nothing",
+        "ftkit/engine/foreign.py",
+        "if own is None or isinstance(optimizer, ShardedOptimizer):",
+        "if own is None or isinstance(optimizer, torch.optim.Optimizer):",
+        _PLACE + "test_a_trainer_with_a_foreign_optimizer_stops",
+    ),
+    fault(
+        "a stock Trainer takes arguments that ask for the engine",
+        "ftkit/hf/arguments.py",
+        "            check_reader(type(self).__name__)\n",
+        "            pass\n",
+        _PLACE + "test_arguments_that_a_trainer_on_the_engine_has_read_are_refused_to_others",
+    ),
+    fault(
+        "a checkpoint with NaN is written, and pushes out the last good one",
+        "ftkit/engine/saving.py",
+        "                    self._look(begin + number * PIECE_NUMEL, part)\n",
+        "",
+        _NONFINITE + "test_a_trainer_whose_last_loss_is_nan_fails_and_keeps_the_last_good_checkpoint",
+    ),
+    fault(
+        "a model with NaN is written",
+        "ftkit/engine/storage.py",
+        "            refuse_not_finite(name, piece, infinite=infinite)\n",
+        "",
+        _NONFINITE + "test_what_is_not_finite_is_not_exported",
+    ),
+)

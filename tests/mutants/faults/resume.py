@@ -1,0 +1,67 @@
+"""Faults of saving and resuming: bookkeeping, files of others, the base, buffers and schedules."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_CHECKPOINTS = "ftkit/hf/run_checkpoints.py"
+_WHOLE = "tests/hf/test_saved_whole.py::"
+
+FAULTS = (
+    fault(
+        "a best checkpoint that was saved before its evaluation is forgotten",
+        _CHECKPOINTS,
+        "or os.path.isdir(folder) else None",
+        "else None",
+        "tests/hf/test_bookkeeping.py::test_the_best_checkpoint_and_those_that_stay_are_stocks",
+    ),
+    fault(
+        "callbacks of others run before a checkpoint has its name",
+        _CHECKPOINTS,
+        "if self.push_later or read_now or trainer.units.saving is None:",
+        "if self.push_later or trainer.units.saving is None:",
+        _WHOLE + "test_a_callback_by_attribute_finds_the_folder",
+    ),
+    fault(
+        "what a callback changes in a checkpoint is taken for damage",
+        _CHECKPOINTS,
+        "if first and (folder / CONTENTS).is_file():",
+        "if False:",
+        _WHOLE + "test_what_a_callback_writes_into_a_checkpoint_stays_and_is_no_damage",
+    ),
+    fault(
+        "schedules see the engine's own learning rate",
+        "ftkit/hf/accelerator.py",
+        "    made.defaults = {**made.defaults, **optimizer.defaults}",
+        "    pass",
+        "tests/hf/test_schedules.py::test_an_exchanged_optimizer_keeps_the_users_defaults",
+    ),
+    fault(
+        "rows of the base that changed places go unseen",
+        "ftkit/engine/sums.py",
+        "(column_sums * places)",
+        "(column_sums)",
+        "tests/hf/test_base.py::test_sums_add_up_however_a_tensor_is_cut",
+    ),
+    fault(
+        "projections that adapters share are saved once",
+        "ftkit/hf/loading.py",
+        "model.named_modules(remove_duplicate=False)\n        for key, buffer",
+        "model.named_modules()\n        for key, buffer",
+        _WHOLE + "test_an_adapter_is_saved_with_everything_that_stock_saves[randlora]",
+    ),
+    fault(
+        "a state that no checkpoint holds is lost without a word",
+        "ftkit/hf/saving.py",
+        "    refuse_unsaved(units.model)\n",
+        "",
+        "tests/hf/test_refused_before_training.py::test_what_cannot_be_saved_is_refused_before_the_first_step",
+    ),
+    fault(
+        "a configuration that cannot be written costs every checkpoint",
+        _CHECKPOINTS,
+        "            self._try_small_files()\n",
+        "            pass\n",
+        "tests/hf/test_refused_before_training.py::test_what_cannot_be_saved_is_refused_before_the_first_step",
+    ),
+)

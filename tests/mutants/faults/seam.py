@@ -1,0 +1,52 @@
+"""Faults of the seam: models without blocks, `no_sync`, trials, models for evaluation only, the table's judge."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import fault
+
+_WITHOUT = "tests/hf/test_models_without_blocks.py::"
+
+FAULTS = (
+    fault(
+        "a list of block classes counts on Hugging Face models only",
+        "ftkit/hf/replication.py",
+        "    for module in model.modules():\n        listed",
+        "    for module in filter(lambda each: isinstance(each, PreTrainedModel), model.modules()):\n        listed",
+        _WITHOUT + "test_a_named_block_that_matches_nothing_stops",
+    ),
+    fault(
+        "a model without blocks is left at the stage that the plan chooses",
+        "ftkit/hf/replication.py",
+        'if settings.stage == "auto":\n        settings = replace(settings, stage=1)',
+        'if settings.stage == "auto":\n        settings = replace(settings, stage="auto")',
+        _WITHOUT + "test_a_model_without_blocks_trains_replicated[2-Vectors]",
+    ),
+    fault(
+        "a step inside no_sync goes on",
+        "ftkit/engine/optimizer.py",
+        "if self.units.unsynced and self.units.comm.world_size > 1:",
+        "if self.units.unsynced and self.units.comm.world_size > 2:",
+        "tests/hf/test_no_sync.py::test_local_sgd_is_refused_at_its_first_step",
+    ),
+    fault(
+        "a trial on one rank keeps its weights at hand",
+        "ftkit/hf/strict.py",
+        "    if ranks == 1:\n",
+        "    if ranks == 0:\n",
+        "tests/hf/test_strict.py::test_a_small_model_is_sharded_as_a_large_one[1]",
+    ),
+    fault(
+        "a second model is granted what the first was planned with",
+        "ftkit/hf/beside.py",
+        "            if granted and taken:\n",
+        "            if granted and taken < 0:\n",
+        "tests/hf/test_beside.py::test_a_second_model_is_not_granted_what_the_first_was_planned_with",
+    ),
+    fault(
+        "a model for evaluation only is planned with state",
+        "ftkit/hf/blocks.py",
+        "        shape = untrained(shape) if evaluation else shape\n",
+        "",
+        "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
+    ),
+)

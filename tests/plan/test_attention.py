@@ -1,0 +1,174 @@
+"""PyTorch's attention kernels as the plan knows them, beside the installed wheel's own headers and by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftkit.plan.attention import (
+    EFFICIENT,
+    FLASH,
+    KERNELS,
+    MATH,
+    Attention,
+    backend,
+    backward_bytes,
+    launches,
+)
+from ftkit.plan.memory import memory
+from ftkit.plan.shape import Line, Shape, Way
+
+HEADERS = Path(torch.__file__).parent / "include/ATen/native/transformers/cuda/mem_eff_attention"
+NAMES = {"half_t": "fp16", "bfloat16_t": "bf16", "float": "fp32"}
+LLAMA = Attention(heads=40, key_heads=40, head_dim=128, value_dim=128)
+
+
+@pytest.mark.parametrize(("sm", "dtype"), KERNELS, ids=str)
+def test_kernels_are_those_of_the_installed_torch(sm: int, dtype: str) -> None:
+    text = (HEADERS / "kernels/cutlassB.h").read_text()
+    short = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}[dtype]
+    body = re.search(rf"void dispatch_cutlassB_{short}_sm{sm}\(.*?\n}}", text, re.DOTALL)
+    assert body is not None
+    found = []
+    for arguments in re.findall(r"cb\(AttentionBackwardKernel<([^>]*)>", body[0]):
+        arch, kind, aligned, dropout, _, queries, keys, head, *_ = (each.strip() for each in arguments.split(","))
+        assert (arch, NAMES[kind.removeprefix("cutlass::")]) == (f"cutlass::arch::Sm{sm}", dtype)
+        kernel = int(queries), int(keys), int(head)
+        if (aligned, dropout) == ("true", "false") and kernel not in found:
+            found.append(kernel)
+    assert tuple(found) == KERNELS[sm, dtype]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kOutputInRF = kIsHalf && kMaxK <= kBlockSizeI;",
+        "kIsHalf && (kOutputInRF || ArchTag::kMinComputeCapability != 70);",
+        "kNeedsAccumGradK = !kOutputInRF && !cutlass::platform::is_same<output_accum_t, output_t>::value;",
+        "return num_splits_key * kBlockSizeJ * align_up(head_dim, kBlockSizeI);",
+        "int num_blocks = ceil_div(num_queries, kBlockSizeI);",
+        "return num_batches * num_heads * workspace_strideBH() * sizeof(float);",
+    ],
+)
+def test_the_rules_are_those_of_the_installed_torch(text: str) -> None:
+    assert text.replace(" ", "") in re.sub(r"\s", "", (HEADERS / "kernel_backward.h").read_text())
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype", "attention", "masked", "expected"),
+    [
+        (70, "fp16", LLAMA, False, EFFICIENT),
+        (70, "fp16", LLAMA, True, EFFICIENT),
+        (70, "fp32", LLAMA, False, EFFICIENT),
+        (70, "bf16", LLAMA, False, MATH),
+        (70, "fp16", Attention(32, 32, 100, 100), False, MATH),
+        (70, "fp16", Attention(32, 32, 80, 80), False, EFFICIENT),
+        (75, "fp16", Attention(16, 16, 256, 256), False, EFFICIENT),
+        (80, "bf16", LLAMA, False, FLASH),
+        (80, "bf16", LLAMA, True, EFFICIENT),
+        (80, "fp32", LLAMA, False, EFFICIENT),
+        (80, "bf16", Attention(16, 16, 192, 128), False, EFFICIENT),
+        (80, "bf16", Attention(16, 16, 320, 320), False, EFFICIENT),
+    ],
+)
+def test_backends(sm: int, dtype: str, attention: Attention, masked: bool, expected: str) -> None:
+    assert backend(sm, dtype, attention, masked=masked) == expected
+
+
+def test_grouped_keys_that_are_not_repeated_take_the_math_kernel_of_a_v100() -> None:
+    grouped = Attention(32, 8, 128, 128)
+    assert backend(70, "fp16", grouped, masked=False, repeated=False) == MATH
+    assert backend(70, "fp16", grouped, masked=False) == EFFICIENT
+    assert backend(80, "bf16", grouped, masked=False, repeated=False) == FLASH
+
+
+def test_the_workspace_by_hand() -> None:
+    """A row of 2048 tokens, 40 heads of 64: fp32 gradients of the queries, 16 bytes a tile of 64 by 64, and delta."""
+    narrow = Attention(40, 40, 64, 64)
+    tiles = 40 * (2048 // 64)
+    by_hand = tiles * (64 * 64 * 4 + 16) + 40 * 2048 * 4
+    assert backward_bytes(narrow, 1, 2048, "fp16", sm=80, packed=False) == by_hand
+    assert backward_bytes(narrow, 1, 2048, "fp16", sm=70, packed=False) == by_hand
+
+
+def test_fp32_has_copies_of_the_output() -> None:
+    assert backward_bytes(LLAMA, 4, 2048, "fp32", sm=80, packed=False) == 3 * 4 * 4 * 2048 * 5120
+
+
+def test_a_row_of_many_samples_takes_what_an_unpacked_one_does() -> None:
+    """The defect: 25 samples counted as long as the row took 1.1 GB at a hidden size of 5120."""
+    plain = backward_bytes(LLAMA, 1, 2048, "fp16", sm=70, packed=False)
+    packed = backward_bytes(LLAMA, 1, 2048, "fp16", sm=70, packed=True)
+    assert packed < plain + 160e6 < 300e6
+
+
+def exact_bytes(kernel: tuple[int, int, int], attention: Attention, sequences: int, longest: int) -> int:
+    """Return `workspace_size` of an fp16 launch, as kernel_backward.h computes it."""
+    queries, keys, head = kernel
+    batches = sequences * attention.heads
+    splits = -(-longest // keys)
+    wide = head > queries
+    if wide:
+        splits = max(min(splits, 200 // batches), 1)
+    rounded = -(-attention.head_dim // queries) * queries
+    gradient = -(-longest // queries) * -(-attention.head_dim // keys) * (queries * keys + 4)
+    return batches * 4 * (gradient + 2 * wide * splits * keys * rounded)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=60),
+    rows=st.integers(1, 3),
+    heads=st.sampled_from([8, 40]),
+    head=st.sampled_from([64, 80, 128, 256]),
+)
+def test_no_launch_takes_more_than_the_plan_counts(lengths: list[int], rows: int, heads: int, head: int) -> None:
+    tokens = max(sum(lengths), 1)
+    cuts = [0]
+    for _ in range(rows):
+        for length in lengths:
+            cuts.append(cuts[-1] + length)
+    attention = Attention(heads, heads, head, head)
+    planned = backward_bytes(attention, rows, tokens, "fp16", sm=70, packed=True)
+    parts = launches(cuts, tokens)
+    assert [first for first, _ in parts] + [len(cuts) - 1] == [0] + [last for _, last in parts]
+    for first, last in parts:
+        longest = max(stop - start for start, stop in pairwise(cuts[first : last + 1]))
+        for kernel in KERNELS[70, "fp16"]:
+            if kernel[2] == min(each[2] for each in KERNELS[70, "fp16"] if each[2] >= head):
+                assert exact_bytes(kernel, attention, last - first, longest) <= planned
+
+
+@pytest.mark.parametrize(
+    ("cuts", "expected"),
+    [
+        ([0, 2048], [(0, 1)]),
+        ([0, 1024, 2048], [(0, 2)]),
+        ([0, *range(1000, 2049, 40), 2048], [(0, 5), (5, 28)]),
+        ([*range(0, 2049, 16)], [(0, 24), (24, 48), (48, 72), (72, 96), (96, 120), (120, 128)]),
+    ],
+    ids=["one", "two halves", "a long one before short ones", "many short ones"],
+)
+def test_samples_that_one_launch_takes(cuts: list[int], expected: list[tuple[int, int]]) -> None:
+    assert launches(cuts, 2048) == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_plan_of_a_gpu_counts_the_workspace(packed: bool) -> None:
+    lines = (Line(10_000, 2, True),)
+    shape = Shape((lines,) * 4, lines, lines, 256, 97, 1000, 1000, 2048, 2, 2)
+    attention = Attention(40, 40, 64, 64)
+    counted = [
+        memory(each, Way(micro_batch=2), cpu=cpu).peak("device")
+        for each in (shape, replace(shape, attention=attention, packed=packed))
+        for cpu in (False, True)
+    ]
+    needed = backward_bytes(attention, 2, 2048, "fp16", sm=70, packed=packed)
+    assert 0.8 * needed < counted[2] - counted[0] <= needed
+    assert counted[3] == counted[1]

@@ -1,0 +1,139 @@
+"""`ftkit finetune --dry-run` refuses what the run would refuse, with the run's own words: both make the same parts."""
+
+import json
+import shutil
+
+import pytest
+
+from ftkit.errors import UserError
+from ftkit.finetune import dry_run
+from ftkit.parts import check_nvme
+from ftkit.recipe import load
+from tests.tiny import make_base, write_rows
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return a folder with a small model, rows, and a cache of prepared ones."""
+    folder = tmp_path_factory.mktemp("home")
+    make_base(folder / "base")
+    write_rows(folder / "rows.jsonl", 8)
+    (folder / "recipe.yaml").write_text(
+        f"model: {{name: {folder / 'base'}}}\n"
+        f"data: {{path: {folder / 'rows.jsonl'}, sequence_tokens: 32, cache_dir: {folder / 'cache'}}}\n"
+        f"train: {{batch_tokens: 128, max_steps: 2}}\noutput: {{dir: {folder / 'out'}}}\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def folder(home, tmp_path):
+    """Return a model's folder of this test's own."""
+    shutil.copytree(home / "base", tmp_path / "own")
+    return tmp_path / "own"
+
+
+def refused(home, *settings, checkpoints=()):
+    """Make a dry run of the recipe with settings, which must be refused; returns the words."""
+    with pytest.raises(UserError) as refusal:
+        dry_run(load(str(home / "recipe.yaml"), list(settings)), 1, checkpoints)
+    return str(refusal.value)
+
+
+def changed(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return f"model.name={folder}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("output.report_to=tensorbord", "output.report_to: tensorbord is unknown"),
+        ("output.report_to=[comet_ml]", "comet_ml is not installed; pip install comet_ml"),
+        ("adapter={targets: [q_proj, typo_proj]}", "'typo_proj' matches no module"),
+        ("adapter={modules_to_save: [nope]}", "'nope' matches no module"),
+        ("show={path: ROWS, max_new_tokens: 0}", "max_new_tokens"),
+        ("show={path: /dev/null}", "/dev/null"),
+        ("eval={path: /dev/null}", "/dev/null"),
+        ("data.path=/dev/null", "/dev/null"),
+        ("box=nowhere", "no profile 'nowhere'"),
+        ("engine={stage: 1, parameters: host}", "parameters"),
+        ("memory.host_gib=0.001", "does not fit"),
+        ("output.dir=", "output.dir"),
+        ("output.dir=''", "output.dir: is empty"),
+        ("output.dir='  '", "output.dir: is empty"),
+        ('output.dir="a\\0b"', "output.dir: holds a NUL character"),
+        ('data.cache_dir="a\\0b"', "data.cache_dir: holds a NUL character"),
+        ('memory.nvme_dir="a\\0b"', "memory.nvme_dir: holds a NUL character"),
+        ("model.name=''", "model.name: is empty"),
+    ],
+)
+def test_what_a_recipe_says(home, setting, words):
+    assert words in refused(home, setting.replace("ROWS", str(home / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, -100])
+def test_weights_that_are_cut_short(home, folder, size):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert "model.safetensors: " in refused(home, f"model.name={folder}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 64}, "shapes differ from config.json"),
+        ({"num_hidden_layers": 3}, "lacks model.layers.2"),
+        ({"model_type": "gpt2"}, "lacks transformer.h.0"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers=1"),
+        ({"layerdrop": 0.5}, None),
+    ],
+)
+def test_a_model_that_is_not_what_its_folder_says(home, folder, fields, words):
+    name = changed(folder, **fields)
+    if words is None:  # it matters on several ranks only
+        with pytest.raises(UserError, match="layerdrop"):
+            dry_run(load(str(home / "recipe.yaml"), [name]), 2)
+    else:
+        assert words in refused(home, name)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": {"a": "gone.safetensors"}}', '{"weight_map": 5}'])
+def test_an_index_of_shards_that_are_not_there(home, folder, content):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refused(home, f"model.name={folder}")
+
+
+def test_a_question_that_is_longer_than_the_model(home):
+    config = "{model_type: gpt2, n_embd: 16, n_layer: 1, n_head: 2, n_positions: 48, vocab_size: 300}"
+    scratch = ("model.name=null", f"model.tokenizer={home / 'base'}", f"model.config={config}")
+    said = refused(home, *scratch, "show={prompts: [hello], max_new_tokens: 60}")
+    assert said.startswith("show: prompt 0 has")
+    assert "48 positions" in said
+
+
+def test_a_disk_that_is_too_small(home, monkeypatch):
+    monkeypatch.setattr("ftkit.planning.disk_free", lambda path: 1000)
+    assert "free at output.dir" in refused(home, "output.save_every_steps=1")
+
+
+def test_a_drive_that_cannot_be_written():
+    with pytest.raises(UserError, match=r"memory\.nvme_dir: /proc cannot be written"):
+        check_nvme("/proc")
+
+
+def test_a_checkpoint_that_is_none_or_another_runs(home, tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    said = refused(home, checkpoints=[tmp_path / "checkpoint-3"])
+    assert "of the checkpoints asked for none is whole" in said
+    assert "checkpoint-3" in said
+
+
+def test_a_link_to_nowhere_is_told_as_one(home, tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    said = refused(home, f"data.path={tmp_path / 'rows.jsonl'}")
+    assert f"it is a symbolic link to {tmp_path / 'gone.jsonl'}, which is not there" in said
+    assert "did you mean" not in said
