@@ -254,13 +254,21 @@ class Accelerator(accelerate.Accelerator):
             loss = self._optimizers[0].optimizer.scale(loss)
         super().backward(loss, **kwargs)
 
-    ranks_factor = 1
-    """By which `num_processes` is overstated, while a trial finds out whether a loss is multiplied by it."""
+    _told_ranks: int | None = None
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks, as accelerate's."""
-        return super().num_processes * self.ranks_factor
+        """The number of ranks, as accelerate's; what `telling_ranks` says within it."""
+        return self._told_ranks or super().num_processes
+
+    @contextmanager
+    def telling_ranks(self, ranks: int) -> Iterator[None]:
+        """Tell whoever computes a loss in here that there are `ranks` ranks: it may multiply the loss by their number."""
+        self._told_ranks = ranks
+        try:
+            yield
+        finally:
+            self._told_ranks = None
 
     loss_weight: float | None = None
     """Factor of each loss that comes to `backward`; the Trainer sets it for a micro-batch."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,10 @@ class LossMixin:
     def _partly(self) -> bool:
         return self.scaling is not None and self.scaling.partly
 
+    def _as_if_alone(self) -> AbstractContextManager[None]:
+        """Tell a loss of which a part does not depend on the count that there is one rank: nothing is multiplied."""
+        return self.accelerator.telling_ranks(1) if self._partly else nullcontext()
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Do the Trainer's forward and backward, with the weight and the random numbers of this micro-batch."""
         if not self._has_parts:
@@ -124,12 +129,12 @@ class LossMixin:
         step, number = self.state.global_step, self._place[1] + 1 if self._place[0] == self.state.global_step else 0
         self._place = (step, number)
         weight = self._weights[number] if number < len(self._weights) else None
-        if self._partly and num_items_in_batch is not None:  # each rank's share: what does not depend on it, is averaged
+        if self._partly and num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch / self.accelerator.num_processes
         place = number * self.accelerator.num_processes + self.accelerator.process_index
         self.accelerator.loss_weight = weight
         try:
-            with seeded(self.accelerator.device, STEPS, self.args.seed, step, place):
+            with seeded(self.accelerator.device, STEPS, self.args.seed, step, place), self._as_if_alone():
                 loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self.accelerator.loss_weight = None
@@ -151,7 +156,7 @@ class LossMixin:
         plain = stock.__func__ is transformers.Trainer.compute_loss
         engine = isinstance(self.accelerator, Accelerator)
         self._reached_stock = self._reached_stock or plain
-        hides = engine and plain and not self._trying and (self._hides_count or (self._predicting and self._partly))
+        hides = engine and plain and not self._trying and self._hides_count
         self._was_counted = num_items_in_batch is not None and not hides
         nothing_else = plain and engine and not (self.label_smoother or self.compute_loss_func)
         with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
@@ -218,12 +223,12 @@ class LossMixin:
         stock: Any = super().compute_loss
         return stock.__func__ is transformers.Trainer.compute_loss
 
-    def _tried_loss(self, batch: Mapping[str, Any], count: Tensor | None, ranks_factor: int = 1) -> float:
+    def _tried_loss(self, batch: Mapping[str, Any], count: Tensor | None, ranks: int | None = None) -> float:
         """Return the loss of a batch, leaving no trace; NaN where it cannot be computed. See `loss_scaling.Loss`."""
         things = [self, self.state, self.accelerator, *([self.compute_loss_func] if self.compute_loss_func else [])]
         self._trying, reached = True, self._reached_stock
-        self.accelerator.ranks_factor = ranks_factor
-        with untouched(self.model, self.accelerator.device, *things):
+        told = nullcontext() if ranks is None else self.accelerator.telling_ranks(ranks)
+        with untouched(self.model, self.accelerator.device, *things), told:
             try:
                 with read_by_all(self), self.compute_loss_context_manager():
                     loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=count)
@@ -235,7 +240,6 @@ class LossMixin:
                 value = math.nan
             reached = reached or self._reached_stock
         self._trying, self._reached_stock = False, reached
-        self.accelerator.ranks_factor = 1
         return value
 
     # --- samples that are repeated to fill the last batch
@@ -283,9 +287,17 @@ class LossMixin:
         plain = _definer(type(self), "compute_loss") is LossMixin  # somebody else's may look at the outputs
         self._was_counted, self._outputs_unread, self._predicting = not plain, loss_only and plain, True
         try:
-            return super().prediction_step(model, inputs, loss_only, ignore_keys)
+            with self._as_if_alone():
+                return super().prediction_step(model, inputs, loss_only, ignore_keys)
         finally:
             self._outputs_unread = self._predicting = False
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Return the count that the Trainer takes; in evaluation this rank's share of it, where `Scaling.partly` says so."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        if count is None or not (self._predicting and self._partly):
+            return count
+        return count / self.accelerator.sharded(self.model).comm.world_size
 
     def _loss_of_all(self, loss: Tensor, batch: Any, empty: bool, scaling: Scaling) -> Tensor:
         """Return the loss of all ranks' batches from that of this rank's. A collective."""
@@ -295,6 +307,8 @@ class LossMixin:
             scaling = Scaling(TOKENS, shifted=bool(getattr(self, "_loss_shifts_labels", False)))
         if scaling.kind == RANKS or (scaling.kind != ROWS and not self.args.average_tokens_across_devices):
             return loss
+        if scaling.partly:
+            return self.accelerator.reduce(loss, "mean")
         if scaling.is_mean:
             count = 0 if empty else scaling.count(batch, self.label_names)
             comm = self.accelerator.sharded(self.model).comm

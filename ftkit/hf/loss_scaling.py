@@ -40,8 +40,8 @@ COARSE = 2e-2
 """Relative tolerance in 16 bits."""
 
 Loss = Callable[..., float]
-"""From a batch, `num_items_in_batch` and a factor by which the accelerator overstates its ranks (default 1) to the loss; NaN
-where it cannot be computed."""
+"""From a batch, `num_items_in_batch` and a number of ranks that the accelerator tells (default: the true one) to the loss;
+NaN where it cannot be computed."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Scaling:
         kind: one of `ftkit.hf.settings.REDUCTIONS`. shifted: label tokens are counted without the first of each row.
         multiplied: the loss of a rank comes multiplied by the number of ranks already.
         certain: nothing that a later batch shows can change the verdict.
-        partly: a part of a counted loss does not depend on the count (the balance of a router); ranks' parts are averaged.
+        partly: a part of a counted loss does not depend on the count (the balance of a router, a penalty). Such a loss is
+            computed as if this rank were alone, with its share of the count, and ranks are averaged.
     """
 
     kind: str
@@ -103,7 +104,7 @@ class Trial:
             count = torch.tensor(FACTOR * max(labels, 1), device=device)
             with_count = self.loss(batch, count)
             if self.comm.world_size > 1:
-                overstated = self.loss(batch, count, 2)
+                overstated = self.loss(batch, count, 2 * self.comm.world_size)
             parted = FACTOR * with_count - self.loss(batch, count // FACTOR)
             without = self.loss(batch, None)
             if all(self.comm.all(math.isnan(without))):  # it must have a count
@@ -115,7 +116,7 @@ class Trial:
         changes = abs(overstated - with_count) > near * abs(with_count)  # with the accelerator's number of ranks
         partly = counted and any(self.comm.all(abs(parted) > near * abs(FACTOR * with_count)))
         if counted and any(self.comm.all(changes)):
-            return True, True, partly
+            return True, not partly, partly  # a part's loss is computed where one rank is told
         if counted:
             ratio *= FACTOR
         return counted, ranks > 1 and abs(ratio - ranks) <= max(near, 0.05) * ranks, partly

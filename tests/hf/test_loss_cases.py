@@ -68,6 +68,15 @@ class WithAPart:
         return (loss, outputs) if return_outputs else loss
 
 
+class Penalised:
+    """A mean that does not depend on the count, added to what the Trainer computes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss = loss + 3e-2 * outputs.logits.pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class TwoTasks(nn.Module):
     """A classifier with a second head; its loss is a sum of two means over rows."""
 
@@ -159,7 +168,8 @@ CASES: dict[str, Run] = {
     "function by count": case(runs.llama, 27, options={"compute_loss_func": by_count}),
     "function by count, parts": case(runs.llama, 27, options={"compute_loss_func": by_count}, arguments=FOUR),
     "function with a part": case(runs.llama, 24, options={"compute_loss_func": with_a_part}, **TOLD),
-    "own with a part": case(runs.llama, 24, mixin=WithAPart),
+    "own with a part": case(runs.llama, 24, mixin=WithAPart, **TOLD),
+    "a part and a penalty": case(runs.llama, 24, options={"compute_loss_func": with_a_part}, mixin=Penalised, **TOLD),
     "own by count, told": case(runs.llama, 24, mixin=losses.OwnCounted, **TOLD),
     "two tasks": case(TwoTasks, scored),
     "smoothed classifier": case(runs.classifier, losses.labelled, arguments=SMOOTHED),

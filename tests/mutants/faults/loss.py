@@ -61,8 +61,22 @@ FAULTS = (
     fault(
         "loss: what does not depend on the count is multiplied by the ranks",
         "ftkit/hf/loss_scaling.py",
-        "            return True, True, partly\n",
+        "            return True, not partly, partly  # a part's loss is computed where one rank is told\n",
         "            return True, True, False\n",
         _CASES + "[function with a part]",
+    ),
+    fault(
+        "loss: a part of a loss is multiplied as if it were counted",
+        "ftkit/hf/loss.py",
+        "self.accelerator.telling_ranks(1) if self._partly else nullcontext()",
+        "nullcontext()",
+        _CASES + "[a part and a penalty]",
+    ),
+    fault(
+        "loss: in evaluation a part of a loss goes with the whole count",
+        "ftkit/hf/loss.py",
+        "        return count / self.accelerator.sharded(self.model).comm.world_size\n",
+        "        return count\n",
+        _CASES + "[own with a part]",
     ),
 )
