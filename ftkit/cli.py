@@ -3,8 +3,8 @@
 It reads the recipe, refuses what can be refused without a model, decides whether this process starts ranks or joins an
 outer job as one, and turns errors into one screen and an exit code: 2 for input that the user can put right, 1 for a
 rank that died, 130 for a run that was ended at once, 75 for one that ended early with a checkpoint to resume from, by wish
-or by the memory guard, 71 where that saved none, 65 where the loss went wrong (errors.py). Everything else keeps its
-traceback: it is our fault.
+or by the memory guard, 71 where that saved none, 65 where the loss went wrong (errors.py). Everything else is our fault: 70,
+with the traceback in a file.
 
 Heavy modules (torch, transformers) are imported inside the commands that need them and nowhere above, because
 `ftkit recipes list` and a typing mistake in a recipe should answer in a fraction of a second, and because the number of
@@ -13,11 +13,15 @@ threads must be in the environment before torch is first imported.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import shutil
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,14 +33,15 @@ import typer
 from rich.console import Console
 
 from ftkit.begin import check_beginning, checkpoints_to_try
-from ftkit.errors import EndedEarly, UserError
+from ftkit.environment import check_names
+from ftkit.errors import UNEXPECTED, EndedEarly, UserError
 from ftkit.outer import outer_job
 from ftkit.ownership import refuse_foreign_page
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.largest import largest
 from ftkit.plan.show import show_answers, show_plan
 from ftkit.plan.what_if import what_if
-from ftkit.recipe import Recipe, find, load, packaged
+from ftkit.recipe import Recipe, find, load, packaged, text_of
 from ftkit.recipe_list import planned_of, show_recipes
 from ftkit.report.text import literal
 from ftkit.run_folder import RunFolder, write
@@ -270,7 +275,7 @@ def list_recipes() -> None:
 @recipes_app.command("show")
 def show_recipe(recipe: RecipeName) -> None:
     """Print a recipe as it is written."""
-    typer.echo(find(recipe).read_text(encoding="utf-8"), nl=False)
+    typer.echo(text_of(recipe), nl=False)
 
 
 @recipes_app.command("copy")
@@ -307,6 +312,8 @@ def export(
         raise UserError(f"--dtype: {dtype} is unknown; fp32, bf16 and fp16 are known")
     if base is not None and not merge_adapter:
         raise UserError("--base is for --merge-adapter: without it, nothing of the base is written")
+    if not math.isfinite(max_shard_gib):
+        raise UserError(f"--max-shard-gib: found {max_shard_gib}, needs a number of GiB")
     from rich.progress import Progress
 
     from ftkit.hf import exporting, merging  # here, see the top of this file
@@ -469,7 +476,11 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Default: those of the process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text, nor need a terminal take all
     try:
+        check_names(os.environ)
         app(arguments, prog_name="ftkit")
     except UserError as error:
         _leave(str(error), error.exit_code)
@@ -477,6 +488,25 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(str(error), 1)
     except (StoppedError, KeyboardInterrupt) as error:
         _leave(str(error) or "ended", 130)
+    except OSError as error:  # of a full disk, a folder without permission, a drive that fails
+        _leave(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 2)
+    except MemoryError:
+        _leave("this process is out of memory: free some of the box's, or lower what the command was asked for", 2)
+    except Exception as error:
+        _leave(_unexpected(error), UNEXPECTED)
+
+
+def _unexpected(error: Exception) -> str:
+    """Return what to say about an error that is ours; the traceback goes into a file of its own."""
+    told = "".join(traceback.format_exception(error))
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno}). This is a fault of ftkit"
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="ftkit-fault-", suffix=".txt", delete=False, encoding="utf-8") as file:
+            file.write(told)
+    except OSError:
+        return f"{text}; please report it:\n{told}"
+    return f"{text}; please report it with {file.name}"
 
 
 def _leave(text: str, code: int) -> None:

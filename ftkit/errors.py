@@ -1,11 +1,11 @@
 """The errors a user is meant to read.
 
 Whatever is wrong with what the user gave (a recipe, a row, a folder, a machine too small) is a `UserError`: the door
-prints its text on one screen and exits with its code, which is 2. Everything else is a fault of the program and keeps its
-traceback. It is a `ValueError`, so that code which uses ftkit as a library catches it without knowing this file. Three kinds
-have codes of their own: `MemoryShort` and `EndedEarly`, because a script may start such a run again, and `Diverged`. What
-it costs: the one who raises must write the whole message (what was found, what was needed, what to change), because nobody
-downstream adds to it.
+prints its text on one screen and exits with its code, which is 2. Everything else is a fault of the program; the door puts
+its traceback into a file. It is a `ValueError`, so that code which uses ftkit as a library catches it without knowing this
+file. Three kinds have codes of their own: `MemoryShort` and `EndedEarly`, because a script may start such a run again, and
+`Diverged`. What it costs: the one who raises must write the whole message (what was found, what was needed, what to change),
+because nobody downstream adds to it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ RESUME_ME = 75
 NOTHING_SAVED = 71
 """Exit code of a run that the memory guard ended before it had saved anything: sysexits' EX_OSERR."""
 
-
 DIVERGED = 65
 """Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
-
-
+UNEXPECTED = 70
+"""Exit code of a command that met a fault of ftkit: sysexits' EX_SOFTWARE."""
 PEER_LOST = 69
 """Exit code of a rank that cannot go on because another one is dead or hung: sysexits' EX_UNAVAILABLE."""
 

@@ -244,7 +244,7 @@ class Job:
             trainer.evaluate()
         after = shown.answers(trainer.model) if asked else []
         problem = watch.failure(before.global_step if before else 0, trainer.state.global_step)
-        broken = weights_not_finite(trainer.units, trainer.sharded_optimizer) if watch.found else []
+        broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
         if broken:
             problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
         else:

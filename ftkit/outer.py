@@ -23,7 +23,7 @@ def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
         environ: The environment of this process.
 
     Raises:
-        UserError: An outer launcher left out what is needed to join.
+        UserError: An outer launcher left out what is needed to join, or set a number to something else.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
@@ -32,8 +32,12 @@ def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
                 f"RANK and WORLD_SIZE are set, so this is a rank of an outer job, but {' and '.join(missing)} "
                 "is not: start it with torchrun or srun, or unset RANK and WORLD_SIZE to let ftkit start its own ranks"
             )
-        local = {"LOCAL_RANK": environ.get("LOCAL_RANK", "0"), "LOCAL_WORLD_SIZE": environ.get("LOCAL_WORLD_SIZE", "1")}
-        return {**local, **_threads_of_torchrun(environ)}
+        ranks, rank = _number(environ, "WORLD_SIZE", least=1), _number(environ, "RANK")
+        if rank >= ranks:
+            raise UserError(f"RANK is {rank} and WORLD_SIZE {ranks}: ranks are counted from 0")
+        _number(environ, "MASTER_PORT")
+        local, of_box = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", 1, 1)
+        return {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(of_box), **_threads_of_torchrun(environ)}
     # A batch script has SLURM_PROCID and SLURM_NTASKS too; only inside srun is there a step.
     in_batch_script = "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & set(environ)
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
@@ -42,17 +46,38 @@ def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not hosts and "MASTER_ADDR" not in environ:
         raise UserError("SLURM_PROCID is set but not SLURM_JOB_NODELIST: set MASTER_ADDR to the first host of the job")
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = _number(environ, "SLURM_NODEID")
     on_nodes = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
+    tasks_of_nodes = _tasks_per_node(on_nodes)
+    if not tasks.isdecimal() or node >= len(tasks_of_nodes):
+        raise UserError(
+            f"Slurm's variables do not fit together: {tasks} tasks, {on_nodes} on each node, and this is node {node}. "
+            "Start the job with srun, or unset SLURM_PROCID to let ftkit start its own ranks"
+        )
     return {
-        "RANK": environ["SLURM_PROCID"],
+        "RANK": str(_number(environ, "SLURM_PROCID")),
         "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(_tasks_per_node(on_nodes)[node]),
+        "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(tasks_of_nodes[node]),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
         # All ranks of a job must agree without talking; the job number keeps two jobs of a host apart.
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _number(environ, "SLURM_JOB_ID") % 20000),
     }
+
+
+def _number(environ: Mapping[str, str], name: str, default: int = 0, least: int = 0) -> int:
+    """Return the whole number that a variable holds.
+
+    Raises:
+        UserError: it holds something else, or less than `least`.
+    """
+    text = environ.get(name, str(default))
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text) or int(text) < least:
+        raise UserError(
+            f"{name}={text!r}: a whole number of at least {least} is needed. A launcher (torchrun, srun) sets it; unset it "
+            "to let ftkit start its own ranks"
+        )
+    return int(text)
 
 
 def first_host(hosts: str) -> str:
@@ -69,7 +94,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 def _threads_of_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     """Undo torchrun's default of one thread a rank, which idles all cores but one."""
-    local_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = _number(environ, "LOCAL_WORLD_SIZE", 1, 1)
     if "TORCHELASTIC_RUN_ID" in environ and local_ranks > 1 and environ.get("OMP_NUM_THREADS") == "1":
         return dict.fromkeys(("OMP_NUM_THREADS", OWN_THREADS), str(threads_per_rank(local_ranks)))
     return {}

@@ -123,6 +123,8 @@ def strangers_in_model(folder: Path, listing: Path) -> list[Path]:
 
 def refuse_foreign_page(path: Path, option: str) -> None:
     """Raise UserError where a file would be replaced that is no page (or profile) of ftkit."""
+    if not path.name:
+        raise UserError(f"{option}: {path} names no file; name one")
     if path.is_dir() or is_ours(path):
         return
     raise UserError(f"{option}: {path} is there and ftkit did not write it; name another file, or move that one")
@@ -186,10 +188,10 @@ def reads_within(inputs: Iterable[str], written: Iterable[Path]) -> tuple[str, P
     for name in inputs:
         if not os.path.exists(name):
             continue
-        target = Path(name).resolve()
+        target = Path(os.path.realpath(name))
         for path in there:
             above = [target, *target.parents]
-            if path.resolve() in above or any(_same(each, path) for each in above[: len(above) - 1]):
+            if Path(os.path.realpath(path)) in above or any(_same(each, path) for each in above[: len(above) - 1]):
                 return name, path
     return None
 

@@ -468,12 +468,19 @@ def load(path_or_name: str, overrides: list[str] | None = None, *, check_files: 
     Raises:
         RecipeError: With all problems at once.
     """
-    path = find(path_or_name)
+    return parse(text_of(path_or_name), path_or_name, overrides, check_files=check_files)
+
+
+def text_of(path_or_name: str) -> str:
+    """Return the text of a recipe given by path or packaged name.
+
+    Raises:
+        RecipeError: There is none, or it is no UTF-8 text.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return find(path_or_name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([Problem(path_or_name, "", f"not readable: {error}")]) from None
-    return parse(text, path_or_name, overrides, check_files=check_files)
 
 
 def parse(text: str, source: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:

@@ -192,7 +192,7 @@ class RunFolder:
 
     def _refuse_special(self) -> None:
         """Refuse the root of the file system: nobody means it."""
-        if self.path.resolve() == Path(self.path.resolve().anchor):
+        if os.path.realpath(self.path) == os.sep:
             raise UserError("output.dir: / is the root of the file system; name a folder for the run")
 
     def checkpoints(self) -> list[Path]:

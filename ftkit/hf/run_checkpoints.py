@@ -349,4 +349,4 @@ def remove_unfinished(run_folder: Path) -> None:
 
 def existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
+    return next(path for path in (folder, *Path(os.path.realpath(folder)).parents) if path.is_dir())

@@ -6,6 +6,7 @@ It refuses folders that are no runs, and more runs than there are colours.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def compare(folders: Sequence[Path], out: Path) -> None:
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a name for each folder that tells it from the others: as many of its last parts as that takes."""
-    paths = [folder.resolve().parts for folder in folders]
+    paths = [Path(os.path.realpath(folder)).parts for folder in folders]
     for count in range(1, max(map(len, paths), default=1) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]
         if len(set(names)) == len(names):
