@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
 from ftkit.engine.seal import CONTENTS
 from ftkit.errors import UserError
+from ftkit.hf.adapting import with_trained_adapter
 from ftkit.hf.blocks import shard
 from ftkit.hf.generation import generate
 from ftkit.hf.loading import load_model
@@ -106,7 +106,7 @@ def load(folder: str) -> tuple[Any, Any]:
         model = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
     with reading(folder if adapter else base, "cannot be loaded", advice=NEEDED):
         if adapter:
-            model = PeftModel.from_pretrained(model, folder)
+            model = with_trained_adapter(model, folder)
         named = folder if _has_tokenizer(folder) else base
         tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
     return model.to(device).eval(), tokenizer

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from peft import get_peft_model
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -33,6 +32,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.finetune import follow_plan, make_trainer
+from ftkit.hf.adapting import with_adapter
 from ftkit.hf.blocks import units_of
 from ftkit.hf.tasks import TASKS
 from ftkit.launch import Stop
@@ -189,7 +189,7 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
         model = family.from_config(build_model(recipe).config, dtype=torch.float32)
     adapter = lora_config(recipe.adapter, recipe.task)
     if adapter is not None:
-        model = get_peft_model(model, adapter)
+        model = with_adapter(model, adapter)
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in first.items():

@@ -120,6 +120,17 @@ def test_without_a_policy_it_is_told_and_counted(home, worlds):
     assert told(home / "continue")[0]["reason"] == "the loss is inf"
 
 
+def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, worlds):
+    """Every loss is finite; nothing is written but the reason."""
+    train = {"batch_tokens": 192, "max_steps": 1}
+    text = text_of(home, "killed", "continue", train=train, optimizer={"lr": 1e39, "schedule": "constant"})
+    with pytest.raises(RankFailure, match=r"training failed: .* is not finite, so that no model is written") as failed:
+        worlds[2].run(job, text)
+    assert "Diverged" in str(failed.value)
+    assert "is not finite" in json.loads((home / "killed" / "summary.json").read_text())["problem"]
+    assert not list((home / "killed").glob("model/*.safetensors"))
+
+
 def test_a_resumed_run_judges_as_the_first(home, worlds):
     train = {"batch_tokens": 192, "max_steps": LEAST + 6, "on_divergence": "skip"}
     text = text_of(home, "spike", "skip", train=train, output={"dir": str(home / "spike"), "save_every_steps": LEAST + 2})

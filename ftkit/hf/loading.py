@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -38,6 +38,7 @@ from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
 from ftkit.errors import UserError
 from ftkit.hf.adapter_targets import check_names
+from ftkit.hf.adapting import with_adapter
 from ftkit.hf.config_names import check_changes
 from ftkit.hf.initialising import fill_weights, initialise
 from ftkit.hf.model_config import check_buffers, check_layers, config_file, read_config, reading
@@ -106,7 +107,7 @@ def load_model(
     _say(model._ftkit_source.report, files)
     if adapter is not None:
         check_names(model, adapter)
-        model = get_peft_model(model, adapter)
+        model = with_adapter(model, adapter)
     return model.eval()
 
 
@@ -155,7 +156,7 @@ def adapted_on_meta(model: PreTrainedModel, adapter: PeftConfig) -> PreTrainedMo
     check_adapter(adapter)
     check_names(model, adapter)
     with torch.device("meta"):
-        return get_peft_model(model, adapter).eval()
+        return with_adapter(model, adapter).eval()
 
 
 def find_weights(source: str, revision: str | None = None) -> list[Path]:

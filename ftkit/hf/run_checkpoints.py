@@ -21,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import TrainerCallback
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
@@ -40,6 +39,7 @@ from ftkit.engine.seal import (
 )
 from ftkit.errors import UserError
 from ftkit.hf.base import Note, check_base, note_of
+from ftkit.hf.callbacks import listeners
 from ftkit.hf.plain import check_state, readable
 from ftkit.hf.saving import check_savable
 
@@ -277,12 +277,7 @@ def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:
     foreign = (each for each in trainer.__mro__ if not each.__module__.startswith(("ftkit.", "transformers.", "trl.")))
     if any("_save_checkpoint" in vars(each) for each in foreign):
         return True
-    own = TrainerCallback.on_save
-    return any(
-        "on_save" in getattr(each, "__dict__", {}) or getattr(type(each), "on_save", own) is not own
-        for each in callbacks
-        if not type(each).__module__.startswith("ftkit.")
-    )
+    return bool(listeners(callbacks, ["on_save"], ("ftkit",)))
 
 
 def publish(temporary: Path, final: Path) -> None:

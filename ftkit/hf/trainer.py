@@ -43,7 +43,7 @@ from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.attention import is_packed
 from ftkit.hf.base import BASE, write_base
 from ftkit.hf.blocks import units_of
-from ftkit.hf.callback_names import check_callbacks
+from ftkit.hf.callbacks import AFTER_AN_UPDATE, check_callbacks, listeners
 from ftkit.hf.in_place import check_order, engine_trainer
 from ftkit.hf.islands import (
     BATCHES,
@@ -240,11 +240,21 @@ class TrainerMixin(LossMixin):
             return super().create_optimizer(model)
         if hasattr(self.model, "activation_checkpointing_disable"):
             self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
+        if self.units is None:
+            self._update_before_callbacks()
         units = self.accelerator.sharded(self.model, evaluation=False)
         if self.sharded_optimizer is None:
             super().create_optimizer(model)
             self.optimizer = sharded_optimizer(self.optimizer, units)
         return self.optimizer
+
+    def _update_before_callbacks(self) -> None:
+        """Leave deferred updates out of the plan where callbacks of the user's may read weights before the next forward."""
+        settings = self.accelerator.settings
+        names = listeners(self.callback_handler.callbacks, AFTER_AN_UPDATE, ("ftkit", "transformers", "trl"))
+        if names and settings.update == "auto":
+            self.accelerator.settings = EngineSettings(**{**vars(settings), "update": "now"})
+            logger.info("%s may read weights after a step: updates are made in the step", ", ".join(names))
 
     # --- a step
 
@@ -255,12 +265,6 @@ class TrainerMixin(LossMixin):
         if self.engine_is_on:
             self.loss_record.note(self.state.global_step, loss)
         return loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the Trainer does, and begin the next sum of losses at zero: the Trainer subtracts, which keeps a NaN."""
-        super().log(logs, *args, **kwargs)
-        if self.engine_is_on and "loss" in logs and self.is_in_train:
-            self._tr_loss.zero_()
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         """Return whether gradients are DTensors of several meshes: none of a sharded model's is one, and `.grad` raises."""
@@ -423,8 +427,11 @@ class TrainerMixin(LossMixin):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save as the Trainer does; then seal what callbacks have changed in the checkpoint."""
+        logged = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.engine_is_on:
+            if self._globalstep_last_logged != logged:  # the Trainer subtracts, which keeps a NaN
+                self._tr_loss.zero_()
             self.checkpoints.seal_again()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -181,3 +181,22 @@ def test_when_a_run_has_failed():
     assert verdict(2, 4, last=False) is None
     assert "in 3 of 4 steps" in verdict(3, 4, last=False)
     assert "at the last step, in 1 of 4 steps" in verdict(1, 4, last=True)
+
+
+class LogsItsOwn:
+    """A user's Trainer that logs a loss of its own in each micro-batch."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.log({"loss": 0.0, "mine": 1.0})
+        return loss
+
+
+def test_a_loss_that_a_user_logs_leaves_the_trainers_sum_alone(worlds, tmp_path):
+    run = Run(mixin=LogsItsOwn, arguments={"max_steps": 4, "logging_steps": 2})
+    ours = worlds[2].run(train, "ours", str(tmp_path / "2"), run)[0]
+    stock = worlds[1].run(train, "stock", str(tmp_path / "1"), run)[0]
+    told = [[line["loss"] for line in each.history if "grad_norm" in line] for each in (ours, stock)]
+    assert len(told[0]) == 2
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
+    assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)

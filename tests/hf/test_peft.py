@@ -19,6 +19,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from torch import nn
 
 import ftkit
+from ftkit.hf.adapting import with_adapter
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, files_in, train
 from tests.hf.test_loading import refuse
@@ -298,3 +299,10 @@ def dora() -> PeftModel:
 
 def test_auto_model_class_of_the_base_is_kept():
     assert isinstance(adapted().get_base_model(), transformers.LlamaForCausalLM)
+
+
+def test_an_adapter_is_added_without_warnings_of_names_inside_peft(recwarn):
+    with_adapter(runs.llama(), lora())
+    assert not [each for each in recwarn if "is_gradient_checkpointing" in str(each.message)]
+    get_peft_model(runs.llama(), lora())
+    assert [each for each in recwarn if "is_gradient_checkpointing" in str(each.message)], "else there is nothing to do"

@@ -20,7 +20,7 @@ FAULTS = (
         "ftkit/hf/trainer.py",
         "            check_callbacks(self.callback_handler.callbacks)\n",
         "            pass\n",
-        "tests/hf/test_callback_names.py::test_a_trainer_looks_before_it_begins",
+        "tests/hf/test_callbacks.py::test_a_trainer_looks_before_it_begins",
     ),
     _fault(
         "a field set beside a configuration matches nothing",

@@ -1,0 +1,75 @@
+"""Callbacks of the user's: a method nearly named as an event stops the run, and weights read after a step are of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import ftkit
+from ftkit.hf.callbacks import check_callbacks
+from tests.hf import runs
+
+
+def callback(name):
+    return type("Own", (transformers.TrainerCallback,), {name: lambda self, *args, **kwargs: None})()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("on_step_edn", "on_step_end"),
+        ("on_train_start", "on_train_"),
+        ("on_evaluation", "on_evaluate"),
+        ("on_saved", "on_save"),
+    ],
+)
+def test_a_method_that_no_event_calls_stops(name, meant):
+    with pytest.raises(ftkit.UserError, match=f"callback Own: no event of the Trainer is called {name}, .*mean {meant}"):
+        check_callbacks([callback("on_log"), callback(name)])
+
+
+@pytest.mark.parametrize("name", ["on_log", "on_pre_optimizer_step", "on_init_end", "on_xyz_qqq"])
+def test_events_and_other_methods_are_fine(name):
+    check_callbacks([callback(name)])
+    check_callbacks([type("Flag", (transformers.TrainerCallback,), {"on_step_ended": True})()])
+
+
+def test_a_trainer_looks_before_it_begins(tmp_path):
+    from tests.hf import runs
+
+    trainer = runs.make_trainer("ours", str(tmp_path), runs.Run(options={"callbacks": [callback("on_step_edn")]}))
+    with pytest.raises(ftkit.UserError, match="did you mean on_step_end"):
+        trainer.train()
+    assert trainer.units is None
+
+
+class Watching(transformers.TrainerCallback):
+    """A user's callback that reads weights after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(kwargs["model"].model.norm.weight.detach().clone())
+
+
+def seen(kind, folder, watch):
+    Path(folder).mkdir(exist_ok=True)
+    run = runs.Run(ftkit={"stage": 1, "state": "nvme", "nvme_dir": folder}, arguments={"max_steps": 3})
+    trainer = runs.make_trainer(kind, folder, run)
+    watching = Watching()
+    if watch:
+        trainer.add_callback(watching)
+    trainer.train()
+    return watching.seen, kind == "ours" and trainer.units.policy.deferred_update
+
+
+def test_a_callback_that_reads_weights_after_a_step_sees_that_steps(worlds, tmp_path):
+    ours, deferred = worlds[2].run(seen, "ours", str(tmp_path / "a"), True)[0]
+    stock, _ = worlds[1].run(seen, "stock", str(tmp_path / "b"), True)[0]
+    assert not deferred
+    for mine, theirs in zip(ours, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    _, deferred = worlds[2].run(seen, "ours", str(tmp_path / "c"), False)[0]
+    assert deferred, "else there is nothing to leave out"
