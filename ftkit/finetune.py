@@ -12,6 +12,7 @@ a bare training would not make.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, check_isolation
 from ftkit.hf.faults import stops_of
 from ftkit.hf.generation import generate
+from ftkit.hf.nonfinite import last_logged
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -219,13 +221,19 @@ class Job:
         )
         trainer.add_callback(report)
         stack.enter_context(report)
-        before = state_of(checkpoint)
+        before, dtype = state_of(checkpoint), compute_dtype(recipe.train.dtype)
         if trainer.is_world_process_zero():
             folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
         began = time.perf_counter()
         trainer.train(resume_from_checkpoint=checkpoint)
         while watch.ended_by is not None:
-            checkpoint = watch.way_back()
+            try:
+                checkpoint = watch.way_back()
+            except Diverged as error:
+                summary = summarise(trainer, folder, time.perf_counter() - began, dtype, plan, before)
+                if trainer.is_world_process_zero():
+                    write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
+                raise
             trainer.args.eval_on_start = False
             trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
@@ -240,10 +248,13 @@ class Job:
         done = [path for path in made if path not in trainer.damaged]
         if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
             trainer.retire_checkpoints(done[-1])
-        if rows.held_out is not None:
-            trainer.evaluate()
+        held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
         after = shown.answers(trainer.model) if asked else []
-        problem = watch.failure(before.global_step if before else 0, trainer.state.global_step)
+        first_step, last_step = before.global_step if before else 0, trainer.state.global_step
+        history = trainer.state.log_history
+        problem = watch.failure(first_step, last_step) if last_step > first_step else last_logged(history)
+        if problem is None and not math.isfinite(held_out):
+            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
         if broken:
             problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
@@ -253,7 +264,7 @@ class Job:
             trainer.save_model(str(folder.model))
             if trainer.is_world_process_zero():
                 folder.list_model(whole=True)
-        summary = summarise(trainer, folder, seconds, compute_dtype(recipe.train.dtype), plan, before)
+        summary = summarise(trainer, folder, seconds, dtype, plan, before)
         summary["problem"] = problem
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})

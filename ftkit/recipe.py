@@ -129,6 +129,7 @@ CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Real = Annotated[float, BeforeValidator(_number)]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
 Positive = Annotated[Real, Field(gt=0)]
+Noise = Annotated[Real, Field(ge=0, le=1e6)]
 NotNegative = Annotated[Real, Field(ge=0)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
@@ -257,7 +258,7 @@ class Train(Section):
     max_steps: Bounded | None = Field(None, description="optimizer steps; wins over epochs")
     seed: Seed = Field(17, description="of weights, dropout and the order of samples")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; masters are fp32")
-    neftune_noise_alpha: NotNegative | None = Field(None, description="noise on the embeddings (NEFTune)")
+    neftune_noise_alpha: Noise | None = Field(None, description="noise on the embeddings (NEFTune)")
     label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
     on_divergence: Literal["continue", "skip", "rollback", "stop"] = Field(
         "continue", description="after a loss that is no number or a spike: tell it; also leave the step out; go back; end"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.durable import all_ranks, rank_zero
+from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units
@@ -334,9 +335,18 @@ class Accelerator(accelerate.Accelerator):
     # --- saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the whole model's state as CPU tensors, on every rank. A collective; for small models."""
+        """Return the whole model's state as CPU tensors, on every rank, to be saved. A collective; for small models.
+
+        Raises:
+            UserError: for a tensor with values that are not finite.
+        """
         units = units_of(model)
-        return super().get_state_dict(model, unwrap) if units is None else units.state_dict()
+        if units is None:
+            return super().get_state_dict(model, unwrap)
+        state = units.state_dict()
+        for name, tensor in state.items():
+            refuse_not_finite(name, tensor.reshape(-1))
+        return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Write everything that `load_state` needs, in sharded form. A collective.

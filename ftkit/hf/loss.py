@@ -29,7 +29,7 @@ from ftkit.hf.accelerator import Accelerator
 from ftkit.hf.head import head_loss, only_loss
 from ftkit.hf.loss_scaling import COUNTED, RANKS, ROWS, SUM, TOKENS, Scaling, Trial
 from ftkit.hf.reading import read_by_all
-from ftkit.hf.row_parts import IGNORED, can_split, rows_of, selected, with_labels
+from ftkit.hf.row_parts import IGNORED, can_split, rows_of, selected, token_labels, with_labels
 from ftkit.hf.seeding import STEPS, SeededCollator, seeded
 from ftkit.hf.settings import EngineSettings
 from ftkit.hf.untouched import untouched
@@ -97,22 +97,24 @@ class LossMixin:
         else:
             counts = [scaling.count(each, self.label_names) for each in batches]
             counts[-1] = 0 if empty else counts[-1]
-            self._weights = [given * weight for weight in self._shares(counts)]
-            if scaling.kind == TOKENS:
-                batches = [each if count else _with_one_label(each) for each, count in zip(batches, counts)]
+            comm = self.accelerator.sharded(self.model).comm
+            totals = comm.totals(torch.tensor(counts, dtype=torch.float32, device=comm.device))
+            self._weights = [given * weight for weight in self._shares(counts, totals)]
+            if scaling.kind == TOKENS:  # where no rank has a label, the mean is no number, as on one rank
+                known = zip(batches, counts, totals, strict=True)
+                batches = [_with_one_label(each) if total and not count else each for each, count, total in known]
         return batches
 
-    def _shares(self, counts: Sequence[int]) -> list[float]:
-        """Return the factors of this rank's means that make the mean over all ranks' rows or tokens. A collective.
+    def _shares(self, counts: Sequence[int], totals: list[float]) -> list[float]:
+        """Return the factors of this rank's means that make the mean over all ranks' rows or tokens.
 
         Args:
-            counts: of rows or tokens in each micro-batch of this rank.
+            counts: of rows or tokens in each micro-batch of this rank. totals: of all ranks together.
         """
-        comm = self.accelerator.sharded(self.model).comm
-        totals = comm.totals(torch.tensor(counts, dtype=torch.float32, device=comm.device))
         if self._hides_count and self.loss_is_scaled_for_ga is False:  # the Trainer divides by the number of micro-batches
             totals = [sum(totals) / len(totals)] * len(totals)
-        return [comm.world_size * count / total if total else 1.0 for count, total in zip(counts, totals)]
+        ranks = self.accelerator.num_processes
+        return [ranks * count / total if total else 1.0 for count, total in zip(counts, totals, strict=True)]
 
     @property
     def _partly(self) -> bool:
@@ -172,10 +174,14 @@ class LossMixin:
     def _scaling_by(self, batch: Any) -> Scaling:
         """Return how the loss scales; found by this batch if it is not known. A collective."""
         if self.scaling is None or not self.scaling.certain:
-            self.scaling = self._found(batch)
+            found = self._found(batch)
+            if found is None:
+                return Scaling(RANKS)
+            self.scaling = found
         return self.scaling
 
-    def _found(self, batch: Any) -> Scaling:
+    def _found(self, batch: Any) -> Scaling | None:
+        """Return how the loss scales; None where this batch cannot tell, because no row of any rank has a label."""
         settings = EngineSettings.of(self.args.ftkit)
         comm = self.accelerator.sharded(self.model).comm
         stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
@@ -188,6 +194,8 @@ class LossMixin:
         known = isinstance(given, Mapping)
         if not all(comm.all(known)):
             return Scaling(RANKS)
+        if not any(comm.all(_may_have_a_label(given))):
+            return None
         dtype = self.units.policy.compute_dtype or next(iter(self.units.dtypes.values()))
         shifts = bool(getattr(self, "_loss_shifts_labels", False))
         counting = bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
@@ -378,6 +386,11 @@ def _without_labels(batch: Mapping[str, Any], first: int) -> dict[str, Any]:
     labels = batch["labels"].clone()
     labels[first:] = IGNORED
     return with_labels(batch, labels)
+
+
+def _may_have_a_label(batch: Mapping[str, Any]) -> bool:
+    labels = token_labels(batch)
+    return labels is None or bool(labels.ne(IGNORED).any())
 
 
 def _with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from ftkit.hf.islands import (
 )
 from ftkit.hf.loading import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.loss import LossMixin
-from ftkit.hf.nonfinite import LossRecord
+from ftkit.hf.nonfinite import LossRecord, last_logged
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import load_scheduler
 from ftkit.hf.reading import read_by_all
@@ -184,6 +184,8 @@ class TrainerMixin(LossMixin):
 
     def failure(self) -> str | None:
         """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective."""
+        if not self.loss_record.steps:  # resumed at its end
+            return last_logged(self.state.log_history)
         optimizer = self.sharded_optimizer
         return self.loss_record.ended(self.units.comm, skips=optimizer.loss_scale.dynamic and optimizer.step_was_skipped)
 
