@@ -29,6 +29,8 @@ MARKED_RECIPE = re.compile(r"# Written by ftkit \(([0-9a-f]{16})\)[^\n]*\n")
 PROFILE_MARK = "# measured by ftkit doctor"
 HEAD_BYTES = 1 << 16
 """A mark stands within so many bytes."""
+LINE_BYTES = 16 << 20
+"""A line of a file of ours is shorter: that of a divergence names every sample of its step."""
 
 TRAINING_KEYS = {"step", "epoch", "loss", "tokens", "divergences", "peak_host_bytes"}
 EVALUATION_KEYS = {"step", "epoch", "eval_loss", "eval_perplexity", "eval_accuracy"}
@@ -65,7 +67,7 @@ def is_ours(path: Path) -> bool:
         return False
     try:
         with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES)
+            head = file.readline(LINE_BYTES) if path.suffix == ".jsonl" else file.read(HEAD_BYTES)
     except OSError:
         return False
     if not head:

@@ -141,6 +141,7 @@ class RunFolder:
         try:
             yield
         finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the handle, too
             os.close(handle)  # the file stays: who opened it in the meantime must not lock another one than the next run
 
     def is_held(self) -> bool:

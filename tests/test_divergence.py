@@ -101,6 +101,7 @@ def test_the_run_ends_without_the_step(home, worlds):
         worlds[2].run(spoiled_job, text, {6: math.nan})
     assert [path.name for path in (home / "stop").glob("checkpoint-*")] == ["checkpoint-4"]
     assert not (home / "stop" / "model").exists()
+    assert "step 6: the loss is nan" in json.loads((home / "stop" / "summary.json").read_text())["problem"]
     assert isinstance(refusal("text", Diverged.exit_code), Diverged)
 
 
@@ -129,6 +130,21 @@ def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, world
     assert "Diverged" in str(failed.value)
     assert "is not finite" in json.loads((home / "killed" / "summary.json").read_text())["problem"]
     assert not list((home / "killed").glob("model/*.safetensors"))
+
+
+def test_a_run_that_failed_stays_failed_when_it_is_resumed_at_its_end(home, worlds):
+    text = text_of(home, "end", "skip")
+    for checkpoint, words in ((None, "in 1 of 8 steps"), (str(home / "end" / "checkpoint-8"), "no step was left to make")):
+        with pytest.raises(RankFailure, match=f"Diverged: training failed: .*{words}"):
+            worlds[2].run(spoiled_job, text, {8: math.nan}, (), checkpoint)
+        assert words in json.loads((home / "end" / "summary.json").read_text())["problem"]
+
+
+def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
+    train, held = {"batch_tokens": 192, "max_steps": 1}, {"path": str(home / "held.jsonl")}
+    text = text_of(home, "held", "continue", train=train, eval=held, optimizer={"lr": 1e30, "schedule": "constant"})
+    with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss of the held-out rows at the end is"):
+        worlds[2].run(job, text)
 
 
 def test_a_resumed_run_judges_as_the_first(home, worlds):

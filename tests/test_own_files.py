@@ -282,3 +282,13 @@ def test_a_checkpoint_with_a_file_of_the_users_is_not_retired(tmp_path):
     RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-6")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-6"]
     assert (tmp_path / "checkpoint-2" / "notes.txt").read_text() == "mine"
+
+
+def test_a_long_line_of_a_divergence_is_ours(tmp_path):
+    path = tmp_path / "divergences.jsonl"
+    record = {"step": 1, "reason": "nan", "loss": None, "grad_norm": 1.0, "action": "skip", "places": ["row"] * 40_000}
+    path.write_text(json.dumps(record) + "\n")
+    assert path.stat().st_size > 1 << 17
+    assert is_ours(path)
+    path.write_text("[" + json.dumps(record))
+    assert not is_ours(path)

@@ -27,7 +27,7 @@ ADDED_BY_PEFT = {
 }
 """Modules that PEFT itself adds to modules_to_save for a task, whether a model has them or not."""
 
-INDEX = r".*\.[^.]*\.(\d+)\."
+INDEX = r".*?\.[^.]*\.(\d+)\."
 """How PEFT finds a layer's number in a module's name, where no layers_pattern is given."""
 
 
@@ -141,16 +141,21 @@ def _check_layers(model: nn.Module, layers: Any, patterns: Any, adapted: Sequenc
     if isinstance(patterns, str):
         patterns = [patterns] if patterns else []
     for pattern in patterns or ():
-        if not any(re.match(rf".*\.{pattern}\.(\d+)\.", name) or re.match(rf"{pattern}\.(\d+)\.", name) for name in adapted):
+        if not any(re.match(_way(pattern), name) for name in adapted):
             raise UserError(_refusal(model, "layers_pattern", pattern, [*adapted, *_parents(adapted)], "matches no"))
     if layers is None:
         return
-    ways = [rf".*\.{pattern}\.(\d+)\." for pattern in patterns or ()] or [INDEX]
+    ways = [_way(pattern) for pattern in patterns or ()] or [INDEX]
     numbers = {int(found[1]) for name in adapted for way in ways if (found := re.match(way, name))}
     for layer in [layers] if isinstance(layers, int) else layers:
         if layer not in numbers:
             there = f"layers {min(numbers)} to {max(numbers)} have targets" if numbers else "no layer has a target"
             raise UserError(f"adapter: layers_to_transform: {layer} is no layer of {type(model).__name__}: {there}")
+
+
+def _way(pattern: str) -> str:
+    """Return how PEFT finds a layer's number behind a list's name: the first that there is."""
+    return rf"(?:^|.*?\.){pattern}\.(\d+)\."
 
 
 def _parents(names: Sequence[str]) -> list[str]:

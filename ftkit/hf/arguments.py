@@ -24,9 +24,9 @@ class ArgumentsMixin:
         metadata={"help": "ftkit's engine: 'auto', a mapping (JSON on the command line), a .yaml file, or None for off."},
     )
 
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={"help": "Log a NaN loss as the mean of the others; ftkit logs every loss as it is."},
+    logging_nan_inf_filter: bool | None = field(
+        default=None,
+        metadata={"help": "Log a NaN loss as the mean of the others; default: off on ftkit's engine."},
     )
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -46,6 +46,9 @@ class ArgumentsMixin:
             self.ftkit = None
         if self.ftkit is not None:
             EngineSettings.of(self.ftkit)  # raises for what it does not know
+        elif self.logging_nan_inf_filter is None:
+            self.logging_nan_inf_filter = True  # as the stock Trainer
+        self.logging_nan_inf_filter = bool(self.logging_nan_inf_filter)
 
 
     @property

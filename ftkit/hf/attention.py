@@ -137,6 +137,8 @@ def repeat_grouped_keys(model: nn.Module, device: torch.device) -> bool:
     config = getattr(model, "config", None)
     if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":
         return False
+    if not hasattr(model, "set_attn_implementation"):  # a user's module with a configuration
+        return False
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
     groups = heads // (getattr(text, "num_key_value_heads", None) or heads)

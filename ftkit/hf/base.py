@@ -42,7 +42,8 @@ NO_MATTER = frozenset(
     (
         *("_name_or_path", "transformers_version", "architectures", "auto_map", "dtype", "torch_dtype", "use_cache"),
         *("return_dict", "output_hidden_states", "output_attentions", "attn_implementation", "_attn_implementation"),
-        *("id2label", "label2id", "bos_token_id", "eos_token_id", "task_specific_params", "finetuning_task"),
+        *("id2label", "label2id", "task_specific_params", "finetuning_task"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),  # a Trainer makes them the tokenizer's
     )
 )
 """Fields of a configuration that do not change what the model computes in training."""

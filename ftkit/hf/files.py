@@ -18,6 +18,7 @@ import lzma
 import os
 import stat
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO
 
@@ -32,6 +33,8 @@ PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 """Of text files that are read through a decompressor."""
 NO_ROWS = ("readme", "license", "licence", "notice", "citation", "changelog")
 """Names, before their first dot, of files that hold no rows."""
+CACHES = "cache-*.arrow"
+"""Files that `datasets` leaves beside a data set that was saved, of rows it has made from it."""
 NAMED = 5
 SPECIAL = {
     stat.S_IFIFO: "a FIFO",
@@ -108,7 +111,8 @@ def _files_of_folder(folder: Path) -> Files:
     saved = _saved(folder)
     for entry in entries:
         stem = entry.name.partition(".")[0].lower()  # empty where the file is hidden
-        if (saved and entry.name in saved[0]) or not stem or stem in NO_ROWS:
+        own = saved and (entry.name in saved[0] or fnmatch(entry.name, CACHES))
+        if own or not stem or stem in NO_ROWS:
             passed_over.append(entry.name)
         elif (problem := _problem(entry)) is not None:
             refused.append(f"  {entry.name}: {problem}")

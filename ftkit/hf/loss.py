@@ -80,7 +80,7 @@ class LossMixin:
         Args:
             batches: of this rank, as the loader gave them.
         """
-        self._weights = ()
+        self._weights, self._place = (), (-1, 0)
         if not self._has_parts or not batches or not self._can_try():
             return batches
         scaling = self._scaling_by(batches[0])
@@ -136,7 +136,8 @@ class LossMixin:
         place = number * self.accelerator.num_processes + self.accelerator.process_index
         self.accelerator.loss_weight = weight
         try:
-            with seeded(self.accelerator.device, STEPS, self.args.seed, step, place), self._as_if_alone():
+            draws = seeded(self.accelerator.device, STEPS, self.args.seed, step, place, together=number)
+            with draws, self._as_if_alone():
                 loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self.accelerator.loss_weight = None
@@ -263,7 +264,8 @@ class LossMixin:
             return batch, False
         own = min(max(left - self.accelerator.process_index * rows, 0), rows)
         if scaling.kind in (COUNTED, TOKENS) and torch.is_tensor(batch.get("labels")):
-            return (batch, False) if own == rows else (_without_labels(batch, own), own == 0)
+            of_rank = not own and not self.args.average_tokens_across_devices  # a mean of this rank's, and it has no other
+            return (batch, False) if own == rows or of_rank else (_without_labels(batch, own), own == 0)
         if own == rows or not can_split(batch, rows):
             return batch, False
         return selected(batch, range(max(own, 1)), rows), own == 0

@@ -41,7 +41,8 @@ def named_block_classes(model: nn.Module) -> set[str]:
         listed = getattr(module, "_no_split_modules", None) or ()
         names = {listed} if isinstance(listed, str) else set(listed)
         missing = sorted(names - classes)
-        if missing and not isinstance(module, PreTrainedModel):
+        own = "_no_split_modules" in {**vars(type(module)), **vars(module)}  # PEFT's wrappers hand out that of the base
+        if missing and own and not isinstance(module, PreTrainedModel):
             near = difflib.get_close_matches(missing[0], sorted(classes), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(

@@ -1,8 +1,9 @@
 """Random numbers by (seed, step, number of the micro-batch in the global batch), not by rank.
 
 Micro-batch j of rank r of W is number j * W + r of its step: one rank with W times the accumulation takes the same
-micro-batches in the same order. Before each the random numbers of torch, numpy and Python are seeded by that number, and
-restored after it, so that dropout and noise do not depend on the number of ranks, and nothing outside sees a change.
+micro-batches in the same order. Before each the random numbers of torch and numpy are seeded by that number, and restored
+after it, so that dropout and noise do not depend on the number of ranks, and nothing outside sees a change. Python's own are
+seeded by j: a step that takes a branch by `random.random()` takes it on all ranks.
 `SeededCollator` does the same for a collator that draws (masks of a masked language model): by (seed, epoch, number of the
 batch in the epoch). It counts the calls; a worker process of a loader makes every n-th batch.
 
@@ -12,7 +13,7 @@ Random numbers that a data set draws itself, as it gives a row, are left as they
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,23 +26,33 @@ STEPS, BATCHES = 0, 1
 
 
 @contextmanager
-def seeded(device: torch.device, *numbers: int) -> Iterator[None]:
+def seeded(device: torch.device, *numbers: int, together: int | None = None) -> Iterator[None]:
     """Draw random numbers in the body that are a function of `numbers`; afterwards go on as if none had been drawn.
+
+    Args:
+        together: for Python's own, in place of the last number: alike on all ranks, which take branches by them.
 
     Cost: two copies of the random states, about 0.1 ms.
     """
     before = random_state(device)
-    sequence = np.random.SeedSequence([abs(number) for number in numbers])
-    low, high = (int(word) for word in sequence.generate_state(2, np.uint32))
+    low, high = _words(numbers)
     torch.default_generator.manual_seed(low + (high << 31))
     if device.type == "cuda":
         torch.cuda.manual_seed(low + (high << 31))
     np.random.seed(low)
+    if together is not None:
+        low, high = _words((*numbers[:-1], together))
     random.seed(low + (high << 32))
     try:
         yield
     finally:
         set_random_state(before, device)
+
+
+def _words(numbers: Sequence[int]) -> tuple[int, int]:
+    sequence = np.random.SeedSequence([abs(number) for number in numbers])
+    low, high = (int(word) for word in sequence.generate_state(2, np.uint32))
+    return low, high
 
 
 class SeededCollator:

@@ -275,9 +275,11 @@ class TrainerMixin(LossMixin):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), which no autocast will do."""
         inputs = super()._prepare_inputs(inputs)
-        if self.engine_is_on and is_packed(mask := inputs.get("attention_mask")):
+        if not self.engine_is_on or not isinstance(inputs, Mapping):
+            return inputs
+        if is_packed(mask := inputs.get("attention_mask")):
             inputs = {**inputs, "attention_mask": mask.cpu()}  # attention chooses its launches on the host
-        dtype = self.units.policy.compute_dtype if self.engine_is_on and self.units is not None else None
+        dtype = self.units.policy.compute_dtype if self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}

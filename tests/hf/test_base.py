@@ -192,6 +192,7 @@ def trained(folder: str) -> None:
     base = Path(folder, "base")
     small().save_pretrained(base)
     trainer = trainer_of(f"{folder}/run", Opened("load_model and adapter", str(base)))
+    trainer.model.config.pad_token_id = 3  # as a Trainer does with a tokenizer's
     trainer.train()
     trainer.save_model(f"{folder}/adapter")
 

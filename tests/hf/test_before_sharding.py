@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ftkit
+from ftkit.hf.agreement import digest
 from tests.hf import runs
 
 STEPS = 2
@@ -356,3 +357,9 @@ def test_of_values_that_ranks_drew_differently_rank_0s_count(stage, folder, worl
     assert not any(torch.equal(one, two) for one, two in zip(drawn, other))
     assert all(torch.equal(one, two) for one, two in zip(kept + kept_there, drawn + drawn))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
+def test_a_view_from_an_odd_element_on_has_a_digest(dtype):
+    whole = torch.arange(9000).remainder(2).to(dtype)
+    assert digest(whole[1:8193]) == digest(whole[1:8193].clone())

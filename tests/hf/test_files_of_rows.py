@@ -65,6 +65,10 @@ def test_arrow_files_are_read(tmp_path):
     saved.save_to_disk(str(tmp_path / "saved"), num_shards=2)
     assert texts(tmp_path / "saved") == ROWS
     assert files_of(tmp_path / "saved").passed_over == ("dataset_info.json", "state.json")
+    datasets.load_from_disk(str(tmp_path / "saved")).map(lambda row: {"text": "made"})  # leaves a cache beside it
+    (cache,) = (tmp_path / "saved").glob("cache-*.arrow")
+    assert texts(tmp_path / "saved") == ROWS
+    assert cache.name in files_of(tmp_path / "saved").passed_over
     table = pyarrow.table({"text": ROWS})
     for name, new in (("stream", pyarrow.ipc.new_stream), ("file", pyarrow.ipc.new_file)):
         path = tmp_path / f"{name}.arrow"

@@ -7,6 +7,7 @@ micro-batches (a model that ignores `num_items_in_batch`), the reference is its 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 import transformers
 from torch import nn
 
+from ftkit.errors import Diverged
 from ftkit.hf.head import proven_head_loss
 from ftkit.hf.row_parts import can_split, rows_of, selected
-from ftkit.hf.seeding import SeededCollator
+from ftkit.hf.seeding import SeededCollator, seeded
 from tests.hf import losses, runs
 from tests.hf.losses import TEN, THREE_PARTS, case
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
@@ -328,3 +330,81 @@ def test_a_causal_model_with_its_own_mean_trains_as_on_one_rank(world2, stock, t
     ours = world2.run(train, "ours", str(tmp_path), replace(run, after=scaling_of))[0]
     assert ours.after == "mean-tokens"
     assert_same_history(ours, stock(run))
+
+
+def test_a_branch_by_pythons_random_numbers_is_all_ranks():
+    drawn = []
+    for place in (0, 1):
+        with seeded(torch.device("cpu"), 0, 3, 5, place, together=0):
+            drawn.append((random.random(), float(torch.rand(())), np.random.rand()))
+    assert drawn[0][0] == drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+    assert drawn[0][2] != drawn[1][2]
+
+
+def test_a_mean_of_each_rank_is_a_number_where_a_rank_has_repeated_rows_only(world2, tmp_path):
+    apart = {**TEN, "num_train_epochs": 2, "average_tokens_across_devices": False}
+    run = case(runs.llama, 6, arguments=apart, batch=4)
+    found = world2.run(train, "ours", str(tmp_path), run)[0].column("loss")
+    assert len(found) == 4
+    assert all(math.isfinite(loss) for loss in found)
+
+
+def all_masked() -> list[dict[str, torch.Tensor]]:
+    """Rows without a label."""
+    return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in runs.token_rows(18)]
+
+
+@pytest.mark.parametrize("model", [runs.t5, runs.llama])
+def test_a_first_step_without_labels_is_nan_as_on_one_rank(model, worlds, tmp_path):
+    run = case(model, all_masked, arguments={**TEN, "max_steps": 1}, batch=18)
+    run = replace(run, ftkit={"kernels": "off"})
+    for ranks in (1, 2):
+        found = worlds[ranks].run(diverged, str(tmp_path / str(ranks)), run)[0]
+        assert [math.isnan(loss) for loss in found] == [True]
+
+
+def diverged(folder: str, run: Any) -> list[float]:
+    trainer = runs.make_trainer("ours", folder, run)
+    with pytest.raises(Diverged):
+        trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+class Tuples:
+    """A user's loss of batches that are tuples."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs[0], labels=inputs[1]).loss
+
+
+def tuples(rows: Any) -> Any:
+    return tuple(torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+
+
+def test_batches_that_are_tuples_train(world2, tmp_path):
+    run = case(runs.llama, 24, mixin=Tuples, options={"data_collator": tuples}, arguments={**TEN, "max_steps": 2})
+    assert len(world2.run(train, "ours", str(tmp_path), run)[0].column("loss")) == 2
+
+
+def places_of(folder: str) -> list[Any]:
+    """Train for a step twice; return the weights that its micro-batches had."""
+    run = Run(rows=24, arguments={"max_steps": 1, "gradient_accumulation_steps": 2}, batch=4)
+    trainer = runs.make_trainer("ours", folder, run)
+    seen: list[Any] = []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        seen.append((trainer._place, trainer.accelerator.loss_weight))
+        return compute(*args, **kwargs)
+
+    compute = trainer.compute_loss
+    trainer.compute_loss = look
+    for _ in range(2):
+        trainer.state.global_step = 0
+        trainer.train()
+    return seen
+
+
+def test_a_second_call_of_train_numbers_its_micro_batches_anew(world2, tmp_path):
+    seen = world2.run(places_of, str(tmp_path))[0]
+    assert [place for place, _ in seen][-4:] == [(0, 0), (0, 1)] * 2

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import ftkit
 from ftkit.hf.blocks import find_blocks
+from ftkit.hf.replication import named_block_classes
 from tests.hf.runs import fresh_state, llama, rank, token_rows, world_size
 
 STEPS = 4
@@ -271,3 +273,11 @@ def test_the_trainer_takes_a_plain_module(tmp_path, name):
     assert set(stock) == set(ours)
     for key, tensor in stock.items():
         torch.testing.assert_close(ours[key], tensor, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_on_a_family_whose_list_names_more_than_it_has():
+    """transformers' lists may; PEFT's wrappers hand out that of the base."""
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    config = transformers.BartConfig(vocab_size=50, max_position_embeddings=16, **sizes)
+    model = get_peft_model(transformers.BartForCausalLM(config), LoraConfig(target_modules=["q_proj"]))
+    assert named_block_classes(model) >= {"BartDecoderLayer"}

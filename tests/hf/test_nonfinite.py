@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import ftkit
 from ftkit.engine.finite import is_finite
 from ftkit.errors import Diverged
 from ftkit.hf.exporting import Outgoing, write_model
-from ftkit.hf.nonfinite import verdict
+from ftkit.hf.nonfinite import LossRecord, verdict
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base
@@ -200,3 +201,68 @@ def test_a_loss_that_a_user_logs_leaves_the_trainers_sum_alone(worlds, tmp_path)
     assert len(told[0]) == 2
     assert told[0] == pytest.approx(told[1], rel=1e-5)
     assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)
+
+
+def test_without_the_engine_the_filter_is_stocks(tmp_path):
+    def given(**fields):
+        return ftkit.TrainingArguments(str(tmp_path), use_cpu=True, **fields).logging_nan_inf_filter
+
+    assert given(ftkit=None) is True
+    assert given(ftkit=None, logging_nan_inf_filter=False) is False
+    assert given() is False
+
+
+class NaNOfTurns:
+    """The loss of one rank in the first steps, of the other in the next ones; gradients are as without."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return loss + math.nan if self.state.global_step // 2 == runs.rank() else loss
+
+
+def test_steps_that_are_nan_on_any_rank_are_counted_together(worlds, tmp_path):
+    run = Run(mixin=NaNOfTurns, arguments={"max_steps": 6})
+    worlds[2].run(fails_in, str(tmp_path), run, "in 4 of 6 steps")
+
+
+def fails_in(folder, run, words):
+    with pytest.raises(Diverged, match=words):
+        runs.make_trainer("ours", folder, run).train(resume_from_checkpoint=run.resume)
+
+
+def test_a_run_that_is_resumed_at_its_end_is_judged_by_its_log(worlds, tmp_path):
+    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    run = Run(mixin=NaNLast, arguments=saving)
+    worlds[1].run(fails_in, str(tmp_path), run, "at the last step, in 1 of 3 steps")
+    worlds[1].run(fails_in, str(tmp_path), replace(run, resume=str(tmp_path / "checkpoint-3")), "no step was left to make")
+
+
+def test_how_many_steps_a_record_holds():
+    class Alone:
+        all = staticmethod(lambda own: [own])
+
+    record = LossRecord()
+    for step in range(3000):
+        record.note(step, torch.tensor(math.nan if step % 2 else 1.0))
+        record.note(step, torch.tensor(1.0))
+    assert record.ended(Alone(), skips=True) is None
+    record.note(3000, torch.tensor(math.inf))
+    assert "in 1501 of 3001 steps" in record.ended(Alone(), skips=True)
+
+
+def not_saved_by_accelerate(folder):
+    runs.fresh_state()
+    accelerator = ftkit.Accelerator(cpu=True, ftkit={"stage": 3})
+    model = runs.llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ids = torch.arange(12).view(2, 6)
+    accelerator.backward(model(input_ids=ids, labels=ids).loss * math.nan)
+    optimizer.step()
+    for save in (lambda: accelerator.save_model(model, folder), lambda: accelerator.get_state_dict(model)):
+        with pytest.raises(ftkit.UserError, match="holds NaN"):
+            save()
+    return files_in(folder)
+
+
+def test_accelerate_writes_no_model_that_is_not_finite(worlds, tmp_path):
+    assert not worlds[2].run(not_saved_by_accelerate, str(tmp_path))[0]
