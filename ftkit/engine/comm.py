@@ -138,11 +138,13 @@ class Communicator:
             try:
                 work.wait(WAKE)
                 return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                if self._watchdog is not None and self._watchdog.verdict is not None:
+            except RuntimeError:  # time is over, or it failed
+                completed = work.is_completed()
+                if not completed and self._watchdog is not None and self._watchdog.verdict is not None:
                     raise self._watchdog.error() from None
+            if completed:
+                work.wait()  # the last rank came after the time was over; of what failed this raises the true error
+                return
 
     def meet(self) -> None:
         """Wait for all ranks to come here: a barrier without a number, for pieces of a collective."""

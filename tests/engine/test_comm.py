@@ -8,6 +8,7 @@ what the late one has not read.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -212,3 +213,31 @@ def without_shared_memory(reason: str) -> str:
 @pytest.mark.parametrize("reason", ["full", "elsewhere"])
 def test_ranks_that_cannot_share_memory_use_gloo(world2, reason):
     assert world2.run(without_shared_memory, reason) == ["gloo", "gloo"]
+
+
+# --- the wait
+
+
+class Work:
+    """A collective whose last rank comes just after the first wait was given up."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waits = error, 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waits += 1
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_rank_that_comes_as_the_wait_ends_is_no_error():
+    late = Work()
+    Communicator(CPU)._wait(late)
+    assert late.waits == 2
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        Communicator(CPU)._wait(Work("Connection closed by peer"))
