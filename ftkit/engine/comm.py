@@ -252,8 +252,11 @@ class Communicator:
     def totals(self, numbers: Tensor, of: str = "") -> list[float]:
         """Return the sums over ranks of a few `numbers` (n,), on the host. Cost: one small all-reduce and a host wait.
 
-        The same collective compares the ranks' courses where nothing else does.
+        The same collective compares the ranks' courses where nothing else does. Numbers of 16 bits are added in fp32: the
+        squares of a course need more digits than they have.
         """
+        if numbers.is_floating_point() and numbers.dtype.itemsize < 4:
+            numbers = numbers.float()
         if self.world_size == 1 or self._stage is not None:
             summed: list[float] = self.sum(numbers, of).tolist()
             return summed
@@ -303,7 +306,8 @@ class Communicator:
 
     def any(self, flag: bool, of: str = "") -> bool:
         """Return whether `flag` is true on any rank. Cost: one small all-reduce and a host wait."""
-        return bool(self.totals(torch.tensor([float(flag)], device=self.device), of or "a flag")[0])
+        told = torch.tensor([float(flag)], dtype=torch.float32, device=self.device)
+        return bool(self.totals(told, of or "a flag")[0])
 
     def same(self, value: Any, of: str = "") -> Any:
         """Return rank 0's `value` on every rank (a small picklable object that ftkit itself made)."""

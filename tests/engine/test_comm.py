@@ -169,6 +169,23 @@ def test_small_things(worlds, world):
     worlds[world].run(small)
 
 
+def flags_in_16_bits(transport: str) -> None:
+    comm = connect(transport)
+    standard = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for turn in range(20):
+            assert comm.any(turn % 3 == comm.rank) == (turn % 3 < comm.world_size)
+            assert comm.totals(torch.tensor([200.0, 1.0])) == [200.0 * comm.world_size, comm.world_size]
+    finally:
+        torch.set_default_dtype(standard)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+def test_a_default_dtype_of_16_bits_parts_no_ranks(world2, transport):
+    world2.run(flags_in_16_bits, transport)
+
+
 def sent(transport: str) -> dict[str, int]:
     comm = connect(transport)
     full, shard = torch.zeros(6 * comm.world_size), torch.zeros(6)
