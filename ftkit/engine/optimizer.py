@@ -313,6 +313,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """Return the global norm of the step's mean gradient, unscaled; inf or nan on overflow.
 
+        Squares are added up in float64: what fits a gradient's own fp32 has a norm. (The kernels of a GPU square in fp32,
+        as torch does, and give inf beyond 1.8e19.)
+
         Cost: at the first call in a step, the reductions that waited, one collective of a few floats, one host wait.
         """
         contributions = tuple(flat.contributions for flat in self.units.trainable)
@@ -322,7 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units.finish_gradients()
         flats = self.units.trainable
         device = self.units.comm.device
-        squares = torch.zeros(len(flats), dtype=torch.float32, device=device)
+        squares = torch.zeros(len(flats), dtype=torch.float64, device=device)
         for number, flat in enumerate(flats):
             share = self.units.comm.world_size if flat.owners == 1 else 1
             if flat.square is not None:  # taken while the gradient left the device
@@ -331,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 squares[number] = self._square(flat.grad[: flat.own_numel]) / share
         touched = [float(t) for flat in flats for t in flat.touched]
         with self.units.transfer.trace.span("collectives", "norm"):
-            told = self.units.comm.totals(torch.cat([squares, torch.tensor(touched, device=device)]), "the gradient norm")
+            told = self.units.comm.totals(torch.cat([squares, squares.new_tensor(touched)]), "the gradient norm")
         marks: Iterator[float] = iter(told[len(flats) :])
         for flat in flats:
             flat.touched = [next(marks) > 0 for _ in flat.parameters]
@@ -348,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return kernels.square(gradient)
         if gradient.device.type == "cpu":
             return self.host.square_sum(gradient)
-        return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
 
     def _kernels_for(self, shard: Tensor) -> FlatKernels | None:
         """Return the kernels for shards on the device of compute; None for those elsewhere."""
@@ -357,12 +360,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm to `max_norm`, exactly, when the step is made.
 
+        A norm that is not finite clips as torch's function does: inf makes every finite gradient 0, nan makes all nan.
+
         Returns:
-            The norm before clipping, a scalar fp32 CPU tensor.
+            The norm before clipping, a scalar fp32 CPU tensor; inf where fp32 cannot hold it.
         """
         norm = self.grad_norm()
-        self._clip = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-        return torch.tensor(norm)
+        self._clip = norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float32)
 
     # --- the step
 

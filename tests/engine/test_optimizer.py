@@ -123,6 +123,63 @@ def test_clipped_as_by_torch(world2, kind):
     world2.run(compare, kind, "two", ["abcde", "abc", "cde"], 0.5)
 
 
+def clips_huge_gradients(stage: int) -> None:
+    """A norm whose square no float holds: exact, and so is what it clips to."""
+    _, units = sharded(Policy(stage=stage))
+    optimizer, before = ShardedSGD(units, None, lr=0.5), units.state_dict()
+    give(units, 0, scale=1e25)
+    means = {n: torch.stack([gradient(n, 0, r) * 1e25 for r in range(units.comm.world_size)]).mean(0) for n in SHAPES}
+    norm = torch.cat([mean.reshape(-1) for mean in means.values()]).double().norm().item()
+    assert optimizer.clip_grad_norm_(2.0).item() == pytest.approx(norm, rel=1e-6)
+    optimizer.step()
+    for name, tensor in units.state_dict().items():
+        torch.testing.assert_close(tensor, before[name] - 0.5 * (means[name[-1]].double() * (2 / norm)).float())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_norm_whose_square_no_float_holds_clips_exactly(worlds, stage):
+    for world in (1, 2):
+        worlds[world].run(clips_huge_gradients, stage)
+
+
+def clips_what_is_not_finite(scale: float) -> None:
+    """Gradients of which some are not finite: as torch clips them."""
+    _, units = sharded()
+    plain, ours = OneBlock(), ShardedSGD(units, None, lr=0.5)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
+    give(units, 0)
+    (flat,) = units.flats
+    flat.full_grad[: plain.block["a"].numel()] *= scale
+    for name, parameter in plain.block.items():
+        parameter.grad = gradient(name, 0, 0) * (scale if name == "a" else 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.testing.assert_close(ours.clip_grad_norm_(1.0), norm, equal_nan=True)
+    for optimizer in (ours, theirs):
+        optimizer.step()
+    state = units.state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(state[name], parameter.detach(), equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_clips_as_torchs_does(world1, scale):
+    world1.run(clips_what_is_not_finite, scale)
+
+
+def clips_beyond_fp32() -> None:
+    _, units = sharded()
+    optimizer, before = ShardedSGD(units, None, lr=0.5), units.state_dict()
+    give(units, 0, scale=5e37)
+    assert optimizer.clip_grad_norm_(1.0).item() == math.inf
+    assert math.isfinite(optimizer.grad_norm())
+    optimizer.step()
+    assert max((tensor - before[name]).norm() for name, tensor in units.state_dict().items()) <= 0.5 * (1 + 1e-4)
+
+
+def test_a_norm_that_fp32_does_not_hold_is_infinite_and_clips(world1):
+    world1.run(clips_beyond_fp32)
+
+
 def compare_with_kernels(turns: list[str], limit: float) -> None:
     """On every rank: `compare`, through what a GPU is given; here the kernels are their references."""
     calls: list[int] = []

@@ -266,3 +266,19 @@ def not_saved_by_accelerate(folder):
 
 def test_accelerate_writes_no_model_that_is_not_finite(worlds, tmp_path):
     assert not worlds[2].run(not_saved_by_accelerate, str(tmp_path))[0]
+class HugeLoss:
+    """Multiplies the loss, so that no float holds the square of its gradient's norm."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) * 1e25
+
+
+@pytest.mark.parametrize("stage, ranks", [(3, 2), (1, 1)])
+def test_a_gradient_whose_square_no_float_holds_is_clipped(stage, ranks, worlds, tmp_path):
+    plain = Run(arguments={"max_steps": 3}, ftkit={"stage": stage})
+    ours, huge = (
+        worlds[ranks].run(train, "ours", str(tmp_path / str(number)), run)[0]
+        for number, run in enumerate((plain, replace(plain, mixin=HugeLoss)))
+    )
+    assert huge.column("grad_norm")[0] == pytest.approx(1e25 * ours.column("grad_norm")[0], rel=1e-5)
+    runs.assert_same_weights(huge.weights, ours.weights)

@@ -6,6 +6,7 @@ from tests.mutants.fault import fault
 
 _READS = "tests/hf/test_reads.py::"
 _NONFINITE = "tests/hf/test_nonfinite.py::"
+_OPTIMIZER = "tests/engine/test_optimizer.py::"
 _PLACE = "tests/hf/test_engine_in_place.py::"
 
 FAULTS = (
@@ -64,5 +65,12 @@ FAULTS = (
         "            refuse_not_finite(name, piece, infinite=infinite)\n",
         "",
         _NONFINITE + "test_what_is_not_finite_is_not_exported",
+    ),
+    fault(
+        "a gradient norm whose square fp32 does not hold is no number",
+        "ftkit/engine/optimizer.py",
+        "torch.zeros(len(flats), dtype=torch.float64, device=device)",
+        "torch.zeros(len(flats), dtype=torch.float32, device=device)",
+        _OPTIMIZER + "test_a_norm_whose_square_no_float_holds_clips_exactly",
     ),
 )
