@@ -32,8 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.block_buffers import BlockBuffers, Noted, as_before
 from ftkit.engine.flat import FlatParameter, add_in_pieces
-from ftkit.engine.resharded import on_gradient
+from ftkit.engine.resharded import Guard, on_gradient
 from ftkit.engine.tree import put_tensors, take_tensors
+from ftkit.errors import UserError
 
 if TYPE_CHECKING:
     from ftkit.engine.kept import Ticket
@@ -351,6 +352,9 @@ class Unit:
         def receive(parameter: Tensor) -> None:
             unit, flat = own(), line()
             if unit is not None and flat is not None:
+                if isinstance(parameter, Guard):  # of a graph that saw the weight in its block, and walks back without it
+                    parameter.grad = None
+                    raise unit._outside(flat.layout.segments[index].name)
                 gradient, parameter.grad = parameter.grad, None
                 assert gradient is not None
                 unit._take(flat, index, gradient)
@@ -358,7 +362,11 @@ class Unit:
         return receive
 
     def _take(self, flat: FlatParameter, index: int, gradient: Tensor) -> None:
-        """Put tensor `index`'s gradient where the line's gradient is being made."""
+        """Put tensor `index`'s gradient where the line's gradient is being made.
+
+        Raises:
+            UserError: if it comes from outside the block's own backward, where there is no place for it.
+        """
         segment = flat.layout.segments[index]
         if flat.deferred:
             flat.accumulate(index, gradient)
@@ -370,7 +378,15 @@ class Unit:
                 place.copy_(gradient.reshape(-1))
             self.written.add((flat.name, index))
         else:
-            raise RuntimeError(f"{segment.name} was used outside its block {self.name}, where it is not gathered")
+            raise self._outside(segment.name)
+
+    def _outside(self, name: str) -> UserError:
+        """Return the error for a gradient of weight `name` that the block's own backward did not give."""
+        return UserError(
+            f"{name} got a gradient outside the backward of its block {self.name} (a penalty on it, in compute_loss or "
+            "in a hook): this ZeRO stage takes a block's gradients while its own backward runs. For an L2 penalty set "
+            "weight_decay; for another one train with ftkit={'stage': 1, 'activations': 'keep'}"
+        )
 
     @contextmanager
     def gradients(self) -> Iterator[None]:

@@ -146,6 +146,50 @@ def test_a_loss_that_reads_a_block_raises(mixin, worlds):
     worlds[2].run(refused, Run(arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": 3}), text)
 
 
+class BlockPenalty:
+    """Adds a penalty on a block's weight."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.1 * self.model.model.layers[0].mlp.up_proj.weight.square().sum()
+
+
+class HookPenalty:
+    """Lets a hook compute a penalty on a block's weight, while that is there."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        penalties = []
+        hook = self.model.model.layers[0].mlp.up_proj.register_forward_hook(
+            lambda module, args, result: penalties.append(module.weight.square().sum())
+        )
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        hook.remove()
+        return loss + 0.1 * penalties[0]
+
+
+@pytest.mark.parametrize(
+    "mixin, ranks, settings",
+    [
+        (BlockPenalty, 2, {"stage": 2}),
+        (HookPenalty, 2, {"stage": 2, "activations": "keep"}),
+        (HookPenalty, 2, {"stage": 3, "activations": "keep"}),
+        (HookPenalty, 1, {"stage": 3, "activations": "keep", "parameters": "host"}),
+    ],
+)
+def test_a_penalty_on_a_block_that_cannot_be_trained_raises(mixin, ranks, settings, worlds):
+    text = r"up_proj\.weight got a gradient outside the backward of its block model\.layers\.0 .*weight_decay.*'stage': 1"
+    worlds[ranks].run(refused, Run(arguments=ARGUMENTS, mixin=mixin, ftkit=settings), text)
+
+
+@pytest.mark.parametrize("mixin", [BlockPenalty, HookPenalty])
+def test_a_penalty_on_a_block_trains_at_stage_1(mixin, worlds, tmp_path):
+    run = Run(arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": 1, "activations": "keep"})
+    stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
+    ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), run)[0]
+    assert_same_history(ours, stock)
+    assert_same_weights(ours.weights, stock.weights)
+
+
 @pytest.mark.parametrize("read", [head_norm, block_norm, average])
 def test_a_callback_that_reads_weights_raises(read, worlds):
     run = Run(arguments=ARGUMENTS, options={"callbacks": [Callback(read)]}, ftkit={"stage": 3})

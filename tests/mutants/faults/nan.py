@@ -73,4 +73,11 @@ FAULTS = (
         "torch.zeros(len(flats), dtype=torch.float32, device=device)",
         _OPTIMIZER + "test_a_norm_whose_square_no_float_holds_clips_exactly",
     ),
+    fault(
+        "the gradient of a block's weight that is gone is taken for its own",
+        "ftkit/engine/unit.py",
+        "                if isinstance(parameter, Guard):",
+        "                if False:",
+        _READS + "test_a_penalty_on_a_block_that_cannot_be_trained_raises",
+    ),
 )
