@@ -193,6 +193,7 @@ class FlatParameter:
         self.captured: threading.Event | None = None  # set when a checkpoint that is being written has this line
         self.capture_seconds = 0.0  # that updates have waited for it
         self.drain: Outflow | None = None
+        self.edits_taken = 0  # what `edits` was when the optimizer last looked
         self._has_gradient = False
         self._finished = False
         self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
@@ -245,6 +246,7 @@ class FlatParameter:
         own = weakref.ref(self)
         if self.full is not None:
             self.attach(self.full)
+            self.edits_taken = self.edits()
             for index, parameter in enumerate(self.parameters if self.trainable else ()):
                 collect(parameter, partial(_has_touched, own, index))
             return
@@ -356,6 +358,26 @@ class FlatParameter:
             parameter.__class__ = kind
             parameter.data = absent(parameter, self.comm.device, self.dtype)
             parameter.__class__ = resharded_class(kind)
+
+    def edits(self) -> int:
+        """Return a count of in-place writes to resident parameters by others; the engine's own, to `full`, leave it alone.
+
+        A parameter counts what is written through it and its views; `.data` is a view that counts for itself.
+        """
+        return sum(p._version for p in self.parameters if not p.is_inference()) if self.resident else 0
+
+    def displaced(self) -> str | None:
+        """Return the name of a resident parameter whose `.data` was replaced, so that it lies elsewhere than in `full`.
+
+        Cost: under a microsecond a parameter.
+        """
+        if self.full is None:
+            return None
+        start, size = self.full.data_ptr(), self.full.element_size()
+        for parameter, segment in zip(self.parameters, self.layout.segments):
+            if parameter.numel() and parameter.data_ptr() != start + segment.start * size:
+                return segment.name
+        return None
 
     def gather(self, full: Tensor, read: Tensor | None = None) -> None:
         """Fill `full` (W*S,) with every rank's weights. Cost: one all-gather of W*S elements, and a copy from their tier.

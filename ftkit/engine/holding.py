@@ -16,11 +16,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import Tensor
 
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.leaf import Leaf, gather_whole
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
+
+MARKS = 4093
+"""Columns of 8 bytes: a prime, which divides no usual width, so that rows that change places change the sums."""
 
 
 def gathered_bytes(units: Units) -> int:
@@ -78,18 +82,19 @@ def gathered(units: Units) -> Iterator[None]:
     """Give every parameter of the model its value in the body, without gradients. A collective for all ranks.
 
     Raises:
-        UserError: at the end, if a gathered value was edited: the shards would not know.
+        UserError: at the end, if a value was edited: shards and masters would not know.
 
-    Cost: as `hold`, and one comparison of this rank's shards.
+    Cost: as `hold`, one comparison of this rank's shards, and two reads of its part of what is whole.
     """
     with torch.no_grad(), hold(units):
+        before = {flat.name: _marks(flat) for flat in units.flats if flat.resident}
         roots = {leaf.flat: leaf.whole for leaf in units.leaves}
         for flat, whole in roots.items():
             assert whole is not None
             flat.attach(whole.reshape(-1))
         try:
             yield
-            edited = next((flat.name for flat in units.flats if not flat.resident and _edited(flat)), None)
+            edited = next((flat.name for flat in units.flats if _differs(flat, before.get(flat.name))), None)
         finally:
             for flat in roots:
                 flat.detach()
@@ -98,7 +103,28 @@ def gathered(units: Units) -> Iterator[None]:
         raise UserError(
             f"gathered_parameters: a value of {names[0]} was edited, and the edit is lost: the gathered values are a copy. "
             "Edit weights before ftkit.shard() or before training begins"
+            if names[0] not in before
+            else f"gathered_parameters: a value of {names[0]} was edited: values are read in the body, not written, whatever the "
+            "ZeRO stage. Edit weights before ftkit.shard() or before training begins; at stages 0 to 2 also in place, under "
+            "torch.no_grad(), outside of the body"
         )
+
+
+def _differs(flat: FlatParameter, before: Tensor | None) -> bool:
+    """Return whether this rank's part of a line is not what it was: its shard, or for a resident line marks of it."""
+    if before is None:
+        return _edited(flat)
+    return flat.displaced() is not None or not torch.equal(before, _marks(flat))
+
+
+def _marks(flat: FlatParameter) -> Tensor:
+    """Return sums of the bits of this rank's part of a resident line, in columns: an edit changes one.
+
+    Cost: one read of it.
+    """
+    words = flat.shard.view(torch.int64)  # a shard is a whole number of them
+    whole = len(words) // MARKS * MARKS
+    return torch.cat([words[:whole].view(-1, MARKS).sum(0), words[whole:]])
 
 
 def _edited(flat: FlatParameter) -> bool:

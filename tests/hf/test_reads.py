@@ -302,9 +302,15 @@ def gathered_values(build, stage):
         values = {name: parameter.clone() for name, parameter in model.named_parameters()}
     whole = units.state_dict()
     assert all(torch.equal(value, whole[name]) for name, value in values.items())
-    if stage == 3:
-        with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
-            next(model.parameters()).data.mul_(2)
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        parameter = model.get_parameter(name)
+        for edit in (lambda p: p.mul_(2), lambda p: p.data.mul_(0.5)):  # the second takes the first back where it is in force
+            with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
+                edit(parameter)
+    with ftkit.gathered_parameters(model):  # an edit that is taken back is none
+        weight = model.get_parameter("model.norm.weight")
+        weight.copy_(weight.mul_(2).clone() / 2)
+    assert all(torch.equal(value, whole[name]) for name, value in units.state_dict().items())
     with pytest.raises(ftkit.UserError, match="not sharded"), ftkit.gathered_parameters(build()):
         pass
 
@@ -313,6 +319,27 @@ def gathered_values(build, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_parameters_have_their_values(build, stage, worlds):
     worlds[2].run(gathered_values, build, stage)
+
+
+def edits_under_a_deferred_update(stage):
+    """An update may be under way when the body is entered: what it writes is no edit."""
+    model = runs.llama()
+    units = ftkit.shard(model, {"stage": stage, "kernels": "off", "update": "deferred", "dtype": "bf16"})
+    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
+    rows = torch.arange(8).view(2, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+        with ftkit.gathered_parameters(model):
+            model.model.norm.weight.norm()
+    with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
+        model.model.norm.weight.mul_(2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_edit_within_gathered_parameters_raises_and_an_update_does_not(stage, worlds):
+    worlds[2].run(edits_under_a_deferred_update, stage)
 
 
 def loop_with_root_parameters(ranks):

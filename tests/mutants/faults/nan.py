@@ -80,4 +80,11 @@ FAULTS = (
         "                if False:",
         _READS + "test_a_penalty_on_a_block_that_cannot_be_trained_raises",
     ),
+    fault(
+        "an edit of a weight that is whole passes within gathered_parameters, and is lost",
+        "ftkit/engine/holding.py",
+        "    if before is None:\n",
+        "    if before is not None:\n        return False\n    if before is None:\n",
+        _READS + "test_an_edit_within_gathered_parameters_raises_and_an_update_does_not",
+    ),
 )
