@@ -87,34 +87,43 @@ def gathered(units: Units) -> Iterator[None]:
     Cost: as `hold`, one comparison of this rank's shards, and two reads of its part of what is whole.
     """
     with torch.no_grad(), hold(units):
-        before = {flat.name: _marks(flat) for flat in units.flats if flat.resident}
+        before = {flat.name: (_versions(flat), _marks(flat)) for flat in units.flats if flat.resident}
         roots = {leaf.flat: leaf.whole for leaf in units.leaves}
         for flat, whole in roots.items():
             assert whole is not None
             flat.attach(whole.reshape(-1))
         try:
             yield
-            edited = next((flat.name for flat in units.flats if _differs(flat, before.get(flat.name))), None)
+            edited = next((name for flat in units.flats if (name := _changed(flat, before.get(flat.name)))), None)
         finally:
             for flat in roots:
                 flat.detach()
         names = [name for name in units.comm.all(edited) if name is not None]
     if names:
         raise UserError(
-            f"gathered_parameters: a value of {names[0]} was edited, and the edit is lost: the gathered values are a copy. "
-            "Edit weights before ftkit.shard() or before training begins"
-            if names[0] not in before
-            else f"gathered_parameters: a value of {names[0]} was edited: values are read in the body, not written, whatever the "
-            "ZeRO stage. Edit weights before ftkit.shard() or before training begins; at stages 0 to 2 also in place, under "
-            "torch.no_grad(), outside of the body"
+            f"gathered_parameters: a value of {names[0]} was edited. Values are read in the body, not written: what is "
+            "gathered is a copy. Edit weights before ftkit.shard() or before training; one that is whole on every rank "
+            "(all at stages 0 to 2) also in place, under torch.no_grad(), outside of the body"
         )
 
 
-def _differs(flat: FlatParameter, before: Tensor | None) -> bool:
-    """Return whether this rank's part of a line is not what it was: its shard, or for a resident line marks of it."""
+def _changed(flat: FlatParameter, before: tuple[list[int], Tensor] | None) -> str | None:
+    """Return what to call a line, or the parameter on it, whose part on this rank is not what it was.
+
+    Args:
+        before: of a resident line its versions and marks; None: a gathered one is compared with its shard.
+    """
     if before is None:
-        return _edited(flat)
-    return flat.displaced() is not None or not torch.equal(before, _marks(flat))
+        return flat.name if _edited(flat) else None
+    versions, marks = before
+    if flat.displaced() is None and torch.equal(marks, _marks(flat)):
+        return None
+    names = [s.name for s, old, new in zip(flat.layout.segments, versions, _versions(flat)) if old != new]
+    return flat.displaced() or next(iter(names), flat.name)
+
+
+def _versions(flat: FlatParameter) -> list[int]:
+    return [0 if parameter.is_inference() else parameter._version for parameter in flat.parameters]
 
 
 def _marks(flat: FlatParameter) -> Tensor:

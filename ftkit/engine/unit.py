@@ -383,8 +383,8 @@ class Unit:
     def _outside(self, name: str) -> UserError:
         """Return the error for a gradient of weight `name` that the block's own backward did not give."""
         return UserError(
-            f"{name} got a gradient outside the backward of its block {self.name} (a penalty on it, in compute_loss or "
-            "in a hook): this ZeRO stage takes a block's gradients while its own backward runs. For an L2 penalty set "
+            f"{name} got a gradient outside the backward of its block {self.name} (a penalty on it, in compute_loss or in "
+            "a hook): this ZeRO stage takes a block's gradients while its own backward runs. For an L2 penalty set "
             "weight_decay; for another one train with ftkit={'stage': 1, 'activations': 'keep'}"
         )
 

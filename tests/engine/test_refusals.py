@@ -125,7 +125,7 @@ def weight_read_outside_its_block(stage):
             token_loss(model, ROWS, TOKENS)
     else:
         loss = token_loss(model, ROWS, TOKENS)
-        with pytest.raises(UserError, match=r"blocks\.0\.norm\.weight got a gradient outside .* block blocks\.0 .*weight_decay"):
+        with pytest.raises(UserError, match=r"blocks\.0\.norm\.weight got a gradient outside.*weight_decay"):
             loss.backward()
 
 

@@ -304,7 +304,7 @@ def gathered_values(build, stage):
     assert all(torch.equal(value, whole[name]) for name, value in values.items())
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
         parameter = model.get_parameter(name)
-        for edit in (lambda p: p.mul_(2), lambda p: p.data.mul_(0.5)):  # the second takes the first back where it is in force
+        for edit in (lambda p: p.mul_(2), lambda p: p.data.mul_(0.5)):  # where the first is in force, this takes it back
             with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
                 edit(parameter)
     with ftkit.gathered_parameters(model):  # an edit that is taken back is none
@@ -333,7 +333,7 @@ def edits_under_a_deferred_update(stage):
         optimizer.step()
         with ftkit.gathered_parameters(model):
             model.model.norm.weight.norm()
-    with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
+    with pytest.raises(ftkit.UserError, match=r"norm\.weight was edited"), ftkit.gathered_parameters(model):
         model.model.norm.weight.mul_(2)
 
 
@@ -375,5 +375,3 @@ def trained_through_a_parameter():
 
 def test_a_gathered_parameter_takes_no_gradient(worlds):
     worlds[2].run(trained_through_a_parameter)
-
-

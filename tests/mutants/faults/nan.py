@@ -83,8 +83,8 @@ FAULTS = (
     fault(
         "an edit of a weight that is whole passes within gathered_parameters, and is lost",
         "ftkit/engine/holding.py",
-        "    if before is None:\n",
-        "    if before is not None:\n        return False\n    if before is None:\n",
+        "    versions, marks = before\n",
+        "    versions, marks = before[0], _marks(flat)\n",
         _READS + "test_an_edit_within_gathered_parameters_raises_and_an_update_does_not",
     ),
 )
