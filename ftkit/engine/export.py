@@ -59,6 +59,7 @@ def export_tensors(
     files = cut(wanted, shard_bytes)
     with all_ranks(units.comm):
         (optimizer or units).settle()
+        (optimizer or units).take_edits()
     with rank_zero(units.comm) as first:
         if first:
             for stale in folder.glob("model*.writing"):

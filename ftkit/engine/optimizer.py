@@ -218,6 +218,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in self.units.trainable:
             flat.origin = None
 
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Make sure that the lines hold what the model computes with, before an update or a save; see `Units.take_edits`.
+
+        Raises:
+            UserError: if the `.data` of a parameter was replaced.
+        """
+        self.units.take_edits()
+
     def settle(self) -> None:
         """Wait for updates under way, and until all state can be read.
 
@@ -380,7 +389,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update every line's shard, or skip on overflow and when `leave_out` was called. See [Note: a step].
 
         Raises:
-            UserError: in a `no_sync` context of several ranks.
+            UserError: in a `no_sync` context of several ranks; as `take_edits`.
             ValueError: if a closure is given.
         """
         if closure is not None:
@@ -391,6 +400,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "ranks share these weights. Step after the context (accelerator.accumulate does so); LocalSGD needs weights "
                 "of its own on each rank: leave it off (enabled=False)"
             )
+        self.take_edits()
         norm = self.grad_norm()  # also finishes the gradients, where nobody clipped
         overflow = self.loss_scale.dynamic and not math.isfinite(norm)
         factor = self._clip / self.loss_scale.value

@@ -31,7 +31,7 @@ import torch
 
 from ftkit.engine import threads
 from ftkit.engine.buffers import FILE, persistent_buffers, refuse_unsaved, write_buffers
-from ftkit.engine.durable import make_folder, rank_zero, sync_folder
+from ftkit.engine.durable import all_ranks, make_folder, rank_zero, sync_folder
 from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.flatfile import PIECE_NUMEL
@@ -107,6 +107,8 @@ class Saving:
         self.units = units
         if optimizer is not None:
             optimizer.prepare()
+        with all_ranks(units.comm):
+            (optimizer or units).take_edits()
         self.updater = optimizer.updater if optimizer is not None else None
         self.update = self.updater.running if self.updater is not None else None  # that of the last step, if deferred
         self.jobs = [_Job.of(flat, kind, dtype, store) for flat, kind, dtype, store in _kinds(units, optimizer, frozen)]

@@ -223,6 +223,7 @@ class Units:
 
         The tensor is only valid until the next one is asked for. Cost: one all-gather a line, and its buffer.
         """
+        self.take_edits()
         self.transfer.settle()
         for flat in self.flats if flats is None else flats:
             full = flat.full
@@ -272,6 +273,24 @@ class Units:
                     f"a parameter of {flat.name} was frozen when the model was sharded and asks for gradients now: set "
                     "requires_grad before ftkit.shard() or before the Trainer is built"
                 )
+
+    def take_edits(self) -> None:
+        """Make sure that the lines hold what the model computes with, before they are updated or saved.
+
+        Raises:
+            UserError: if the `.data` of a parameter was replaced: the model computes with the new tensor, and nobody else
+                would know of it.
+
+        Cost: under a microsecond a resident parameter.
+        """
+        name = next((name for flat in self.flats if (name := flat.displaced()) is not None), None)
+        if name is not None:
+            raise UserError(
+                f"{name}: its .data is another tensor than when the model was sharded (p.data = tensor, "
+                "vector_to_parameters): the model computes with that tensor, which the optimizer would not update nor a "
+                "save write. Copy the values in place (with torch.no_grad(): p.copy_(tensor)), replace it before the "
+                "model is sharded, or train without the engine (ftkit=None)"
+            )
 
     def _registration(self) -> frozenset[object]:
         """Return the model's parameters without their order: a parametrization that comes and goes changes that."""

@@ -23,7 +23,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ftkit.engine.buffers import persistent_buffers, refuse_unsaved
-from ftkit.engine.durable import rank_zero
+from ftkit.engine.durable import all_ranks, rank_zero
 from ftkit.engine.export import export_tensors
 from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.optimizer import ShardedOptimizer
@@ -191,6 +191,8 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
 def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
     (optimizer or units).settle()
+    with all_ranks(units.comm):
+        (optimizer or units).take_edits()
     units.transfer.settle()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]

@@ -18,7 +18,10 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
+from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units, shard
+from ftkit.engine.tiers import Tiers
+from ftkit.errors import UserError
 from ftkit.hf.flat_kernels import FLAT_KERNELS
 
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
@@ -276,6 +279,46 @@ def overflows(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world2, stage):
     world2.run(overflows, stage)
+
+
+def sharded_with_whole(policy: Policy, folder: str) -> tuple[OneBlock, Units]:
+    """As `sharded`, with 'b' and 'e' whole at every stage."""
+    model, comm = OneBlock(), Communicator(torch.device("cpu"))
+    tiers = Tiers.open(comm, policy.placement, folder)
+    blocks = [("block", model.block)]
+    units = shard(model, blocks, comm=comm, policy=policy, tiers=tiers, whole=lambda name, parameter: name[-1] in "be")
+    return model, units
+
+
+def give_ones(units: Units) -> None:
+    """Give every line a gradient of ones."""
+    for flat in units.trainable:
+        flat.touched = [True] * len(flat.parameters)
+        full = torch.ones(flat.layout.padded_numel, dtype=flat.dtype)
+        if flat.deferred:
+            flat.full_grad, flat._has_gradient = full, True
+        else:
+            flat.contribute(full)
+
+
+def replaces_data(stage: int, folder: str) -> None:
+    model, units = sharded_with_whole(Policy(stage=stage), folder)
+    optimizer = ShardedSGD(units, None, lr=0.01)
+    kept = model.block["b"].data
+    model.block["b"].data = kept.clone()
+    give_ones(units)
+    text = r"block\.b: its \.data is another tensor.*p\.copy_\(tensor\).*ftkit=None"
+    for use in (optimizer.step, units.state_dict, lambda: save_checkpoint(f"{folder}/saved", units, optimizer)):
+        with pytest.raises(UserError, match=text):
+            use()
+    model.block["b"].data = kept  # as an average does that was only evaluated
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_lies_elsewhere_is_found_at_a_step_and_a_save(worlds, stage, tmp_path):
+    for world in (1, 2):
+        worlds[world].run(replaces_data, stage, str(tmp_path))
 
 
 def shares_groups() -> None:

@@ -375,3 +375,40 @@ def trained_through_a_parameter():
 
 def test_a_gathered_parameter_takes_no_gradient(worlds):
     worlds[2].run(trained_through_a_parameter)
+
+
+# --- edits in place of weights that are whole
+
+
+class Edits(transformers.TrainerCallback):
+    """Edits the final norm once, after a step."""
+
+    def __init__(self, edit, at):
+        self.edit, self.at = edit, at
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.at:
+            with torch.no_grad():
+                self.edit(model.model.norm.weight)
+
+
+def replace_data(weight):
+    weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_callback_that_replaces_data_is_stopped(stage, step, worlds, tmp_path):
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [Edits(replace_data, step)]}, ftkit={"stage": stage})
+    worlds[2].run(refused_to_the_end, str(tmp_path), run)
+
+
+def trained_and_saved(folder, run):
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    trainer.save_model(f"{folder}/model")
+
+
+def refused_to_the_end(folder, run):
+    with pytest.raises(ftkit.UserError, match=r"norm\.weight: its \.data is another tensor"):
+        trained_and_saved(folder, run)

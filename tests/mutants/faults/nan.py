@@ -87,4 +87,11 @@ FAULTS = (
         "    versions, marks = before[0], _marks(flat)\n",
         _READS + "test_an_edit_within_gathered_parameters_raises_and_an_update_does_not",
     ),
+    fault(
+        "a parameter's data is another tensor, which is trained with and never saved",
+        "ftkit/engine/optimizer.py",
+        "        self.units.take_edits()\n",
+        "",
+        _OPTIMIZER + "test_a_parameter_that_lies_elsewhere_is_found_at_a_step_and_a_save",
+    ),
 )
