@@ -220,12 +220,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Make sure that the lines hold what the model computes with, before an update or a save; see `Units.take_edits`.
+        """Let masters that lie apart take over what was written in place to whole weights since the last time.
+
+        Called before an update, which would undo the edit, and before a save. Elements that the edit left as they are keep
+        their masters. What was written through `.data` is not seen.
 
         Raises:
-            UserError: if the `.data` of a parameter was replaced.
+            UserError: if the `.data` of a parameter was replaced, or an update ran while a weight was edited.
+
+        Cost: under a microsecond a resident parameter; where one was edited, one read of its line's weights and masters.
         """
         self.units.take_edits()
+        for flat in self.units.trainable:
+            edits = flat.edits()
+            if edits == flat.edits_taken:
+                continue
+            if self.updater.deferred and self.updater.last is not None:
+                name = flat.layout.segments[0].name
+                raise UserError(
+                    f"a weight of {flat.name} ({name}, ...) was edited in place, and updates are deferred: the last one may "
+                    "have run meanwhile, and one of both may be lost. Make updates in the step: ftkit={'update': 'now'}"
+                )
+            self._take_edit(flat)
+            flat.edits_taken = edits
+
+    def _take_edit(self, flat: FlatParameter) -> None:
+        """Write to a line's master, if that lies apart, the weights that are not its own rounded."""
+        master = self.line(flat).master
+        if master is flat.weights:
+            return
+        if flat.captured is not None:
+            flat.captured.wait()  # a checkpoint that is being written has the values before
+        for start, stop in ranges(master, flat.weights):
+            piece = master.read(start, stop)
+            for low in range(start, stop, CUDA_PIECE_NUMEL):
+                part = piece[low - start : low - start + CUDA_PIECE_NUMEL]
+                weights = flat.weights.read(low, low + part.numel()).to(part.device)
+                part.copy_(torch.where(part.to(weights.dtype) == weights, part, weights.float()))
+            master.write(start, piece)
 
     def settle(self) -> None:
         """Wait for updates under way, and until all state can be read.

@@ -158,6 +158,7 @@ class Updater:
         self.slots: list[_Slot] = []
         self.arena: Arena | None = None
         self.error: BaseException | None = None
+        self.deferred = deferred
         self.thread = tiers.worker("ftkit-update") if deferred else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" and deferred else None
         self.last: LineUpdate | None = None

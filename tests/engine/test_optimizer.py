@@ -20,7 +20,7 @@ from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
 from ftkit.engine.saving import save_checkpoint
 from ftkit.engine.shard import Units, shard
-from ftkit.engine.tiers import Tiers
+from ftkit.engine.tiers import Placement, Tiers
 from ftkit.errors import UserError
 from ftkit.hf.flat_kernels import FLAT_KERNELS
 
@@ -290,6 +290,12 @@ def sharded_with_whole(policy: Policy, folder: str) -> tuple[OneBlock, Units]:
     return model, units
 
 
+def masters(units: Units, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """Return all masters, whole."""
+    lines = [(flat, flat.collect(optimizer.line(flat).master)) for flat in units.trainable]
+    return {s.name: full[s.start : s.stop].view(s.shape).clone() for flat, full in lines for s in flat.layout.segments}
+
+
 def give_ones(units: Units) -> None:
     """Give every line a gradient of ones."""
     for flat in units.trainable:
@@ -299,6 +305,66 @@ def give_ones(units: Units) -> None:
             flat.full_grad, flat._has_gradient = full, True
         else:
             flat.contribute(full)
+
+
+def edits_in_place(policy: Policy, folder: str, steps_before: int) -> None:
+    """A whole weight is edited in place: an update starts from it, and elements that were left alone keep their masters."""
+    model, units = sharded_with_whole(policy, folder)
+    optimizer = ShardedSGD(units, None, lr=0.01)
+    for _ in range(steps_before):
+        give_ones(units)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = masters(units, optimizer) if steps_before else {n: p.detach() for n, p in OneBlock().named_parameters()}
+    edited = model.block["b"], model.block["e"]
+    with torch.no_grad():
+        for parameter in edited:
+            parameter.clamp_(-0.5, 0.5)
+    wanted = {name: parameter.detach().clone() for name, parameter in zip(("block.b", "block.e"), edited)}
+    optimizer.param_groups[0]["lr"] = 0.0  # so that an update writes weights and changes none
+    give_ones(units)
+    optimizer.step()
+    after, state = masters(units, optimizer), units.state_dict()
+    for name, weights in wanted.items():
+        assert torch.equal(state[name], weights)
+        left_alone = before[name].to(weights.dtype) == weights
+        assert 0 < left_alone.sum() < left_alone.numel()
+        assert torch.equal(after[name], torch.where(left_alone, before[name], weights.float()))
+    assert all(torch.equal(after[name], before[name]) for name in after.keys() - wanted.keys())
+
+
+EDITED = [
+    *(Policy(stage=stage, compute_dtype=torch.bfloat16) for stage in (0, 1, 2, 3)),
+    Policy(stage=3, compute_dtype=torch.float16, placement=Placement("host", "host", "host")),
+    Policy(stage=2, compute_dtype=torch.bfloat16, placement=Placement(state="nvme")),
+    Policy(stage=1, compute_dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("policy", EDITED, ids=str)
+def test_an_edit_in_place_of_a_whole_weight_is_kept(worlds, policy, steps_before, tmp_path):
+    for world in (1, 2):
+        worlds[world].run(edits_in_place, policy, str(tmp_path), steps_before)
+
+
+def edits_a_deferred_update(folder: str) -> None:
+    policy = Policy(stage=1, compute_dtype=torch.bfloat16, deferred_update=True)
+    model, units = sharded_with_whole(policy, folder)
+    optimizer = ShardedSGD(units, None, lr=0.01)
+    for edit in (1.0, 0.5):  # before the first update nothing can be lost
+        with torch.no_grad():
+            model.block["b"].mul_(edit)
+        give_ones(units)
+        if edit == 1.0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(UserError, match=r"whole.*edited in place, and updates are deferred.*'update': 'now'"):
+        optimizer.step()
+
+
+def test_an_edit_that_a_deferred_update_may_undo_raises(world2, tmp_path):
+    world2.run(edits_a_deferred_update, str(tmp_path))
 
 
 def replaces_data(stage: int, folder: str) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import ftkit
@@ -392,8 +393,31 @@ class Edits(transformers.TrainerCallback):
                 self.edit(model.model.norm.weight)
 
 
+def halve(weight):
+    weight.mul_(0.5)
+
+
 def replace_data(weight):
     weight.data = weight.data * 0.5
+
+
+def saves_an_edit(folder, settings, step, arguments):
+    """Return the norm of the final norm, as it is trained and as it is saved."""
+    run = Run(arguments=arguments, options={"callbacks": [Edits(halve, step)]}, ftkit=settings)
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    trainer.save_model(f"{folder}/model")
+    saved = load_file(f"{folder}/model/model.safetensors")["model.norm.weight"]
+    return float(trainer.model.model.norm.weight.detach().float().norm()), float(saved.float().norm())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("settings", [{"stage": 1, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}, {"stage": 1}], ids=str)
+def test_an_edit_in_place_is_trained_and_saved(settings, step, worlds, tmp_path):
+    arguments = {"max_steps": 2, "learning_rate": 1e-4}
+    for used, saved in worlds[2].run(saves_an_edit, str(tmp_path), settings, step, arguments):
+        assert used == pytest.approx(0.5 * 32**0.5, rel=1e-2)
+        assert saved == pytest.approx(used, rel=1e-2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
