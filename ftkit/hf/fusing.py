@@ -7,8 +7,10 @@
 
 A submodule is recognised by what it has (an eps and one weight; two linear layers and an activation), not by its class, and
 each exchange is proved at that moment on a twin with random weights and input, forward and backward, in the dtypes that will
-be used. What does not agree is left alone, and told. The instance gets a subclass of its own class (`engine/seam.py`), so
-names, adapters and weights stay where they are; on a CPU the same submodules run the kernels' PyTorch references.
+be used. What does not agree is left alone, and told. So is what the proof does not see: hooks, a `forward` of an instance,
+attributes that are more than a number or a name, and code of the user's own, which may do otherwise tomorrow. The instance
+gets a subclass of its own class (`engine/seam.py`), so names, adapters and weights stay where they are; on a CPU the same
+submodules run the kernels' PyTorch references.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ftkit.engine.seam import specialise
+from ftkit.hf.hooks import EVERY, has_hooks, home_of, hooks_on
 from ftkit.hf.twins import Chance, agreement, difference, results, same_in_training, twin_of
 from ftkit.kernels.activation import ACTIVATIONS, activation
 from ftkit.kernels.gated import gated
@@ -40,6 +45,11 @@ CASTINGS = (("Llama's casting", "llama", 0.0), ("Gemma's", "gemma", 1.0), ("OLMo
 GATED = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
 GATED_TOGETHER = (("gate_up_proj", "down_proj", "activation_fn"), ("gate_up_proj", "down_proj", "act_fn"))
 ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
+FAMILIES = ("torch", "transformers", "transformers_modules")
+"""Packages whose code stays what it was proved to be; the last is that of models which bring their own."""
+PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+ANY_MODULE = frozenset(vars(nn.Module()))
+"""Names of what every module has."""
 WIDTH, INNER = 8, 12
 """Of a twin's linear layers."""
 
@@ -108,9 +118,13 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     for name, module in model.named_modules():
         if "forward" in vars(module) or id(module) in inside:
             continue  # somebody's own; or what a fused MLP does itself
-        key, candidates = _key(module), _candidates(module)
+        candidates = _candidates(module)
         if not candidates:
             continue
+        if (reason := _unseen(module, candidates[0].replaced)) is not None:
+            found.left[name] = reason
+            continue
+        key = _key(module)
         if key not in proved:
             proved[key] = _best(module, candidates, dtype, device)
         best = proved[key]
@@ -140,10 +154,52 @@ def is_fused(module: nn.Module) -> bool:
 
 def _key(module: nn.Module) -> Hashable:
     """Return what distinguishes submodules whose proof is not the same: class, settings and shapes, children's too."""
-    plain = (int, float, str, bool, type(None), tuple)
-    settings = tuple((key, value) for key, value in vars(module).items() if isinstance(value, plain) and key != "layer_idx")
+    settings = tuple((name, _seen(value)) for name, value in vars(module).items() if name != "layer_idx" and _is_seen(value))
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False))
     return type(module), settings, shapes, tuple((name, _key(child)) for name, child in module.named_children())
+
+
+def _seen(value: Any) -> Hashable:
+    """Return what tells a setting from another: its value, or the function or configuration that it is."""
+    if isinstance(value, partial):
+        return _seen(value.func), value.args, tuple(sorted(value.keywords.items()))
+    return id(value) if isinstance(value, PretrainedConfig) else getattr(value, "__func__", value)
+
+
+def _is_seen(value: Any) -> bool:
+    """Return whether an attribute of a module is a part of its `_key`."""
+    if isinstance(value, tuple):
+        return all(isinstance(each, PLAIN) or (isinstance(each, tuple) and _is_seen(each)) for each in value)
+    if isinstance(value, partial):
+        return _is_known(value) and _is_seen((*value.args, *value.keywords.values()))
+    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
+        return _is_known(value)
+    return isinstance(value, (*PLAIN, PretrainedConfig))
+
+
+def _is_known(function: Any) -> bool:
+    """Return whether a function is code of a family, and not a user's."""
+    return home_of(function).partition(".")[0] in (*FAMILIES, "math")
+
+
+def _unseen(module: nn.Module, replaced: tuple[str, ...]) -> str | None:
+    """Return why a proof for a module would not say all that it does, or would not stay true; None where it would."""
+    kind = type(module).__name__
+    parts = [(module, kind)]
+    parts += [(inner, f"{kind}'s {child}") for child in replaced for inner in module.get_submodule(child).modules()]
+    for each, told in parts:
+        if has_hooks(each):
+            return f"{told} has hooks"
+        if "forward" in vars(each):
+            return f"the forward of {told} is replaced on the instance"
+        if not _is_known(type(each).forward):
+            return f"{told} computes by code of the user's own"
+        if replaced and (each._buffers or each._parameters):
+            return f"{told} has weights or buffers of its own"
+        odd = [name for name, value in vars(each).items() if name not in ANY_MODULE and not _is_seen(value)]
+        if odd:
+            return f"{told} has the attribute {odd[0]}, which may change what it computes"
+    return None
 
 
 def _candidates(module: nn.Module) -> list[Candidate]:
@@ -168,8 +224,11 @@ def _proved(
 ) -> float | None:
     """Return how near an exchange is to the module for inputs of `given` and weights of `dtype`; None if it is not."""
     chance = Chance().manual_seed(0)
-    original = twin_of(module, chance, candidate.linears)
-    exchanged = copy.deepcopy(original)
+    try:
+        original = twin_of(module, chance, candidate.linears)
+        exchanged = copy.deepcopy(original)
+    except Exception:  # whatever a part of somebody's own makes of a copy
+        return None
     specialise(exchanged, **candidate.members)
     try:
         if candidate.linears is not None and not same_in_training(original, exchanged, candidate.leaves):
@@ -250,18 +309,23 @@ def _gated(module: nn.Module) -> Iterator[Candidate]:
         if {gate, up, down, act} == children.keys() - {"dropout"}:
             linears = {gate: (INNER, WIDTH), up: (INNER, WIDTH), down: (WIDTH, INNER)}
             for kind in ACTIVATIONS:
-                members = {"forward": _gated_apart(gate, up, down, kind), "_fused": True}
+                members = {"forward": _gated_apart(gate, up, down, kind, module, act), "_fused": True}
                 yield Candidate(f"gated MLP ({kind})", members, _input(module, 3, 5, WIDTH), linears, replaced=(act,))
     for both, down, act in GATED_TOGETHER:
         if {both, down, act} == children.keys():
             linears = {both: (2 * INNER, WIDTH), down: (WIDTH, INNER)}
             for kind in ACTIVATIONS:
-                members = {"forward": _gated_together(both, down, kind), "_fused": True}
+                members = {"forward": _gated_together(both, down, kind, module, act), "_fused": True}
                 yield Candidate(f"gated MLP ({kind})", members, _input(module, 3, 5, WIDTH), linears, replaced=(act,))
 
 
-def _gated_apart(gate: str, up: str, down: str, kind: Any) -> Callable[..., Tensor]:
+def _gated_apart(gate: str, up: str, down: str, kind: Any, module: nn.Module, act: str) -> Callable[..., Tensor]:
+    plain, changed = type(module).forward, _changed(module, act)
+
     def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if changed(self):
+            found: Tensor = plain(self, x)
+            return found
         inner = gated(getattr(self, gate)(x), getattr(self, up)(x), kind)
         if "dropout" in self._modules:
             inner = self.dropout(inner)
@@ -272,12 +336,28 @@ def _gated_apart(gate: str, up: str, down: str, kind: Any) -> Callable[..., Tens
     return forward
 
 
-def _gated_together(both: str, down: str, kind: Any) -> Callable[..., Tensor]:
+def _gated_together(both: str, down: str, kind: Any, module: nn.Module, act: str) -> Callable[..., Tensor]:
+    plain, changed = type(module).forward, _changed(module, act)
+
     def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if changed(self):
+            found: Tensor = plain(self, x)
+            return found
         gate, up = getattr(self, both)(x).chunk(2, -1)
         return getattr(self, down)(gated(gate, up, kind))
 
     return forward
+
+
+def _changed(module: nn.Module, act: str) -> Callable[[nn.Module], bool]:
+    """Return what says whether a module's activation, which an exchange does not call, is no more what it was."""
+    proved = type(module._modules[act])
+
+    def changed(self: nn.Module) -> bool:
+        now = self._modules[act]
+        return now is None or not issubclass(type(now), proved) or "forward" in vars(now) or bool(hooks_on(now, EVERY))
+
+    return changed
 
 
 # --- rotary
@@ -294,6 +374,9 @@ def _fuse_rotations(model: nn.Module, dtype: torch.dtype, device: torch.device, 
         width = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if not callable(original) or not isinstance(width, int) or width % 2:
             found.left[name] = f"{type(module).__name__}'s rotation is of another form"
+            continue
+        if not (_is_known(forward) and _is_known(original)):
+            found.left[name] = f"{type(module).__name__} turns by code of the user's own"
             continue
         if (original, width) not in proved:
             proved[original, width] = _rotates(original, width, dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ftkit.hf.fusing import fuse, is_fused, rotated
 from ftkit.hf.head import attach_head_loss, only_loss
@@ -99,6 +100,13 @@ def test_a_model_on_meta_is_proved_too() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def of_a_family(kind: Any) -> Any:
+    """Let a class pass for one of transformers: code of the user's own is not looked at further."""
+    kind.forward.__module__ = "transformers.models.own"
+    return kind
+
+
+@of_a_family
 class OwnNorm(LlamaRMSNorm):
     """Looks like one that is known, and is not."""
 
@@ -106,6 +114,7 @@ class OwnNorm(LlamaRMSNorm):
         return super().forward(hidden_states) * 1.01
 
 
+@of_a_family
 class OwnMlp(nn.Module):
     """Three layers of known names, with a twist."""
 
@@ -118,6 +127,7 @@ class OwnMlp(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) + 0.01)
 
 
+@of_a_family
 class DroppingMlp(OwnMlp):
     """What it is only in training."""
 
@@ -136,6 +146,7 @@ class BackwardOnly(torch.autograd.Function):
         return gradient * 1.02
 
 
+@of_a_family
 class WrongBackwardNorm(LlamaRMSNorm):
     """The same values, other gradients."""
 
@@ -230,3 +241,107 @@ def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeyp
     report = fuse(fusible.build("llama"), torch.float32, CPU)
     assert not report.done
     assert report.left["all of it"].startswith("Triton does not run here: RuntimeError: Failed to find C compiler.")
+
+
+class Switched(LlamaMLP):
+    """What it is today; a list decides what it is tomorrow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gains[0]
+
+
+class Swish(nn.Module):
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = torch.tensor(slope)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.slope * x)
+
+
+def hooked(mlp: Any) -> None:
+    mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def hooked_before(mlp: Any) -> None:
+    mlp.act_fn.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def hooked_backward(mlp: Any) -> None:
+    mlp.act_fn.register_full_backward_hook(lambda module, given, made: (given[0] * 0,))
+
+
+def replaced(mlp: Any) -> None:
+    mlp.act_fn.forward = torch.relu
+
+
+def switched(mlp: Any) -> None:
+    mlp.__class__, mlp.gains = Switched, [1.0]
+
+
+def with_tensor(mlp: Any) -> None:
+    mlp.scale = torch.tensor(0.5)
+
+
+def other_function(mlp: Any) -> None:
+    mlp.act_fn.scale = lambda x: x
+
+
+def own_activation(mlp: Any) -> None:
+    mlp.act_fn = Swish(1.0)
+
+
+def with_lock(mlp: Any) -> None:
+    mlp.lock = threading.Lock()
+
+
+def with_graph(mlp: Any) -> None:
+    mlp.last = mlp.up_proj.weight * 2
+
+
+LEFT = {
+    hooked: "LlamaMLP's act_fn has hooks",
+    hooked_before: "LlamaMLP's act_fn has hooks",
+    hooked_backward: "LlamaMLP's act_fn has hooks",
+    replaced: "the forward of LlamaMLP's act_fn is replaced on the instance",
+    switched: "Switched computes by code of the user's own",
+    with_tensor: "LlamaMLP has the attribute scale, which may change what it computes",
+    other_function: "LlamaMLP's act_fn has the attribute scale, which may change what it computes",
+    own_activation: "LlamaMLP's act_fn computes by code of the user's own",
+    with_lock: "LlamaMLP has the attribute lock, which may change what it computes",
+    with_graph: "LlamaMLP has the attribute last, which may change what it computes",
+}
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_what_a_proof_does_not_see_is_left_alone_and_told(change: Any) -> None:
+    """Of the second layer only: the first one's proof does not count for it."""
+    model = fusible.build("llama")
+    change(model.model.layers[1].mlp)
+    inputs = fusible.batch("llama", 2, 6, 0)
+    before = model(**inputs).logits
+    report = fuse(model, torch.float32, CPU)
+    assert report.left.pop("model.layers.1.mlp") == LEFT[change]
+    assert report.left.keys() <= {"model.layers.1.mlp.act_fn"}
+    assert is_fused(model.model.layers[0].mlp)
+    assert not is_fused(model.model.layers[1].mlp)
+    torch.testing.assert_close(model(**inputs).logits, before)
+
+
+def test_an_activation_that_is_changed_after_the_exchange_is_called() -> None:
+    model = fusible.build("llama")
+    assert fuse(model, torch.float32, CPU).done
+    inputs, called = fusible.batch("llama", 2, 6, 0), []
+    before = model(**inputs).logits
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: called.append(output))
+    torch.testing.assert_close(model(**inputs).logits, before)
+    assert len(called) == 1
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    assert not torch.allclose(model(**inputs).logits, before)
+
+
+def test_a_function_in_a_module_of_the_family_is_proved_for_itself() -> None:
+    first, second = ACT2FN["gelu"], ACT2FN["gelu"]
+    second.act = nn.functional.silu
+    report = fuse(nn.Sequential(first, second), torch.float32, CPU)
+    assert list(report.done.values()) == [["0"], ["1"]]

@@ -1,0 +1,40 @@
+"""Whose hooks are on a module: those of the libraries are known, any other may read or change what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+LIBRARIES = frozenset({"ftkit", "torch", "transformers", "peft", "accelerate"})
+AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that see what it returns, or gradients of it."""
+EVERY = (*AFTER, "_forward_pre_hooks")
+
+
+def hooks_on(module: nn.Module, kinds: tuple[str, ...] = AFTER) -> list[Callable[..., Any]]:
+    """Return the hooks of these kinds that belong to no library: of a user, or of something that ftkit does not know."""
+    found = [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
+    return [hook for hook in found if home_of(hook).partition(".")[0] not in LIBRARIES]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether any hook, anybody's, is on the calls of a module."""
+    return any(vars(module).get(kind) for kind in EVERY)
+
+
+def home_of(function: Any) -> str:
+    """Return the name of the module in which the code of a function, or of a callable object's class, was written."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # of a bound method
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def name_of(function: Any) -> str:
+    """Return how to call a function in a message."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
