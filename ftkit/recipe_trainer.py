@@ -27,7 +27,7 @@ from ftkit.errors import UserError
 from ftkit.held_out import HeldOut, write_rows
 from ftkit.hf.attention import is_packed
 from ftkit.hf.evaluation import row_statistics
-from ftkit.hf.head import head_loss
+from ftkit.hf.head import usable_loss
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
 from ftkit.hf.run_checkpoints import remove_unfinished, set_aside
@@ -254,7 +254,7 @@ class RecipeTrainer(Trainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Return the loss, and per row the three numbers of `row_statistics` in place of logits and labels."""
-        chunked = None if self.label_smoother else head_loss(self.model)
+        chunked = None if self.label_smoother else usable_loss(self.model)
         if chunked is not None:  # no logits: they are not in the plan
             with chunked.each_token() as tokens:
                 loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)

@@ -7,7 +7,8 @@ whatever the model does to logits; the loss function then makes the loss of what
 what they always did.
 
 Whether a model is one that can be treated so is not looked up: the exchange is proved on a twin whose body gives random
-hidden states, against the same twin's own loss and gradients.
+hidden states, against the same twin's own loss and gradients. A hook of the user's on the head, or on what returns the
+logits, reads or changes them: then there are logits, whenever the hook came.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from ftkit.engine.seam import specialise
 from ftkit.engine.unit import autocast_kind
+from ftkit.hf.hooks import hooks_on
 from ftkit.hf.twins import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
@@ -182,6 +184,8 @@ def proven_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
         return "no model of transformers"
     if "forward" in vars(base):
         return "its forward is replaced on the instance"
+    if (reason := _read_by(model)) is not None:
+        return reason
     if getattr(base, "loss_type", None) not in ("ForCausalLM", None) or base.loss_function is not ForCausalLMLoss:
         return "its loss is not that of a causal language model"
     head = base.get_output_embeddings()
@@ -200,15 +204,33 @@ def _base(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def _read_by(model: nn.Module) -> str | None:
+    """Return what of the user's reads or changes the logits on their way out of a model; None where nothing does."""
+    base = _base(model)
+    around = [model, model.base_model, base] if isinstance(model, PeftModel) else [base]
+    if any(hooks_on(each) or "forward" in vars(each) for each in around):
+        return "a hook of the model's may read its logits"
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
+    if head is not None and (hooks_on(head) or "forward" in vars(head)):
+        return "a hook of its head's may read or change its logits"
+    return None
+
+
 def head_loss(model: nn.Module) -> HeadLoss | None:
-    """Return the chunked loss of a model that has one."""
+    """Return the chunked loss of a model that was given one; `usable_loss` says whether it may make it now."""
     found = getattr(_base(model), "_loss_function", None)
     return found if isinstance(found, HeadLoss) else None
 
 
+def usable_loss(model: nn.Module) -> HeadLoss | None:
+    """Return the chunked loss of a model that has one, and whose logits nobody else reads."""
+    found = head_loss(model)
+    return found if found is not None and _read_by(model) is None else None
+
+
 def only_loss(model: nn.Module, *, wanted: bool) -> Any:
     """Return a context in which calls of the model need no logits, where `wanted` and the model can do so."""
-    found = head_loss(model) if wanted else None
+    found = usable_loss(model) if wanted else None
     return nullcontext() if found is None else found.only()
 
 

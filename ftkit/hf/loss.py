@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ftkit.hf.accelerator import Accelerator
-from ftkit.hf.head import head_loss, only_loss
+from ftkit.hf.head import only_loss, usable_loss
 from ftkit.hf.loss_scaling import COUNTED, RANKS, ROWS, SUM, TOKENS, Scaling, Trial
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.row_parts import IGNORED, can_split, rows_of, selected, token_labels, with_labels
@@ -186,7 +186,7 @@ class LossMixin:
         settings = EngineSettings.of(self.args.ftkit)
         comm = self.accelerator.sharded(self.model).comm
         stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
-        if stock and not self.label_smoother and not self.compute_loss_func and head_loss(self.model) is not None:
+        if stock and not self.label_smoother and not self.compute_loss_func and usable_loss(self.model) is not None:
             return Scaling(COUNTED, multiplied=self.args.average_tokens_across_devices)
         rows = rows_of(batch, self.label_names)
         if self._parts > 1 and can_split(batch, rows):  # as much as fits a forward

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ftkit.errors import UserError
-from ftkit.hf.head import head_loss
+from ftkit.hf.head import usable_loss
 from ftkit.hf.samples import IGNORED_LABEL
 
 PACKED_COLUMNS = datasets.Features(
@@ -210,7 +210,7 @@ def _two_samples(batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
 
 def _losses(model: Any, ids: torch.Tensor, places: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
     """Return the losses of a row's labels from token `first` + 1 on, without all logits where the model can; (1, T) ids."""
-    chunked = head_loss(model)
+    chunked = usable_loss(model)
     if chunked is not None:
         wanted = torch.cat([labels.new_full((ids.shape[1] - len(labels),), IGNORED_LABEL), labels])[None]
         with chunked.each_token() as tokens:

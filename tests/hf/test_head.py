@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from ftkit.hf import head
 from ftkit.hf.evaluation import row_statistics
-from ftkit.hf.head import attach_head_loss, head_loss, proven_head_loss
+from ftkit.hf.head import attach_head_loss, head_loss, only_loss, proven_head_loss, usable_loss
 from ftkit.hf.overflow import first_overflow
 from tests.engine import families
 
@@ -48,7 +50,57 @@ def test_an_overflow_is_looked_for_without_logits() -> None:
     model = families.build("llama").eval()
     assert attach_head_loss(model, torch.float32, CPU) is None
     shapes = []
-    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+
+    def look(module, args, output):
+        shapes.append(tuple(output.shape))
+
+    look.__module__ = "ftkit.look"  # a hook of the user's would get logits
+    model.lm_head.register_forward_hook(look)
     rows = torch.randint(3, families.VOCABULARY, (2, 8))
     assert first_overflow(model, {"input_ids": rows, "labels": rows}) is None
     assert shapes == [(2, 8, 0)]
+
+
+def halved(model):
+    return model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def no_gradient(model):
+    return model.lm_head.register_full_backward_hook(lambda module, given, made: (given[0] * 0,))
+
+
+def penalised(model):
+    def hook(module, args, output):
+        output.loss = output.loss + 1e-3 * output.logits.pow(2).sum()
+
+    return model.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("hook", [halved, no_gradient, penalised])
+def test_a_users_hook_around_the_head_gets_logits_before_the_proof_and_after(hook):
+    rows = torch.randint(3, families.VOCABULARY, (2, 8))
+    late = families.build("llama").eval()
+    plain = copy.deepcopy(late)
+    assert attach_head_loss(late, torch.float32, CPU) is None
+    for each in (late, plain):
+        handle = hook(each)
+        with only_loss(each, wanted=True):
+            made = each(input_ids=rows, labels=rows)
+        made.loss.backward()
+        assert made.logits.shape[-1] == families.VOCABULARY
+        assert usable_loss(each) is None
+        if each is late:
+            loss, gradient = made.loss, late.model.norm.weight.grad
+    assert loss == made.loss
+    assert torch.equal(gradient, plain.model.norm.weight.grad)
+    assert "hook" in str(attach_head_loss(plain, torch.float32, CPU))
+    handle.remove()
+    assert attach_head_loss(plain, torch.float32, CPU) is None
+
+
+def test_a_head_whose_forward_is_replaced_later_makes_logits():
+    model = families.build("llama").eval()
+    assert attach_head_loss(model, torch.float32, CPU) is None
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden) * 0.5
+    assert usable_loss(model) is None
