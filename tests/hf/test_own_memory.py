@@ -80,6 +80,21 @@ def in_fp64(model: Any) -> None:
     model.model.norm.double()
 
 
+def buffer_of_a_weight(model: Any) -> None:
+    model.model.norm.register_buffer("old", model.model.norm.weight.detach())
+
+
+def attribute_of_a_weight(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.parts = {"first": [mlp.up_proj.weight.data[4:, 2:]]}
+
+
+def head_of_values(model: Any) -> None:
+    head = nn.Module()
+    head.register_buffer("weight", model.model.embed_tokens.weight.data)
+    model.lm_head = head
+
+
 REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (tied_by_data, "model.embed_tokens.weight and lm_head.weight share memory"),
     (a_part_of_another, "model.layers.1.mlp.up_proj.weight share memory"),
@@ -89,6 +104,9 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (tied_blocks, "model.layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are one parameter"),
     (indices, "model.norm.order has dtype torch.int64"),
     (shared_part, "mlp of block model.layers.1 is a part of model.layers.0"),
+    (buffer_of_a_weight, "model.norm.old shares memory with the parameter model.norm.weight"),
+    (attribute_of_a_weight, "model.layers.1.mlp.parts shares memory with the parameter model.layers.1.mlp.up_proj.weight"),
+    (head_of_values, "lm_head.weight shares memory with the parameter model.embed_tokens.weight"),
     (in_fp64, "model.norm.weight has dtype torch.float64"),
 ]
 
@@ -120,6 +138,21 @@ def test_an_adapter_inside_a_transformers_model_is_refused_before_the_first_step
 
 
 # --- kept
+
+
+def test_what_shares_no_memory_that_trains_stays():
+    model = tiny()
+    norm, head = model.model.norm, model.lm_head
+    head.weight.requires_grad_(False)
+    head.register_buffer("old", head.weight.detach())  # it never changes
+    norm.known, norm.copied = [norm.weight], norm.weight.detach().clone()
+    table = torch.randn(4, 6)
+    norm.left, norm.right = nn.Parameter(table[:, :3]), table[:, 3:]  # no element in common
+    nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)
+    separate(model)
+    norm.right = table[:, 2:]
+    with pytest.raises(UserError, match=r"norm\.right shares memory"):
+        separate(model)
 
 
 def test_frozen_parameters_that_share_memory_get_copies():
