@@ -61,6 +61,8 @@ def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
 
 def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str) -> None:
     names = {*known.to_dict(), *vars(known), *known.attribute_map, *GENERATION, *LEGACY, "model_type"}
+    kind = type(known)
+    names |= {name for name in dir(kind) if getattr(getattr(kind, name), "fset", None) is not None}  # num_labels
     for name, value in fields.items():
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)

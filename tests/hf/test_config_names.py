@@ -93,3 +93,11 @@ def test_a_revision_of_what_has_none_stops(tmp_path):
     with pytest.raises(UserError, match="revision='v2' is of a hub name"):
         load_model(tmp_path, revision="v2")
     assert Model(name="some/model", revision="v2").revision == "v2"
+
+
+def test_a_field_that_a_configuration_derives_from_others_is_one():
+    made = load_model(None, config=LLAMA, task="sequence-classification", num_labels=5)
+    assert made.score.out_features == 5
+    assert load_model(None, config={**LLAMA, "num_labels": 4}, task="sequence-classification").score.out_features == 4
+    with pytest.raises(UserError, match="did you mean 'num_labels'"):
+        load_model(None, config=LLAMA, num_label=5)
