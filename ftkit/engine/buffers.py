@@ -21,11 +21,11 @@ BUFFERS = "buffers"
 """The kind, in the name of the file."""
 FILE = f"model.{BUFFERS}.safetensors"
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a saved model holds, by name."""
+def persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return the buffers that a saved model holds, by name; without `recurse` those of the module itself."""
     return {
         f"{name}.{key}" if name else key: buffer
-        for name, module in model.named_modules()
+        for name, module in (model.named_modules() if recurse else [("", model)])
         for key, buffer in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set
     }

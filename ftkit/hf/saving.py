@@ -7,6 +7,7 @@ adapter is small and replicated: PEFT writes it as it always does.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
@@ -59,7 +60,23 @@ def check_savable(units: Units) -> dict[str, list[str]]:
             "its modules have: leave state_dict() as it is, or rename in the saved file"
         )
     _refuse_hidden_adapters(units.model)
-    return hub_names(units.model, [segment.name for flat in units.flats for segment in flat.layout.segments], units.aliases)
+    own = [segment.name for flat in units.flats for segment in flat.layout.segments]
+    return hub_names(units.model, own, _aliases(units))
+
+
+def _aliases(units: Units) -> dict[str, str]:
+    """Return every other name of a tensor or persistent buffer, also of those in a module that is registered twice."""
+    found = dict(units.aliases)
+    for name, parameter in units.model.named_parameters(remove_duplicate=False):
+        flat, index = units.places[id(parameter)]
+        if (first := flat.layout.segments[index].name) != name:
+            found[name] = first
+    firsts: dict[int, str] = {}
+    for name, module in units.model.named_modules(remove_duplicate=False):
+        first = firsts.setdefault(id(module), name)
+        for key in persistent_buffers(module, recurse=False) if first != name else ():
+            found[f"{name}.{key}"] = f"{first}.{key}"
+    return found
 
 
 def _own_state_dict(model: nn.Module) -> bool:
@@ -206,7 +223,7 @@ def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) ->
 
 def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the hub's names of each tensor and of each persistent buffer: more than one for a weight that was tied by hand,
-    which transformers would not tie again when it loads.
+    or whose module was registered twice by hand, which transformers would not tie again when it loads.
 
     A plain `nn.Module` has the names of its `state_dict()`. For a transformers model the mapping is asked of transformers
     itself: its reverse conversion runs on empty tensors, and what comes out under another name is the same object, unless it
@@ -225,7 +242,10 @@ def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) 
             named[name].append(alias)
         return named
     by_hand = {alias: name for alias, name in aliases.items() if alias not in model.all_tied_weights_keys}
-    by_hand = {a: n for a, n in by_hand.items() if n not in model.all_tied_weights_keys and not _shared_module(model, a, n)}
+    by_hand = {a: n for a, n in by_hand.items() if n not in model.all_tied_weights_keys}
+    shared = [alias for alias, name in by_hand.items() if _shared_module(model, alias, name)]
+    for alias in _shared_by_code(model, {alias: by_hand[alias] for alias in shared}):
+        del by_hand[alias]
     own += list(by_hand)
     stand_ins = {name: torch.empty(0, device="meta") for name in own}
     original = {id(tensor): name for name, tensor in stand_ins.items()}
@@ -251,5 +271,19 @@ def _not_savable(model: PreTrainedModel, reason: str) -> UserError:
 
 
 def _shared_module(model: PreTrainedModel, one: str, other: str) -> bool:
-    """Return whether two names of a parameter lead through the same module: shared by the code, not tied by hand."""
+    """Return whether two names of a tensor lead through the same module: shared by the code, or by hand."""
     return model.get_submodule(one.rpartition(".")[0]) is model.get_submodule(other.rpartition(".")[0])
+
+
+def _shared_by_code(model: PreTrainedModel, shared: Mapping[str, str]) -> list[str]:
+    """Return those names of `shared` that are one tensor with their others in any model of this class, as in a new one."""
+    if not shared:
+        return []
+    try:
+        with torch.device("meta"):
+            new = type(model)(copy.deepcopy(model.config))
+    except Exception as error:  # of somebody's own class: then all names are written, which does no harm
+        logger.debug("%s is not built anew: %s", type(model).__name__, error)
+        return []
+    tensors = {**dict(new.named_parameters(remove_duplicate=False)), **dict(new.named_buffers(remove_duplicate=False))}
+    return [alias for alias, name in shared.items() if alias in tensors and tensors[alias] is tensors.get(name)]

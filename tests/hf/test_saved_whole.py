@@ -307,3 +307,50 @@ def test_a_module_around_a_model_is_saved_and_its_best_checkpoint_loaded(world1,
     assert sorted(ours) == sorted(stock)
     assert int(ours["seen"]) == int(stock["seen"])
     runs.assert_same_weights(ours, stock)
+
+
+# --- modules registered twice
+
+
+def one_block_twice(model: Any) -> None:
+    """The last block runs twice, with a buffer of its own."""
+    first, last = model.model.layers
+    last.mlp.act_fn.register_buffer("seen", torch.ones(2))
+    model.model.layers = nn.ModuleList([first, last, last])
+    model.config.num_hidden_layers = 3
+
+
+def one_norm_twice(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm
+
+
+@pytest.mark.parametrize("change", [one_block_twice, one_norm_twice])
+def test_a_module_that_is_registered_twice_is_saved_under_both_names(change, tmp_path):
+    model = runs.llama(num_hidden_layers=2).eval()
+    change(model)
+    rows = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        before = model(input_ids=rows, use_cache=False).logits
+    names = model.state_dict().keys()
+    ftkit.save_model(ftkit.shard(model, {**SHARDED, "affinity": False}), tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == names
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=rows, use_cache=False).logits, before)
+
+
+class SharedByCode(transformers.LlamaForCausalLM):
+    """A model whose code registers a norm twice."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[0].input_layernorm = self.model.layers[0].post_attention_layernorm
+
+
+def test_a_module_that_the_code_registers_twice_is_saved_once(tmp_path):
+    model = SharedByCode(runs.llama(num_hidden_layers=1).config)
+    ftkit.save_model(ftkit.shard(model, {**SHARDED, "affinity": False}), tmp_path)
+    assert "model.layers.0.post_attention_layernorm.weight" not in load_file(tmp_path / "model.safetensors")
+    again = SharedByCode.from_pretrained(tmp_path)
+    assert again.model.layers[0].input_layernorm is again.model.layers[0].post_attention_layernorm
