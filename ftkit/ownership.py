@@ -3,7 +3,8 @@
 Every file that a run writes carries a mark of its own, in its first bytes: a key of a JSON object, a `<meta>` of a page, a
 comment with a checksum at the top of recipe.yaml, the keys of a line of metrics. So the mark is there as soon as the file
 is, moves with it, and needs no second file that a crash could leave behind. A folder has a list: contents.json in a
-checkpoint, `model-files.json` beside the model. An empty file or folder is nobody's loss and counts as ours.
+checkpoint, `model-files.json` beside the model. An empty file or folder is nobody's loss and counts as ours. Where the list
+of a checkpoint is damaged or missing, its files are ours by the names that saves write (`SAVED`), and all others are not.
 
 It refuses nothing by itself: `RunFolder.prepare` and the commands that write a page ask here. What it costs: one small read
 a file and one `stat` a file of a folder. A symbolic link under a name of ours is never ours, but for a link to a checkpoint.
@@ -19,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from ftkit.engine.seal import CONTENTS, LISTING, BrokenCheckpoint, listed_in, read_sealed
 from ftkit.errors import UserError
 
 WRITTEN_BY = "written_by"
@@ -36,8 +38,21 @@ TRAINING_KEYS = {"step", "epoch", "loss", "tokens", "divergences", "peak_host_by
 EVALUATION_KEYS = {"step", "epoch", "eval_loss", "eval_perplexity", "eval_accuracy"}
 DIVERGENCE_KEYS = {"step", "reason", "loss", "grad_norm", "action", "places"}
 
-ENGINE_FOLDER, CONTENTS = "ftkit", "contents.json"
-"""Of a checkpoint: one of them is in every folder that the engine saved, a damaged one included."""
+ENGINE_FOLDER = "ftkit"
+"""Of a checkpoint: it or the list is in every folder that the engine saved, a damaged one included."""
+SEALED = b'{"checksum":"'
+"""How lists begin, those that were cut off included."""
+SAVED = re.compile(
+    r"trainer_state\.json|training_args\.(bin|json)|(optimizer|scheduler|scaler)\.pt|optimizer\.bin|rng_state(_\d+)?\.pth|"
+    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)|"
+    r"(model\.safetensors|pytorch_model\.bin)\.index\.json|(adapter_|generation_)?config\.json|ftkit_base\.json|"
+    r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"
+    r"(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja|"
+    r"((video_)?preprocessor|processor)_config\.json|contents\.json\.writing|ftkit/[^/]+\.\w+\.safetensors"
+)
+"""Names that our saves or the stock Trainer's give to files of a checkpoint, beside the lists."""
+PEFT_CARD = b"library_name: peft"
+"""In the README.md that PEFT writes beside an adapter."""
 
 
 def marked(content: dict[str, Any]) -> dict[str, Any]:
@@ -65,11 +80,7 @@ def is_ours(path: Path) -> bool:
         return True
     if path.is_symlink() or not path.is_file():
         return False
-    try:
-        with open(path, "rb") as file:
-            head = file.readline(LINE_BYTES) if path.suffix == ".jsonl" else file.read(HEAD_BYTES)
-    except OSError:
-        return False
+    head = _head(path)
     if not head:
         return True
     known = {".html": _is_page, ".jsonl": _is_lines, ".yaml": _is_recipe, ".yml": _is_recipe}.get(path.suffix, _is_json)
@@ -78,20 +89,60 @@ def is_ours(path: Path) -> bool:
 
 def is_our_checkpoint(path: Path) -> bool:
     """Return whether a folder checkpoint-N was saved by the engine, whole or damaged, or holds nothing."""
-    return (path / ENGINE_FOLDER).is_dir() or (path / CONTENTS).is_file() or _holds_nothing(path)
+    listed = (path / CONTENTS).is_file() and _is_list(path / CONTENTS)
+    return (path / ENGINE_FOLDER).is_dir() or listed or _holds_nothing(path)
 
 
 def strangers_in_checkpoint(path: Path) -> list[Path]:
-    """Return the files of a checkpoint of ours that it does not list; none where the list is damaged.
+    """Return the files of a folder checkpoint-N, ours or the stock Trainer's, that are a user's.
 
-    What lies in the engine's own subfolder is the engine's.
+    Ours is what a list of ours names that can be read, the engine's in its subfolder. Without one, ours is what has a name
+    of `SAVED`. A file under the name of a list is ours where it begins as one.
     """
+    listed, engines = _listed(path), _listed_by_engine(path)
+    found = []
+    for name, each in _files(path):
+        if name in (CONTENTS, f"{ENGINE_FOLDER}/{LISTING}"):
+            known = _is_list(each)
+        elif (names := engines if name.startswith(f"{ENGINE_FOLDER}/") else listed) is not None:
+            known = name in names
+        else:
+            known = SAVED.fullmatch(name) is not None or (name == "README.md" and PEFT_CARD in _head(each))
+        if not known:
+            found.append(each)
+    return found
+
+
+def _listed(checkpoint: Path) -> set[str] | None:
+    """Return the names in a checkpoint's list and that of a new one; None where it cannot be read."""
     try:
-        listed = set(json.loads((path / CONTENTS).read_bytes())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    known = {*listed, CONTENTS}
-    return [each for name, each in _files(path) if name not in known and not name.startswith(f"{ENGINE_FOLDER}/")]
+        return {*listed_in(checkpoint), f"{CONTENTS}.writing"}
+    except BrokenCheckpoint:
+        return None
+
+
+def _listed_by_engine(checkpoint: Path) -> set[str] | None:
+    try:
+        files = read_sealed(checkpoint / ENGINE_FOLDER / LISTING).get("files")
+    except BrokenCheckpoint:
+        return None
+    return {f"{ENGINE_FOLDER}/{name}" for name in files} if isinstance(files, dict) else None
+
+
+def _is_list(path: Path) -> bool:
+    """Return whether a file begins as a list of ours, or is a part of that."""
+    return not path.is_symlink() and SEALED.startswith(_head(path)[: len(SEALED)])
+
+
+def _head(path: Path) -> bytes:
+    """Return the first bytes of a file, and something that no file of ours begins with where it cannot be read."""
+    try:
+        if not path.is_file():  # a pipe would never end
+            return b"?"
+        with open(path, "rb") as file:
+            return file.readline(LINE_BYTES) if path.suffix == ".jsonl" else file.read(HEAD_BYTES)
+    except OSError:
+        return b"?"
 
 
 def list_model(folder: Path, *, whole: bool) -> str:

@@ -30,10 +30,10 @@ from ftkit.hf.evaluation import row_statistics
 from ftkit.hf.head import usable_loss
 from ftkit.hf.islands import BATCHES
 from ftkit.hf.packing import leaks, refuse_leak
-from ftkit.hf.run_checkpoints import remove_unfinished, set_aside
 from ftkit.hf.samples import IGNORED_LABEL
 from ftkit.hf.trainer import Trainer
 from ftkit.ownership import strangers_in_checkpoint
+from ftkit.replacing import remove_unfinished, set_aside
 from ftkit.run_folder import RunFolder, step_of
 from ftkit.words import counted
 

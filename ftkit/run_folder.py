@@ -38,6 +38,7 @@ from typing import Any
 
 from ftkit import ownership
 from ftkit.errors import UserError
+from ftkit.replacing import put_back, remove_unfinished
 
 LOCK = ".lock"
 SHOWN = 3
@@ -243,9 +244,11 @@ class RunFolder:
             raise self._unwritable(error) from None
         if not owner and overwrite:
             return []
+        if owner:
+            put_back(self.path)
         checkpoints = self.check(resume, overwrite=overwrite, inputs=inputs)
         if owner:
-            self._remove_unfinished()
+            remove_unfinished(self.path)
         if overwrite:
             self._remove_earlier_run()
         if owner:
@@ -317,11 +320,6 @@ class RunFolder:
     def write_recipe(self, text: str) -> None:
         """Write recipe.yaml under a comment with its checksum."""
         write(self.recipe, ownership.marked_recipe(text))
-
-    def _remove_unfinished(self) -> None:
-        """Remove checkpoints that a killed run was writing, or had set aside."""
-        for path in self.path.glob(".checkpoint-*.writing"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _checkpoints(self, resume: str | None) -> list[Path]:
         found = self.checkpoints()

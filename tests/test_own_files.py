@@ -4,17 +4,22 @@ import json
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from ftkit import cli
 from ftkit.begin import checkpoints_to_try
+from ftkit.engine.seal import write_sealed
 from ftkit.errors import UserError
-from ftkit.ownership import is_ours
+from ftkit.hf.run_checkpoints import publish
+from ftkit.ownership import is_ours, strangers_in_checkpoint
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import RecipeTrainer
+from ftkit.replacing import remove_unfinished
 from ftkit.report.page import page
 from ftkit.run_folder import RunFolder, append_line, write, write_json
 from tests.jobs import job, recipe
@@ -40,8 +45,8 @@ def a_run(path):
     append_line(folder.metrics, TRAINING)
     write(folder.report, page("a run", []))
     (path / "checkpoint-3" / "ftkit").mkdir(parents=True)
-    (path / "checkpoint-3" / "ftkit" / "weights").write_text("weights")
-    (path / "checkpoint-3" / "contents.json").write_text(json.dumps({"files": {"config.json": [2, ""]}}))
+    (path / "checkpoint-3" / "ftkit" / "whole.weights.safetensors").write_text("weights")
+    write_sealed(path / "checkpoint-3" / "contents.json", {"files": {"config.json": [2, ""]}})
     (path / "checkpoint-3" / "config.json").write_text("{}")
     folder.list_model(whole=False)
     (path / "model" / "config.json").write_text("{}")
@@ -271,11 +276,92 @@ def test_a_refused_export_leaves_nothing(capsys, saved, tmp_path, monkeypatch, o
     assert out.parent.exists() == (fault == "a file there"), "folders that were made are removed again"
 
 
+@pytest.mark.parametrize("damage", ["", "cut", "gone", "theirs"])
+@pytest.mark.parametrize("name", ["notes.txt", "ftkit/notes.txt", "ftkit/deep/a.safetensors", "plots/config.json"])
+def test_files_of_the_users_are_known_in_a_damaged_checkpoint(tmp_path, name, damage):
+    folder = a_run(tmp_path)
+    checkpoint = tmp_path / "checkpoint-3"
+    (checkpoint / "rng_state_1.pth").write_text("" if damage else "mine")
+    if damage:
+        listing = checkpoint / "contents.json"
+        listing.write_bytes({"cut": listing.read_bytes()[:30], "theirs": b'{"files": {"notes.txt": []}}'}.get(damage, b""))
+    (checkpoint / name).parent.mkdir(exist_ok=True)
+    (checkpoint / name).write_text("mine")
+    expected = {name} | ({"contents.json"} if damage == "theirs" else set()) | (set() if damage else {"rng_state_1.pth"})
+    assert {path.relative_to(checkpoint).as_posix() for path in strangers_in_checkpoint(checkpoint)} == expected
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="no run of ftkit wrote"):
+        folder.prepare(None, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def new_checkpoint(folder):
+    """Leave a checkpoint that has no name yet."""
+    temporary = folder / ".checkpoint-2.writing" / "checkpoint-2"
+    (temporary / "ftkit").mkdir(parents=True)
+    for name in ("trainer_state.json", "config.json", "ftkit/whole.master.safetensors"):
+        (temporary / name).write_text("new")
+    write_sealed(temporary / "ftkit" / "manifest.json", {"files": {"whole.master.safetensors": []}})
+    return temporary
+
+
+STOCK = {"trainer_state.json": "{}", "model.safetensors": "old", "optimizer.pt": "old", "rng_state.pth": "old"}
+MINE = {"notes.txt": "mine", "plots/a.png": "mine", "ftkit/notes.txt": "mine"}
+
+
+@pytest.mark.parametrize("former", [{}, STOCK, {"trainer_state.json": "mine"}, {"contents.json": '{"checksum":"12'}])
+def test_a_checkpoint_takes_a_folders_place_and_the_users_files_stay(tmp_path, former):
+    final = tmp_path / "checkpoint-2"
+    for name, text in {**former, **MINE}.items():
+        (final / name).parent.mkdir(parents=True, exist_ok=True)
+        (final / name).write_text(text)
+    for _ in range(3):  # what was kept once is not taken for a checkpoint's own
+        publish(new_checkpoint(tmp_path), final)
+        assert {name: (final / name).read_text() for name in MINE} == MINE
+        assert not {path.name for path in final.iterdir()} & (STOCK.keys() - {"trainer_state.json"})
+        assert (final / "trainer_state.json").read_text() == "new"
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("name", ["", "contents.json", "ftkit/manifest.json", "config.json/old.txt"])
+def test_what_is_in_the_way_of_a_checkpoint_stops_the_save_and_stays(tmp_path, name):
+    final = tmp_path / "checkpoint-2"
+    (final / name).parent.mkdir(parents=True, exist_ok=True)
+    (final / name).write_text("mine")
+    temporary = new_checkpoint(tmp_path)
+    with pytest.raises((UserError, OSError), match="checkpoint-2"):
+        publish(temporary, final)
+    assert (final / name).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("fails", ["link", "rename", "replace", "mkdir", "fsync"])
+@pytest.mark.parametrize("calls", range(4))
+def test_files_of_the_users_outlive_a_save_that_ends_anywhere(tmp_path, fails, calls):
+    final = tmp_path / "checkpoint-2"
+    (final / "plots").mkdir(parents=True)
+    for name in ("notes.txt", "plots/a.png"):
+        (final / name).write_text("mine")
+    temporary, left, call = new_checkpoint(tmp_path), [calls], getattr(os, fails)
+
+    def killed(*names, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return call(*names, **options)
+
+    with mock.patch.object(os, fails, killed), suppress(KeyboardInterrupt):
+        publish(temporary, final)
+    remove_unfinished(tmp_path)  # as the next run does
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert (final / "notes.txt").read_text() == (final / "plots" / "a.png").read_text() == "mine"
+
+
 def test_a_checkpoint_with_a_file_of_the_users_is_not_retired(tmp_path):
     for step in (2, 4, 6):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        (folder / "contents.json").write_text(json.dumps({"files": {"trainer_state.json": []}}))
+        write_sealed(folder / "contents.json", {"files": {"trainer_state.json": []}})
         (folder / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-2" / "notes.txt").write_text("mine")
     trainer = SimpleNamespace(damaged=set(), keep=1, evaluated={})

@@ -32,7 +32,6 @@ from ftkit.engine.seal import (
     BrokenCheckpoint,
     changed_since,
     check_contents,
-    listed_in,
     reseal,
     stamps_of,
     write_contents,
@@ -42,13 +41,11 @@ from ftkit.hf.base import Note, check_base, note_of
 from ftkit.hf.callbacks import listeners
 from ftkit.hf.plain import check_state, readable
 from ftkit.hf.saving import check_savable
+from ftkit.ownership import ENGINE_FOLDER
+from ftkit.replacing import UNFINISHED, put_back, remove_unfinished, replace
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FOLDER = "ftkit"
-"""Folder inside a Trainer checkpoint that holds the engine's files."""
-UNFINISHED = ".writing"
-"""How the name of a checkpoint ends that is being written; it begins with a point."""
 BOOKKEPT = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
 """Save strategies under which the Trainer keeps the best checkpoint's name."""
 
@@ -208,6 +205,7 @@ class RunCheckpoints:
             units.saving.give_up()
         if units.comm.rank == 0:
             shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
+            put_back(unfinished.final.parent)
         best = state.best_model_checkpoint
         if best is not None and Path(best) in (unfinished.final, unfinished.temporary):
             state.best_model_checkpoint = unfinished.best_before
@@ -281,39 +279,12 @@ def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """List a checkpoint's files, and give it its name, durably. Files of others under that name stay."""
-    keep_files_of_others(final, temporary)
+    """List a checkpoint's files, and give it its name, durably. Files of others under that name stay, and are not listed."""
     write_contents(temporary, apart=(ENGINE_FOLDER,))
     sync_tree(temporary)
-    if final.exists():  # the same step again, after a resume from before it
-        set_aside(final)
-    temporary.rename(final)
+    replace(temporary, final)
     sync_folder(final.parent)
     remove_unfinished(final.parent)
-
-
-def keep_files_of_others(former: Path, folder: Path) -> None:
-    """Move what no Trainer wrote from a former folder into the one that takes its name, unless a file has that name there.
-
-    Where the former folder is a checkpoint of the engine, these are the files that it does not list. A stock Trainer's
-    checkpoint is replaced as a whole: its weights are another run's.
-    """
-    if not former.is_dir() or former.is_symlink():  # what a link leads to stays where it is
-        return
-    listed: set[str] = set()
-    if (former / CONTENTS).exists():
-        try:
-            listed = {CONTENTS, *listed_in(former)}
-        except BrokenCheckpoint:  # nobody knows what was whose
-            return
-    elif (former / TRAINER_STATE_NAME).exists():
-        return
-    for path in sorted(path for path in former.rglob("*") if path.is_file() or path.is_symlink()):
-        name = path.relative_to(former)
-        target = folder / name
-        if str(name) not in listed and name.parts[0] != ENGINE_FOLDER and not os.path.lexists(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
 
 
 def check_folder(folder: Path) -> None:
@@ -327,19 +298,6 @@ def check_folder(folder: Path) -> None:
         if name not in listed:
             raise BrokenCheckpoint(f"{folder / CONTENTS}: {name} is not listed")
     check_state(folder)
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Take a checkpoint its name; what is left is removed as an unfinished one is."""
-    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}-old{UNFINISHED}"))
-
-
-def remove_unfinished(run_folder: Path) -> None:
-    """Remove what bears no final name: checkpoints that were not finished, or that were set aside."""
-    for leftover in run_folder.glob(f".{PREFIX_CHECKPOINT_DIR}-*{UNFINISHED}"):
-        if leftover.is_symlink():
-            leftover.unlink(missing_ok=True)
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def existing(folder: Path) -> Path:
