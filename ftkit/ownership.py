@@ -20,7 +20,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ftkit.engine.seal import CONTENTS, LISTING, BrokenCheckpoint, listed_in, read_sealed
 from ftkit.errors import UserError
 
 WRITTEN_BY = "written_by"
@@ -38,8 +37,9 @@ TRAINING_KEYS = {"step", "epoch", "loss", "tokens", "divergences", "peak_host_by
 EVALUATION_KEYS = {"step", "epoch", "eval_loss", "eval_perplexity", "eval_accuracy"}
 DIVERGENCE_KEYS = {"step", "reason", "loss", "grad_norm", "action", "places"}
 
-ENGINE_FOLDER = "ftkit"
-"""Of a checkpoint: it or the list is in every folder that the engine saved, a damaged one included."""
+ENGINE_FOLDER, CONTENTS, LISTING = "ftkit", "contents.json", "manifest.json"
+"""Of a checkpoint: the engine's subfolder, the list, and that of the subfolder. The first or second is in every one, a
+damaged one included."""
 SEALED = b'{"checksum":"'
 """How lists begin, those that were cut off included."""
 SAVED = re.compile(
@@ -115,18 +115,21 @@ def strangers_in_checkpoint(path: Path) -> list[Path]:
 
 def _listed(checkpoint: Path) -> set[str] | None:
     """Return the names in a checkpoint's list and that of a new one; None where it cannot be read."""
-    try:
-        return {*listed_in(checkpoint), f"{CONTENTS}.writing"}
-    except BrokenCheckpoint:
-        return None
+    files = _files_in(checkpoint / CONTENTS)
+    return None if files is None else {*files, f"{CONTENTS}.writing"}
 
 
 def _listed_by_engine(checkpoint: Path) -> set[str] | None:
+    files = _files_in(checkpoint / ENGINE_FOLDER / LISTING)
+    return None if files is None else {f"{ENGINE_FOLDER}/{name}" for name in files}
+
+
+def _files_in(listing: Path) -> set[str] | None:
+    """Return the names in a list of ours; None where there is none that can be read."""
     try:
-        files = read_sealed(checkpoint / ENGINE_FOLDER / LISTING).get("files")
-    except BrokenCheckpoint:
+        return set(dict(json.loads(listing.read_bytes())["files"])) if _is_list(listing) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return {f"{ENGINE_FOLDER}/{name}" for name in files} if isinstance(files, dict) else None
 
 
 def _is_list(path: Path) -> bool:
