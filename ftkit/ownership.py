@@ -48,9 +48,11 @@ SAVED = re.compile(
     r"(model\.safetensors|pytorch_model\.bin)\.index\.json|(adapter_|generation_)?config\.json|ftkit_base\.json|"
     r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|"
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja|"
-    r"((video_)?preprocessor|processor)_config\.json|contents\.json\.writing|ftkit/[^/]+\.\w+\.safetensors"
+    r"((video_)?preprocessor|processor)_config\.json|contents\.json\.writing"
 )
 """Names that our saves or the stock Trainer's give to files of a checkpoint, beside the lists."""
+SAVED_BY_ENGINE = re.compile(r"[^/]+\.\w+\.safetensors")
+"""Names that the engine gives to the files of its folder, beside the list."""
 PEFT_CARD = b"library_name: peft"
 """In the README.md that PEFT writes beside an adapter."""
 
@@ -89,7 +91,7 @@ def is_ours(path: Path) -> bool:
 
 def is_our_checkpoint(path: Path) -> bool:
     """Return whether a folder checkpoint-N was saved by the engine, whole or damaged, or holds nothing."""
-    listed = (path / CONTENTS).is_file() and _is_list(path / CONTENTS)
+    listed = (path / CONTENTS).is_file() and is_list(path / CONTENTS)
     return (path / ENGINE_FOLDER).is_dir() or listed or _holds_nothing(path)
 
 
@@ -99,41 +101,39 @@ def strangers_in_checkpoint(path: Path) -> list[Path]:
     Ours is what a list of ours names that can be read, the engine's in its subfolder. Without one, ours is what has a name
     of `SAVED`. A file under the name of a list is ours where it begins as one.
     """
-    listed, engines = _listed(path), _listed_by_engine(path)
-    found = []
+    listed, found = files_listed(path / CONTENTS), []
     for name, each in _files(path):
-        if name in (CONTENTS, f"{ENGINE_FOLDER}/{LISTING}"):
-            known = _is_list(each)
-        elif (names := engines if name.startswith(f"{ENGINE_FOLDER}/") else listed) is not None:
-            known = name in names
+        if name == CONTENTS:
+            known = is_list(each)
+        elif listed is not None:
+            known = name in listed or name == f"{CONTENTS}.writing"
         else:
             known = SAVED.fullmatch(name) is not None or (name == "README.md" and PEFT_CARD in _head(each))
-        if not known:
+        if not known and not name.startswith(f"{ENGINE_FOLDER}/"):
+            found.append(each)
+    return found + strangers_in_engine_folder(path / ENGINE_FOLDER)
+
+
+def strangers_in_engine_folder(path: Path) -> list[Path]:
+    """Return the files of a folder of the engine's that are a user's, by its list, or by names as above."""
+    listed, found = files_listed(path / LISTING), []
+    for name, each in _files(path):
+        known = name in listed if listed is not None else SAVED_BY_ENGINE.fullmatch(name) is not None
+        if not (is_list(each) if name == LISTING else known):
             found.append(each)
     return found
 
 
-def _listed(checkpoint: Path) -> set[str] | None:
-    """Return the names in a checkpoint's list and that of a new one; None where it cannot be read."""
-    files = _files_in(checkpoint / CONTENTS)
-    return None if files is None else {*files, f"{CONTENTS}.writing"}
-
-
-def _listed_by_engine(checkpoint: Path) -> set[str] | None:
-    files = _files_in(checkpoint / ENGINE_FOLDER / LISTING)
-    return None if files is None else {f"{ENGINE_FOLDER}/{name}" for name in files}
-
-
-def _files_in(listing: Path) -> set[str] | None:
-    """Return the names in a list of ours; None where there is none that can be read."""
+def files_listed(listing: Path) -> set[str] | None:
+    """Return the names in a list of ours, contents.json or manifest.json; None where there is none that can be read."""
     try:
-        return set(dict(json.loads(listing.read_bytes())["files"])) if _is_list(listing) else None
+        return set(dict(json.loads(listing.read_bytes())["files"])) if is_list(listing) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _is_list(path: Path) -> bool:
-    """Return whether a file begins as a list of ours, or is a part of that."""
+def is_list(path: Path) -> bool:
+    """Return whether a file begins as a list of ours, or was cut off there."""
     return not path.is_symlink() and SEALED.startswith(_head(path)[: len(SEALED)])
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ftkit.errors import UserError
@@ -34,21 +34,29 @@ def replace(temporary: Path, final: Path) -> None:
     """
     if os.path.lexists(final):  # the same step again, after a resume from before it; or a callback made it
         if not final.is_dir():
-            raise UserError(f"{final} is there and is no folder: move it, a checkpoint needs that name")
+            raise UserError(f"{final} is there and is no folder: move it, what is saved needs that name")
         keep_files_of_others(final, temporary)
         final.rename(_hidden(final, FORMER))
     temporary.rename(final)
 
 
 def keep_files_of_others(former: Path, folder: Path) -> None:
-    """Give the user's files in a former folder the same names in the one that takes its name; they stay where they are.
+    """Give the user's files in a former checkpoint the same names in the one that takes its name; they stay where they are.
 
     Raises:
         UserError: naming the file whose name the new one needs. OSError: of the disk.
     """
-    if former.is_symlink():  # what a link leads to stays where it is
-        return
-    for path in strangers_in_checkpoint(former):
+    if not former.is_symlink():  # what a link leads to stays where it is
+        keep(strangers_in_checkpoint(former), former, folder)
+
+
+def keep(files: Iterable[Path], former: Path, folder: Path) -> None:
+    """Give files of a former folder the same names in another; they stay where they are.
+
+    Raises:
+        UserError: naming the file whose name is taken. OSError: of the disk.
+    """
+    for path in files:
         target = folder / path.relative_to(former)
         if not os.path.lexists(target):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +64,7 @@ def keep_files_of_others(former: Path, folder: Path) -> None:
             for above in target.relative_to(folder).parents:
                 _sync(folder / above)
         elif path.lstat().st_size and not _same(path, target):
-            raise UserError(f"{path} is there and ftkit did not write it: move it, a checkpoint needs that name")
+            raise UserError(f"{path} is there and ftkit did not write it: move it, what is saved needs that name")
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -298,6 +298,39 @@ def test_a_users_own_files_beside_a_state_stay(tmp_path):
     accelerator.load_state(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "name", ["accelerator.pt", "random_0.pt", "contents.json", "model_0/weights.txt", "model_0/manifest.json", "model_0"]
+)
+def test_a_state_takes_the_place_of_nothing_that_is_not_one(name, tmp_path):
+    accelerator = make("ours")
+    accelerator.prepare(runs.llama())
+    for own in (name, "custom_0.pt", "scheduler_1.pt", "random_7.pt"):
+        (tmp_path / own).parent.mkdir(exist_ok=True)
+        (tmp_path / own).write_text('{"mine": 1}')
+    before = runs.files_in(str(tmp_path))
+    with pytest.raises(ftkit.UserError, match=f"{name.partition('/')[0]} is there and no save_state wrote it"):
+        accelerator.save_state(str(tmp_path))
+    assert runs.files_in(str(tmp_path)) == before
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_users_own_files_within_a_state_stay(damaged, tmp_path):
+    accelerator = make("ours")
+    accelerator.prepare(runs.llama())
+    accelerator.save_state(str(tmp_path))
+    own = ["model_0/notes.txt", "model_0/plots/a.png", "model_1/manifest.json", "notes.txt"]
+    for name in own:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    if damaged:
+        (tmp_path / "contents.json").write_text((tmp_path / "contents.json").read_text()[:40])
+    for _ in range(2):
+        accelerator.save_state(str(tmp_path))
+        assert [(tmp_path / name).read_text() for name in own] == ["mine"] * len(own)
+    accelerator.load_state(str(tmp_path))
+
+
 def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
     accelerator, counter = make("ours"), Counter()
     accelerator.prepare(runs.llama())
