@@ -196,6 +196,19 @@ class RunCheckpoints:
         if self.push_later:
             self.trainer._push_from_checkpoint(str(unfinished.final))
 
+    def rescue(self) -> None:
+        """Finish the checkpoint that is being written when an error ends training: its step is done.
+
+        Several ranks would have to meet, and one whose error is not the others' would wait for them in vain: theirs is left.
+        """
+        unfinished = self.unfinished
+        if unfinished is None or self.trainer.units.comm.world_size > 1:
+            return
+        try:
+            self.finish()
+        except Exception as problem:  # the error that ends training is the one to be told
+            logger.error("%s could not be finished: %s", unfinished.final, problem)
+
     def _give_up(self, problem: str) -> None:
         """Leave nothing of the checkpoint that was being written, and say so. A collective."""
         unfinished, self.unfinished = self.unfinished, None

@@ -160,6 +160,7 @@ class TrainerMixin(LossMixin):
         return micro_batches
 
     loss_record = LossRecord()  # of the present call of `train`
+    _trains = False  # whether `train` is under way
     _parts = 1  # into which blocks divide a rank's batch
     _step_batches: Sequence[Any] = ()  # as the loader gave them
 
@@ -176,8 +177,15 @@ class TrainerMixin(LossMixin):
         if self.args.ftkit is not None:
             check_callbacks(self.callback_handler.callbacks)
         self.loss_record = LossRecord()
-        with explained(lambda: self.units):
-            result = super().train(*args, **kwargs)
+        self._trains = True
+        try:
+            with explained(lambda: self.units):
+                result = super().train(*args, **kwargs)
+        except BaseException:
+            self.checkpoints.rescue()
+            raise
+        finally:
+            self._trains = False
         if self.engine_is_on and (problem := self.failure()) is not None:
             self.take_failure(problem)
         return result
@@ -408,12 +416,17 @@ class TrainerMixin(LossMixin):
     _checkpoints: RunCheckpoints | None = None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Begin a checkpoint: small files now, weights and state while training goes on; `finish_save` gives it its name."""
+        """Begin a checkpoint: small files now, weights and state while training goes on; `finish_save` gives it its name.
+
+        Outside of `train` nothing goes on: it is whole when this returns.
+        """
         stock = super()._save_checkpoint
         if not self.engine_is_on:
             return stock(model, trial)
         self.accelerator.sharded(self.model)
         self.checkpoints.save(self._get_output_dir(trial=trial), lambda: stock(model, trial))
+        if not self._trains:
+            self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
         """See `RunCheckpoints.finish`. A collective."""

@@ -7,6 +7,7 @@ compared with the file that the stock Trainer writes.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,38 @@ def names_at_save(folder: str) -> list[list[str]]:
 def test_a_callback_by_attribute_finds_the_folder(world1, tmp_path):
     [found] = world1.run(names_at_save, str(tmp_path))
     assert found == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-1", "checkpoint-2", "checkpoint-3"]]
+
+
+class Ends(TrainerCallback):
+    """Somebody's callback that raises while the checkpoint of the second step is being written."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise once."""
+        if state.global_step == 2 and (error := self.error) is not None:
+            self.error = None
+            raise error
+
+
+def ended_early(folder: str, error: BaseException) -> list[str]:
+    """Train until a callback raises, and return the folders; then go on from the last of them, and save once more."""
+    trainer = runs.make_trainer("ours", folder, run_of([Ends(error)]))
+    with pytest.raises(type(error)):
+        trainer.train()
+    found = sorted(path.name for path in Path(folder).iterdir())
+    check_folder(Path(folder, "checkpoint-2"))
+    trainer.train(resume_from_checkpoint=True)
+    shutil.rmtree(f"{folder}/checkpoint-3")
+    trainer._save_checkpoint(trainer.model, None)  # outside of train: whole when it returns
+    check_folder(Path(folder, "checkpoint-3"))
+    return found
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_path):
+    assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]
 
 
 # --- adapters and buffers
