@@ -4,9 +4,9 @@ PEFT itself says which modules have an adapter and with what scale: it is asked 
 the adapter does not touch are copied; modules that were trained whole take the place of the base's. The result is a plain
 folder that from_pretrained opens, and it gives what the adapter on its base gives, up to rounding.
 
-It refuses adapters other than LoRA on matrices (DoRA, embeddings, biases, rows of a vocabulary), a base whose tensors
-transformers stores in another form, and one whose names or shapes are not the adapter's. What it costs: one read of the
-base, one write of the result.
+It refuses adapters other than LoRA on matrices (DoRA, activated LoRA, embeddings, biases, rows of a vocabulary), one that
+changes a weight that the base ties to another, a base whose tensors transformers stores in another form, and one whose
+names or shapes are not the adapter's. What it costs: one read of the base, one write of the result.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.variants import QALoraLinearVariant
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 
@@ -157,12 +158,25 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             raise UserError(f"{own.path}: {parts[0]} and {parts[1]}, {shapes}, make no matrix")
         [active] = layers.active_adapters
+        variant = layer.lora_variant.get(active)
+        if not isinstance(variant, QALoraLinearVariant | None):
+            kind = getattr(variant, "__name__", type(variant).__name__)
+            raise UserError(
+                f"{own.path}: {name} has a LoRA of another kind ({kind}), which is no change of its matrix alone"
+            )
         delta = Delta(first, second, float(layer.scaling[active]), bool(getattr(layer, "fan_in_fan_out", False)))
         deltas.update(dict.fromkeys(names[f"{name}.weight"], delta))
         left -= set(parts)
     whole = {hub: key for key in left for hub in names.get(key.removeprefix(PREFIX), ())}
     if odd := left - set(whole.values()):
         raise UserError(f"{own.path}: {min(odd)} cannot be merged: only LoRA on matrices and modules trained whole can")
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name in sorted({*tied, *tied.values()}):
+        if any(hub in deltas or hub in whole for hub in names.get(name, (name,))):
+            raise UserError(
+                f"{own.path}: changes {name}, which the base ties to another weight. The adapter left that one as it was, "
+                "and one folder with tied weights cannot hold both. Untie the base before training (tie_word_embeddings=False)"
+            )
     return deltas, whole
 
 

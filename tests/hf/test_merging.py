@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftkit import cli
 from ftkit.errors import UserError
 from ftkit.hf.merging import merge_adapter
+from tests.hf import runs
 from tests.jobs import job, recipe
 
 
@@ -111,3 +112,22 @@ def test_what_cannot_be_merged_is_refused(run, home, tmp_path):
     text = (dora / "adapter_config.json").read_text()
     (dora / "adapter_config.json").write_text(text.replace('"use_dora": false', '"use_dora": true'))
     refused(dora, "initialised from the base's weights")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"modules_to_save": ["embed_tokens"]}, r"changes (lm_head|model\.embed_tokens)\.weight, which the base ties"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight cannot be merged"),
+        ({"alora_invocation_tokens": [7, 8]}, r"a LoRA of another kind \(ALoraLinearVariant\)"),
+    ],
+)
+def test_an_adapter_that_would_give_something_else_is_refused(options, told, tmp_path):
+    runs.llama(num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    with pytest.raises(UserError, match=told):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
