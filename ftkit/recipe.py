@@ -215,6 +215,10 @@ class Data(Section):
     def _one(self) -> Data:
         if sum(given is not None for given in (self.path, self.name, self.sources or None)) != 1:
             raise ValueError("needs exactly one of `path` (a file), `name` (a hub data set) and `sources` (a list)")
+        for key in ("split", "format"):  # a dumped recipe has their defaults
+            value = getattr(self, key)
+            if self.sources and value != type(self).model_fields[key].default:
+                raise ValueError(f"found `{key}: {value}` beside `sources`, each of which has its own; write it in each source")
         return self
 
     @property
@@ -394,6 +398,10 @@ class Recipe(Section):
             )
         if self.task == "seq2seq" and self.data.packing:
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
+        if self.task == "seq2seq" and self.data.loss_on != "answers":
+            raise ValueError(
+                f"data.loss_on is {self.data.loss_on} and the task seq2seq: its labels are the answers alone; set it to answers"
+            )
         if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
             raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
         on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self.engine, key) == "nvme"]

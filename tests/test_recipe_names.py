@@ -66,3 +66,17 @@ def test_the_default_batch_has_whole_sequences(tokens, batch):
 
 def test_a_sequence_has_two_tokens_at_least():
     assert "data.sequence_tokens: found 1, needs greater than or equal to 2" in told("data.sequence_tokens=1")
+
+
+@pytest.mark.parametrize(("key", "value"), [("split", "test"), ("format", "messages")])
+def test_what_each_source_says_is_not_said_beside_them(key, value):
+    several = FACTS.replace("{name: some/set}", "{sources: [{name: some/set}, {name: other/set}]}")
+    with pytest.raises(RecipeError, match=f"found `{key}: {value}` beside `sources`, each of which has its own"):
+        parse(several, "r.yaml", [f"data.{key}={value}"])
+    recipe = parse(several, "r.yaml", [f"data.sources.0.{key}={value}"])
+    assert parse(recipe.dump(), "r.yaml") == recipe
+
+
+@pytest.mark.parametrize("value", ["all", "marks"])
+def test_an_encoder_and_decoder_learns_its_answers_alone(value):
+    assert f"data.loss_on: is {value} and the task seq2seq: its labels are the answers alone" in told("task=seq2seq", f"data.loss_on={value}")
