@@ -17,10 +17,11 @@ import json
 import lzma
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow
 
@@ -42,6 +43,8 @@ SPECIAL = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
+BLOCK_BYTES = 1 << 16
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException)
 """What damaged files raise while they are read, decompression included."""
 
@@ -170,11 +173,50 @@ def _problem(entry: Path) -> str | None:
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed where its suffix says so."""
+    """Open a file for reading, decompressed where its suffix says so; what follows a compressed stream must be another."""
     suffix = file.suffix.lower()
     if suffix == ".zst":
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
-    return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)(file, "rb")
+    if suffix in DECOMPRESSORS:
+        return io.BufferedReader(_Streams(file, DECOMPRESSORS[suffix]))
+    return (gzip.open if suffix == ".gz" else open)(file, "rb")
+
+
+class _Streams(io.RawIOBase):
+    """The content of compressed streams, one after the other, zeros between them aside; Python's readers end at other bytes.
+
+    Args:
+        file: what holds them
+        new: makes the decompressor of a stream
+    """
+
+    def __init__(self, file: Path, new: Callable[[], Any]):
+        super().__init__()
+        self._file, self._new, self._stream = open(file, "rb"), new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        content = b""
+        while not content:
+            more = b""
+            if self._stream.eof:
+                more = self._stream.unused_data.lstrip(b"\0")
+                while not more and (block := self._file.read(BLOCK_BYTES)):
+                    more = block.lstrip(b"\0")
+                if not more:
+                    return 0
+                self._stream = self._new()
+            elif self._stream.needs_input and not (more := self._file.read(BLOCK_BYTES)):
+                raise EOFError("it ends within a compressed stream")
+            content = self._stream.decompress(more, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
 
 def digest_of_file(file: Path) -> str:

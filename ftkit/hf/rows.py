@@ -245,7 +245,7 @@ def csv_rows(file: Path) -> Iterator[Row]:
                 if not any(values):
                     continue
                 header = values
-                if twice := twice_in(header):
+                if (twice := twice_in(header)) is not None:
                     raise UserError(f"{place}: the header names {twice!r} twice; rename one of the columns")
             elif values and len(values) != len(header):
                 yield Row(place, "", f"has {len(values)} fields where the header has {len(header)}")

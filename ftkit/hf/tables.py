@@ -31,7 +31,7 @@ def refuse_twice(schema: Iterable[pyarrow.Field], where: str) -> None:
         UserError: with the name
     """
     fields = list(schema)
-    if twice := twice_in(field.name for field in fields):
+    if (twice := twice_in(field.name for field in fields)) is not None:
         raise UserError(f"{where}: has the column {twice!r} twice; rename one of them")
     for field in fields:
         kind = field.type

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import socket
+from contextlib import nullcontext
 
 import datasets
 import pyarrow
@@ -58,6 +59,27 @@ def test_several_compressed_members_are_all_read(tmp_path):
         path = tmp_path / f"a.jsonl{packed}"
         path.write_bytes(pack(LINES[: LINES.index(b"\n") + 1]) + pack(LINES[LINES.index(b"\n") + 1 :]))
         assert texts(path) == ROWS, packed
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_what_follows_a_compressed_member_is_read_or_stops(tmp_path, packed):
+    path, pack, cut = tmp_path / f"a.jsonl{packed}", PACKERS[packed], LINES.index(b"\n") + 1
+    first, second = pack(LINES[:cut]), pack(LINES[cut:])
+    damaged = second[:1] + bytes([second[1] ^ 255]) + second[2:]
+    for after in (LINES[cut:], damaged, second[: len(second) // 2], b"x"):
+        path.write_bytes(first + after)
+        with pytest.raises(UserError, match=r"a\.jsonl\.\w+: cannot be read"):
+            texts(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be read") if packed in (".bz2", ".xz") else nullcontext():
+        texts(path)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz"])
+def test_zeros_between_and_after_compressed_members_are_padding(tmp_path, packed):
+    path, pack, cut = tmp_path / f"a.jsonl{packed}", PACKERS[packed], LINES.index(b"\n") + 1
+    path.write_bytes(pack(LINES[:cut]) + bytes(8) + pack(LINES[cut:]) + bytes(200_000))
+    assert texts(path) == ROWS
 
 
 def test_arrow_files_are_read(tmp_path):
@@ -198,11 +220,13 @@ def test_dates_are_not_taken_for_text(tmp_path, tokenizer):
         prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1)
 
 
-@pytest.mark.parametrize("header", ["question,answer,answer", "question, answer,answer", "answer,question,question "])
+@pytest.mark.parametrize(
+    "header", ["question,answer,answer", "question, answer,answer", "answer,question,question ", "question,,", ",question, "]
+)
 def test_a_header_that_names_a_column_twice_stops(tmp_path, tokenizer, header):
     path = tmp_path / "rows.csv"
     path.write_text(f"\n{header}\na,b,c\n")
-    with pytest.raises(UserError, match=r"rows.csv:2: the header names '(question|answer)' twice"):
+    with pytest.raises(UserError, match=r"rows.csv:2: the header names '(question|answer|)' twice"):
         prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1)
 
 
@@ -218,4 +242,11 @@ def test_a_table_that_names_a_column_twice_stops(tmp_path):
     with pyarrow.ipc.new_stream(str(path), nested.schema) as sink:
         sink.write_table(nested)
     with pytest.raises(UserError, match=r"rows.arrow, messages: has the column 'role' twice"):
+        list(Source(path=path).rows())
+
+
+def test_a_table_with_two_columns_without_a_name_stops(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([TEXT, TEXT, TEXT], names=["text", "", ""]), path)
+    with pytest.raises(UserError, match=r"rows.parquet: has the column '' twice"):
         list(Source(path=path).rows())
