@@ -20,7 +20,7 @@ The cost: with `prefix`, a conversation of n answers is rendered and cut into to
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -182,11 +182,9 @@ class Rendering:
             with self.refusals():
                 read, read_tools = self.process.read(shown, tools, asked is not None, column)
             read += [set() for _ in conversation.turns[len(read) :]]
-        reasoning = {below(column, key) for key in _REASONING_FIELDS}
         unread = []
         for extra, into in zip(extras, read):
-            into |= reasoning if into & reasoning else set()
-            unread += not_read(extra, column, into)
+            unread += not_read(extra, column, into | _reasons_read(extra, column, into))
         if tools and (read_tools or not isinstance(tools[0], dict)):
             unread += not_read(tools, "tools", read_tools)
         elif tools:
@@ -199,14 +197,15 @@ class Rendering:
             return self.without_double_bos(self.plain(conversation)).ids
         return self.without_double_bos(Rendered(self.cut(self.render(conversation, ask=True)))).ids
 
-    def pair(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+    def pair(self, conversation: Conversation) -> tuple[list[int], list[int], str]:
         """Return the encoder's tokens and the label tokens for an encoder-decoder model.
 
         Args:
             conversation: its last assistant turn is the answer; what comes after that is an error of the row
 
         Returns:
-            Token ids of everything before the last answer, and of that answer with its end token.
+            Token ids of everything before the last answer, and of that answer with its end token; the text that a chat
+            template made of the former, "" where there is none.
 
         Raises:
             BadRowError: the conversation does not end with an answer, or nothing precedes it
@@ -216,13 +215,14 @@ class Rendering:
             raise BadRowError("must end with an answer to something, for an encoder-decoder model")
         if self.way == "plain":
             question = conversation.glue.join(turn["content"] for turn in before)
-            source = self.tokenizer(question)["input_ids"]
+            text, source = "", self.tokenizer(question)["input_ids"]
         else:
-            source = self.cut(self.render(Conversation(tuple(before), conversation.tools), ask=True))
+            text = self.render(Conversation(tuple(before), conversation.tools), ask=True)
+            source = self.cut(text)
         target = self.tokenizer(text_target=last["content"])["input_ids"]
         if tuple(target[-len(self.tail) :]) != self.tail:
             target = [*target, *self.tail]
-        return source, target
+        return source, target, text
 
     def cut(self, text: str) -> list[int]:
         """Cut a text into token ids, without any special token around it."""
@@ -395,6 +395,17 @@ class Rendering:
             turns.append(frozenset([number]))
             question = ""
         return Rendered(ids + (self.cut(question) if question else []), answers, turns=turns)
+
+
+def _reasons_read(turn: dict, column: str, read: Collection[str]) -> set[str]:
+    """Return the names for the reasoning of a turn that are read: transformers gives the first under the others' names."""
+    names = {key: below(column, key) for key in _REASONING_FIELDS}
+    given = [key for key in names if turn.get(key) is not None]
+    if not given:
+        return set()
+    shown = {"reasoning_content": turn[given[0]], "thinking": turn.get("thinking", turn[given[0]]), **turn}
+    said = [shown[key] for key in names if names[key] in read and key in shown]
+    return {names[key] for key in given if turn[key] in said}
 
 
 def name_of(tokenizer: Any) -> str:

@@ -102,11 +102,10 @@ class Tokenise:
         """
         content, unread, matched, system = self.read(record)
         if self.task == "seq2seq":
-            return [{**self.pair(content), "names": noted(unread, matched)}]
+            made, text = self.pair(content)
+            return [{**made, "names": noted(unread + self.left_out(system, text), matched)}]
         rendered, labels = self.labelled(content)
-        if rendered.text and is_missing(system, rendered.text):
-            unread.append("system")  # the chat template leaves it out
-        names = noted(unread, matched)
+        names = noted(unread + self.left_out(system, rendered.text), matched)
         if all(label == IGNORED_LABEL for label in labels[1:]):
             raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
         size = len(labels)
@@ -127,6 +126,10 @@ class Tokenise:
             if number == 0:
                 each |= {"faults": faults, "names": names, "pieces": len(made), "cut_tokens": each["cut_tokens"] + lost}
         return made
+
+    def left_out(self, system: str, text: str) -> list[str]:
+        """Return the name of the `system` column where the chat template leaves it out of its text."""
+        return ["system"] if text and is_missing(system, text) else []
 
     def read(self, record: str) -> tuple[Conversation | str, list[str], set[str], str]:
         """Return a row's content, the names that are read by nobody, those that are ignored, and its `system` column.
@@ -177,8 +180,11 @@ class Tokenise:
         ids, cut_tokens = ids[: self.sequence_tokens], max(0, len(ids) - self.sequence_tokens)
         return sample(ids, [IGNORED_LABEL, *kept], len(ids), trained_tokens, cut_tokens)
 
-    def pair(self, content: Conversation | str) -> dict:
+    def pair(self, content: Conversation | str) -> tuple[dict, str]:
         """Make one sample of an encoder-decoder model: the question for the encoder, the answer as labels.
+
+        Returns:
+            The sample, and the text that a chat template made of the question, or "".
 
         Raises:
             BadRowError: plain text, which has no question
@@ -187,7 +193,7 @@ class Tokenise:
             raise BadRowError("mutes its last answer, so that an encoder-decoder model has nothing to learn")
         if isinstance(content, str):
             raise BadRowError("plain text has no question and answer; an encoder-decoder model needs both")
-        source, target = self.rendering.pair(content)
+        source, target, text = self.rendering.pair(content)
         cut_tokens = 0
         for ids in (source, target):
             surplus = len(ids) - self.sequence_tokens
@@ -195,7 +201,7 @@ class Tokenise:
                 # The last token ends a source (T5, BART) and any target: it is kept.
                 del ids[-1 - surplus : -1]
                 cut_tokens += surplus
-        return sample(source, target, len(source) + len(target), len(target), cut_tokens)
+        return sample(source, target, len(source) + len(target), len(target), cut_tokens), text
 
 
 def edges_of(tokens: int, most: int) -> list[int]:

@@ -292,3 +292,33 @@ def test_a_row_alone_is_read_as_before():
     read = read_row({"messages": [USER, {**ANSWER, "weight": 1, "train": None}]}, "messages")
     assert read.turns == (USER, ANSWER)
     assert read.muted == frozenset()
+
+
+def test_the_reasoning_of_a_turn_is_read_under_each_of_its_names_or_stops(ready):
+    reasons = {"reasoning_content": "because A", "reasoning": "because B", "thinking": "because C"}
+    named = {f"messages.{key}" for key in reasons}
+
+    def unread(template, *keys, **others):
+        turns = [USER, {**ANSWER, **{key: reasons[key] for key in keys}, **others}]
+        try:
+            ready([{"messages": turns}], template)
+        except RefusedError as error:
+            return set(json.loads(str(error).rpartition("data.ignore_columns: ")[2]))
+        return set()
+
+    assert all(not unread(REASONS, key) for key in reasons)
+    assert unread(REASONS, *reasons) == {"messages.reasoning", "messages.thinking"}
+    assert unread(REASONS, "thinking", "reasoning") == {"messages.reasoning"}  # transformers hands the first over
+    assert not unread(REASONS, "reasoning_content", thinking="because A")
+    assert unread(REASONS.replace("reasoning_content", "thinking"), *reasons) == named - {"messages.thinking"}
+    both = REASONS.replace("message.reasoning_content or ''", "message.reasoning_content + message.thinking")
+    assert unread(both, *reasons) == {"messages.reasoning"}
+    assert unread(TEMPLATE, *reasons) == named
+
+
+def test_a_system_column_that_the_template_leaves_out_stops_for_an_encoder_and_decoder(ready):
+    rows = [{"prompt": "a", "completion": "b", "system": "be short"}]
+    with pytest.raises(RefusedError, match=r"system: 1 row, the first .*\(the chat template leaves it out\)"):
+        ready(rows, USERS_ONLY, task="seq2seq")
+    for template in (TEMPLATE, None):
+        assert ready(rows, template, task="seq2seq").report.samples == 1
