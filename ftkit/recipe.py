@@ -218,7 +218,7 @@ class Data(Section):
         for key in ("split", "format"):  # a dumped recipe has their defaults
             value = getattr(self, key)
             if self.sources and value != type(self).model_fields[key].default:
-                raise ValueError(f"found `{key}: {value}` beside `sources`, each of which has its own; write it in each source")
+                raise ValueError(f"found `{key}: {value}` beside `sources`, each of which has its own; write it in those")
         return self
 
     @property
@@ -400,7 +400,7 @@ class Recipe(Section):
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
         if self.task == "seq2seq" and self.data.loss_on != "answers":
             raise ValueError(
-                f"data.loss_on is {self.data.loss_on} and the task seq2seq: its labels are the answers alone; set it to answers"
+                f"data.loss_on is {self.data.loss_on} and the task seq2seq: its labels are the answers alone; remove it"
             )
         if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
             raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")

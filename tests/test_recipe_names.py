@@ -79,4 +79,5 @@ def test_what_each_source_says_is_not_said_beside_them(key, value):
 
 @pytest.mark.parametrize("value", ["all", "marks"])
 def test_an_encoder_and_decoder_learns_its_answers_alone(value):
-    assert f"data.loss_on: is {value} and the task seq2seq: its labels are the answers alone" in told("task=seq2seq", f"data.loss_on={value}")
+    problem = f"data.loss_on: is {value} and the task seq2seq: its labels are the answers alone"
+    assert problem in told("task=seq2seq", f"data.loss_on={value}")

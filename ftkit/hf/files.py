@@ -178,7 +178,7 @@ def open_bytes(file: Path) -> IO[bytes]:
     if suffix == ".zst":
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
     if suffix in DECOMPRESSORS:
-        return io.BufferedReader(_Streams(file, DECOMPRESSORS[suffix]))
+        return io.BufferedReader(_Streams(open(file, "rb"), DECOMPRESSORS[suffix]))
     return (gzip.open if suffix == ".gz" else open)(file, "rb")
 
 
@@ -186,13 +186,13 @@ class _Streams(io.RawIOBase):
     """The content of compressed streams, one after the other, zeros between them aside; Python's readers end at other bytes.
 
     Args:
-        file: what holds them
+        file: what holds them, opened; closed with this
         new: makes the decompressor of a stream
     """
 
-    def __init__(self, file: Path, new: Callable[[], Any]):
+    def __init__(self, file: IO[bytes], new: Callable[[], Any]):
         super().__init__()
-        self._file, self._new, self._stream = open(file, "rb"), new, new()
+        self._file, self._new, self._stream = file, new, new()
 
     def readable(self) -> bool:
         return True

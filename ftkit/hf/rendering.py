@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -293,10 +293,13 @@ class Rendering:
         """Return whose words the marks cover, or None where the template refuses the probe."""
         key = structure_of(conversation.turns, conversation.tools)
         if key not in self.owners:
-            try:
-                found = owners_of(conversation.turns, lambda turns: self.with_marks(turns, conversation.tools))
-            except (jinja2.TemplateError, TypeError, ValueError, LookupError):
-                found = None
+            found = None
+            for arguments in (True, False):
+                with suppress(jinja2.TemplateError, TypeError, ValueError, LookupError):
+                    found = owners_of(
+                        conversation.turns, lambda turns: self.with_marks(turns, conversation.tools), arguments=arguments
+                    )
+                    break
             self.owners[key] = found
         return self.owners[key]
 

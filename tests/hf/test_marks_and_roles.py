@@ -20,6 +20,10 @@ TALK = [
     {"role": "assistant", "content": "four"},
 ]
 TOOL_TALK = [*TALK, {"role": "tool", "content": "noon"}, TALK[-1]]
+EACH = "{%- for call in message.tool_calls or [] %}"
+NAMES = EACH + "{{- call.function.name }}{%- endfor %}"
+ARGUMENTS = EACH + "{{- call.function.arguments | tojson }}{%- endfor %}"
+CALL = {"name": "now", "arguments": {"at": 7}}
 WRONG = {
     "the user's turns": (
         BARE.replace("{{- 'Q:' + message['content'] + eos_token }}", MARK + "{{- 'Q:' + message.content }}" + END),
@@ -52,6 +56,31 @@ WRONG = {
     "a call": (
         TEMPLATE.replace(MARK, "{%- for call in message.tool_calls or [] %}{{- call.function.name }}{% endfor %}" + MARK),
         [TALK[1], {**TALK[2], "tool_calls": [{"function": {"name": "now"}}]}],
+        "turn 2 of the assistant",
+    ),
+    "the arguments of a call": (
+        TEMPLATE.replace(END, NAMES + END + ARGUMENTS),
+        [TALK[1], {**TALK[2], "tool_calls": [{"function": CALL}]}],
+        "turn 2 of the assistant",
+    ),
+    "the arguments of a call as text": (
+        TEMPLATE.replace(END, NAMES + END + ARGUMENTS),
+        [TALK[1], {**TALK[2], "tool_calls": [{"function": {**CALL, "arguments": '{"at": 7}'}}]}],
+        "turn 2 of the assistant",
+    ),
+    "the second call": (
+        TEMPLATE.replace(END, NAMES.replace("or []", "[:1]") + END + NAMES.replace("or []", "[1:]")),
+        [TALK[1], {**TALK[2], "tool_calls": [{"function": {"name": name}} for name in ("now", "then")]}],
+        "turn 2 of the assistant",
+    ),
+    "reasoning": (
+        TEMPLATE.replace(MARK, "{{- message.reasoning_content or '' }}" + MARK),
+        [TALK[1], {**TALK[2], "reasoning_content": "1+1 is 2"}],
+        "turn 2 of the assistant",
+    ),
+    "reasoning by another name": (
+        TEMPLATE.replace(MARK, "{{- message.reasoning_content or '' }}" + MARK),
+        [TALK[1], {**TALK[2], "thinking": "1+1 is 2"}],
         "turn 2 of the assistant",
     ),
 }
@@ -90,3 +119,24 @@ def test_marks_around_each_part_of_an_answer_are_fine(tmp_path):
     whole, muted = prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1).dataset
     learned = [tokenizer.decode([label for label in row["labels"] if label != -100]) for row in (whole, muted)]
     assert learned == ["two<end>four<end>", "four<end>"]
+
+
+FINE = {
+    "all of it": TEMPLATE.replace(END, "{{- message.reasoning_content or '' }}" + NAMES + ARGUMENTS + END),
+    "arguments that must be a number": TEMPLATE.replace(
+        END, "{{- message.reasoning_content or '' }}" + NAMES + ARGUMENTS.replace("| tojson", ".at + 81") + END
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_marks_around_reasoning_and_calls_are_fine(tmp_path, case):
+    turns = [TALK[1], {**TALK[2], "reasoning_content": "1+1 is 2", "tool_calls": [{"function": CALL}, {"function": CALL}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", FINE[case])
+    row = prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1).dataset[0]
+    learned = tokenizer.decode([label for label in row["labels"] if label != -100])
+    assert "1+1 is 2" in learned
+    assert "nownow" in learned
+    assert ("7" if case == "all of it" else "88") in learned
