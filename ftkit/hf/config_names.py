@@ -2,7 +2,8 @@
 
 transformers takes any field and adds any token, so that a misspelled one changes nothing, or trains a token that no
 vocabulary has. Here each must match. Configurations of the hub are read as they are. Of a tokenizer's folder those fields
-are refused that are spelled nearly as one that is read; of a tokenizer without `tokenizer.json` the vocabulary is not known.
+are refused that are spelled nearly as one that is read, and what its files say twice and differently; of a tokenizer
+without `tokenizer.json` the vocabulary is not known.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ TOKENIZER_FIELDS = (
     *("add_prefix_space", "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"),
 )
 """Fields of `tokenizer_config.json` that change what is trained on."""
+CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
 LIKE_A_FIELD = 0.85
 """How alike the name of a field must be to one of these to be taken for it."""
 
@@ -90,35 +92,91 @@ def _check_rope(fields: Mapping[str, Any], path: str) -> None:
 
 
 def check_tokenizer_fields(folder: str) -> None:
-    """Look for fields in `tokenizer_config.json` that are nearly spelled as one that is read, and for two chat templates.
+    """Look at what the files of a tokenizer say: each key once, no field that is nearly one that is read, one template.
 
     Args:
         folder: names of the hub are passed over
 
     Raises:
-        UserError: with the field that was meant, or both places of the template
+        UserError: with the field that was meant, or both places of what is said twice
     """
-    try:
-        stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
-        template = Path(folder) / "chat_template.jinja"
-        other = template.read_text(encoding="utf-8") if template.is_file() else None
-    except (OSError, ValueError):
-        return  # transformers has read it, or said what is wrong
-    if not isinstance(stated, dict):
-        return
-    for name in stated:
-        close = difflib.get_close_matches(name, TOKENIZER_FIELDS, 1, cutoff=LIKE_A_FIELD)
-        if close and name not in TOKENIZER_FIELDS and close[0] not in stated:
+    place = Path(folder)
+    stated, mapped = _content(place / CONFIG), _content(place / MAP)
+    if "added_tokens_decoder" in stated:
+        mapped = {}  # then transformers does not read it
+    given = {**stated, **mapped}
+    for file, fields in ((CONFIG, stated), (MAP, mapped)):
+        for name in fields:
+            close = difflib.get_close_matches(name, TOKENIZER_FIELDS, 1, cutoff=LIKE_A_FIELD)
+            if close and name not in TOKENIZER_FIELDS and (close[0] not in given or _misspelt(name, close[0])):
+                raise UserError(
+                    f"{folder}/{file}: {name!r} is read by nobody; did you mean {close[0]!r}? Correct the name or remove it."
+                )
+    for name in TOKENIZER_FIELDS:
+        one, other = _token(stated.get(name)), _token(mapped.get(name))
+        if one and other and one != other:
             raise UserError(
-                f"{folder}/tokenizer_config.json: {name!r} is read by nobody; did you mean {close[0]!r}? Correct the name "
-                "or remove it."
+                f"{folder}: {CONFIG} has the {name} {one!r}, and {MAP} {other!r}, which transformers would take. Correct "
+                "one of them."
             )
-    written = stated.get("chat_template")
-    if other is not None and isinstance(written, str) and written.strip() != other.strip():
-        raise UserError(
-            f"{folder}: has two chat templates that differ: chat_template.jinja, which transformers reads, and the one in "
-            "tokenizer_config.json, which it does not. Remove one of them."
-        )
+    written = _templates(stated.get("chat_template"))
+    files = {"default": place / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((place / "additional_chat_templates").glob("*.jinja"))}
+    places = {name: file.relative_to(place) for name, file in files.items()}
+    read = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    for name, text in written.items() if read else ():
+        if name not in read:
+            raise UserError(
+                f"{folder}: the chat template {name!r} in {CONFIG} is not read beside {places[next(iter(read))]}. "
+                f"Move it to additional_chat_templates/{name}.jinja or remove it."
+            )
+        if text.strip() != read[name].strip():
+            raise UserError(
+                f"{folder}: has two chat templates that differ: {places[name]}, which transformers reads, and the one in "
+                f"{CONFIG}, which it does not. Remove one of them."
+            )
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one where there is none.
+
+    Raises:
+        UserError: a key of it is given twice, with different values
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        for key, value in pairs:
+            if found[key] != value:
+                raise UserError(f"{file}: has the key {key!r} twice; keep one of them")
+        return found
+
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError):
+        return {}  # transformers has read it, or said what is wrong
+    return content if isinstance(content, dict) else {}
+
+
+def _misspelt(name: str, meant: str) -> bool:
+    """Return whether a field can only be a slip of the pen: transformers takes any `…_token` for one of the model's own."""
+    return abs(len(name) - len(meant)) <= 1 and not name.endswith("_token")
+
+
+def _token(stated: Any) -> str:
+    """Return a special token of a file as text; "" for what is none."""
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return text if isinstance(text, str) else ""
+
+
+def _templates(stated: Any) -> dict[str, str]:
+    """Return the chat templates of `tokenizer_config.json` by their names."""
+    if isinstance(stated, str):
+        return {"default": stated}
+    listed = [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
+    return {str(each.get("name")): str(each.get("template")) for each in listed}
 
 
 def check_special_tokens(tokenizer: Any, folder: str) -> None:
@@ -143,7 +201,7 @@ def check_special_tokens(tokenizer: Any, folder: str) -> None:
                 known |= set(stated) if name == "added_tokens.json" else {str(token["content"]) for token in added.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return  # another kind of tokenizer: transformers has read it
-    for name, token in tokenizer.special_tokens_map.items():
+    for name, token in (*tokenizer.special_tokens_map.items(), *_extra_tokens(Path(folder))):
         for text in map(str, token if isinstance(token, (list, tuple)) else [token]):
             if text not in known:
                 close = difflib.get_close_matches(text, (word for word in known if word[:1] == text[:1]), 1)
@@ -152,3 +210,12 @@ def check_special_tokens(tokenizer: Any, folder: str) -> None:
                     f"{folder}: the tokenizer's {name} {text!r} is in no vocabulary; {meant}transformers would add it as a "
                     "token that the model was never trained on. Correct tokenizer_config.json or special_tokens_map.json."
                 )
+
+
+def _extra_tokens(folder: Path) -> list[tuple[str, list[str]]]:
+    """Return the lists of further special tokens in the files of a tokenizer; those that its class adds are not in them."""
+    stated = _content(folder / CONFIG)
+    files = [stated] if "added_tokens_decoder" in stated else [stated, _content(folder / MAP)]
+    names = ("extra_special_tokens", "additional_special_tokens")
+    lists = [(name, fields[name]) for fields in files for name in names if isinstance(fields.get(name), list)]
+    return [(name, [text for text in map(_token, tokens) if text]) for name, tokens in lists]

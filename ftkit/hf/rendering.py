@@ -95,6 +95,12 @@ class Rendering:
         if tokenizer.eos_token_id is not None:
             tail = (tokenizer.eos_token_id,)
         if tokenizer.chat_template:
+            if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+                names = ", ".join(map(repr, tokenizer.chat_template))
+                raise UserError(
+                    f"tokenizer {name_of(tokenizer)}: has chat templates named {names} "
+                    "and none named 'default', which conversations need. Rename one of them."
+                )
             template = tokenizer.get_chat_template()
             marked = GENERATION_MARK.search(template) and tokenizer.is_fast
             return cls(tokenizer, "marked" if marked else "prefix", lead, tail)

@@ -6,6 +6,7 @@ import pytest
 
 from ftkit.errors import UserError
 from ftkit.hf.loading import load_model
+from ftkit.hf.rendering import Rendering
 from ftkit.recipe import Model
 from ftkit.run_rows import load_tokenizer
 from tests.tiny import make_tokenizer
@@ -101,3 +102,85 @@ def test_a_field_that_a_configuration_derives_from_others_is_one():
     assert load_model(None, config={**LLAMA, "num_labels": 4}, task="sequence-classification").score.out_features == 4
     with pytest.raises(UserError, match="did you mean 'num_labels'"):
         load_model(None, config=LLAMA, num_label=5)
+def changed(folder, name="tokenizer_config.json", **fields):
+    path = folder / name
+    facts = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**facts, **fields}))
+
+
+def refused(folder):
+    with pytest.raises(UserError) as stop:
+        load_tokenizer(Model(name=str(folder)))
+    return str(stop.value)
+
+
+@pytest.mark.parametrize("name", ["eos_tokn", "eos_tokne", "chat_tmplate", "model_max_lenght", "padding_sid"])
+def test_a_field_of_a_tokenizer_that_is_nearly_one_stops_beside_that_one(tmp_path, name):
+    make_tokenizer(tmp_path)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    changed(tmp_path, model_max_length=64, padding_side="left", chat_template=template)
+    changed(tmp_path, boi_token="<begin>", eos_token_id=2, image_token="<end>")
+    load_tokenizer(Model(name=str(tmp_path)))
+    changed(tmp_path, **{name: "<pad>"})
+    assert f"{name!r} is read by nobody; did you mean" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_key_of_a_tokenizer_file_with_two_values_stops(tmp_path, name):
+    make_tokenizer(tmp_path)
+    path = tmp_path / name
+    facts = path.read_text() if path.is_file() else "{}"
+    facts = json.dumps({**json.loads(facts), "eos_token": "<end>"})
+    path.write_text(facts[:-1] + ', "eos_token": "<end>"}')
+    assert load_tokenizer(Model(name=str(tmp_path))).eos_token == "<end>"
+    path.write_text(path.read_text()[:-1] + ', "eos_token": "<pad>"}')
+    assert f"{name}: has the key 'eos_token' twice" in refused(tmp_path)
+
+
+def test_a_special_tokens_map_agrees_with_the_configuration(tmp_path):
+    make_tokenizer(tmp_path)
+    changed(tmp_path, "special_tokens_map.json", eos_token={"content": "<end>", "lstrip": False}, bos_token="<begin>")
+    load_tokenizer(Model(name=str(tmp_path)))
+    changed(tmp_path, "special_tokens_map.json", eos_token="<pad>")
+    told = refused(tmp_path)
+    assert "tokenizer_config.json has the eos_token '<end>', and special_tokens_map.json '<pad>'" in told
+    changed(tmp_path, added_tokens_decoder={"2": {"content": "<end>", "special": True}})
+    assert load_tokenizer(Model(name=str(tmp_path))).eos_token == "<end>"  # the map is not read
+
+
+def test_a_misspelt_field_of_a_special_tokens_map_stops(tmp_path):
+    make_tokenizer(tmp_path)
+    changed(tmp_path, "special_tokens_map.json", eos_tokne="<pad>")
+    assert "special_tokens_map.json: 'eos_tokne' is read by nobody; did you mean 'eos_token'" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens"])
+def test_a_further_special_token_that_no_vocabulary_has_stops(tmp_path, name, file):
+    make_tokenizer(tmp_path)
+    changed(tmp_path, file, **{name: ["<end>", "<pad>"]})
+    load_tokenizer(Model(name=str(tmp_path)))
+    changed(tmp_path, file, **{name: ["<end>", "<padd>"]})
+    assert f"the tokenizer's {name} '<padd>' is in no vocabulary; did you mean '<pad>'" in refused(tmp_path)
+
+
+def test_named_chat_templates_that_are_not_read_stop(tmp_path):
+    make_tokenizer(tmp_path)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    changed(tmp_path, chat_template=[{"name": "default", "template": template}])
+    load_tokenizer(Model(name=str(tmp_path)))
+    changed(tmp_path, chat_template=[{"name": "default", "template": "{{ messages }}"}])
+    assert "two chat templates that differ: chat_template.jinja, which" in refused(tmp_path)
+    named = [{"name": "default", "template": template}, {"name": "rag", "template": template}]
+    changed(tmp_path, chat_template=named)
+    assert "the chat template 'rag' in tokenizer_config.json is not read" in refused(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert set(load_tokenizer(Model(name=str(tmp_path))).chat_template) == {"default", "rag"}
+
+
+def test_chat_templates_without_a_default_are_named(tmp_path):
+    make_tokenizer(tmp_path, None)
+    changed(tmp_path, chat_template=[{"name": "rag", "template": "{{ messages }}"}])
+    tokenizer = load_tokenizer(Model(name=str(tmp_path)))
+    with pytest.raises(UserError, match=r"has chat templates named 'rag' and none named 'default'"):
+        Rendering.of(tokenizer)
