@@ -26,6 +26,7 @@ from typing import IO, Any
 import pyarrow
 
 from ftkit.errors import UserError
+from ftkit.hf.turns import HALF
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -37,6 +38,7 @@ NO_ROWS = ("readme", "license", "licence", "notice", "citation", "changelog")
 CACHES = "cache-*.arrow"
 """Files that `datasets` leaves beside a data set that was saved, of rows it has made from it."""
 NAMED = 5
+NAME_OF_BYTES = "has a name that is no UTF-8; rename it"
 SPECIAL = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -76,6 +78,8 @@ def files_of(path: Path) -> Files:
     Raises:
         UserError: nothing there, or something that cannot be read, all of it named
     """
+    if HALF.search(str(path)):
+        raise UserError(f"{_shown(str(path))}: {NAME_OF_BYTES}")
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -91,6 +95,10 @@ def files_of(path: Path) -> Files:
         found = "".join(path.suffixes[-2:]) or "no suffix"
         raise UserError(f"{path}: expected {_expected()}; found {found}. {_advice(path)}")
     return Files((path,))
+
+
+def _shown(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _expected() -> str:
@@ -118,7 +126,7 @@ def _files_of_folder(folder: Path) -> Files:
         if own or not stem or stem in NO_ROWS:
             passed_over.append(entry.name)
         elif (problem := _problem(entry)) is not None:
-            refused.append(f"  {entry.name}: {problem}")
+            refused.append(f"  {_shown(entry.name)}: {problem}")
         else:
             read.append(entry)
     if refused:
@@ -161,6 +169,8 @@ def _saved(folder: Path) -> tuple[tuple[str, ...], list[str]] | None:
 
 def _problem(entry: Path) -> str | None:
     """Return why an entry of a folder cannot be read, or None."""
+    if HALF.search(entry.name):
+        return NAME_OF_BYTES
     try:
         mode = entry.stat().st_mode
     except OSError as error:

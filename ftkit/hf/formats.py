@@ -212,7 +212,7 @@ def tools_of(row: dict) -> list | None:
             tools = json.loads(tools, object_pairs_hook=object_of) if tools.strip() else None
         except BadRowError as error:
             raise BadRowError(f"`tools` {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRowError(f"`tools` is not JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise BadRowError(f"`tools` must be a list; found {kind_of(tools)}")

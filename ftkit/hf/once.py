@@ -62,7 +62,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
                 os.replace(partial, folder)
             except RefusedError as error:
                 written = refusal.with_name(f"{refusal.name}.partial")
-                written.write_text(str(error), encoding="utf-8")
+                written.write_text(str(error), encoding="utf-8", errors="backslashreplace")
                 os.replace(written, refusal)
                 raise
             finally:

@@ -208,6 +208,10 @@ def json_rows(file: Path) -> Iterator[Row]:
             yield from jsonl_rows(file)
             return
         raise UserError(f"{file}:{error.lineno}: broken JSON: {error.msg} (column {error.colno})") from error
+    except UserError:
+        raise
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UserError(f"{file}: broken JSON: {error}") from error
     if isinstance(content, dict):
         if isinstance(content, Doubled):
             raise UserError(f"{file}: {content.problem}")

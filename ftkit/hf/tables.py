@@ -16,6 +16,8 @@ import pyarrow.parquet
 from ftkit.errors import UserError
 
 ROWS_AT_ONCE = 1000
+UNREADABLE = (pyarrow.ArrowException, OSError, ValueError, ArithmeticError)
+"""What damaged files raise, and values that Python cannot hold: text that is no UTF-8, dates after the year 9999."""
 
 
 def twice_in(names: Iterable[str]) -> str | None:
@@ -55,7 +57,9 @@ def parquet_records(file: Path) -> Iterator[dict]:
                 for record in batch.to_pylist():
                     number += 1
                     yield record
-    except pyarrow.ArrowException as error:
+    except UNREADABLE as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{file}: cannot be read as Parquet, after row {number}: {error}") from error
 
 
@@ -82,7 +86,7 @@ def arrow_records(file: Path) -> Iterator[dict]:
                     for record in batch.slice(start, ROWS_AT_ONCE).to_pylist():
                         number += 1
                         yield record
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except UNREADABLE as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{file}: cannot be read as Arrow, after row {number}: {error}") from error

@@ -7,6 +7,7 @@ Turns are read in the words of OpenAI (role, content) or of ShareGPT (from, valu
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ftkit.hf.columns import nearest, says_nothing
@@ -25,6 +26,8 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+HALF = re.compile("[\ud800-\udfff]")
+"""Half a surrogate pair."""
 FOREIGN = "not JSON:"
 """The key of what stands for a value that JSON lacks (bytes, dates, images); its value names the kind."""
 
@@ -37,13 +40,15 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of JSON pairs.
 
     Raises:
-        BadRowError: a key is given twice; JSON's reader would keep the last one
+        BadRowError: a key is given twice (JSON's reader would keep the last one), or no UTF-8 can hold it
     """
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise BadRowError(f"has the key {twice!r} twice in one object; keep one of them")
+    if bad := next((key for key in found if not key.isascii() and HALF.search(key)), None):
+        raise BadRowError(f"has the key {bad!r}, which is not valid Unicode")
     return found
 
 

@@ -250,3 +250,50 @@ def test_a_table_with_two_columns_without_a_name_stops(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays([TEXT, TEXT, TEXT], names=["text", "", ""]), path)
     with pytest.raises(UserError, match=r"rows.parquet: has the column '' twice"):
         list(Source(path=path).rows())
+
+
+UNREADABLE = {
+    "no UTF-8": pyarrow.StringArray.from_buffers(2, *BYTES.buffers()[1:], BYTES.buffers()[0]),
+    "the year 146138": pyarrow.array([0, 1 << 62], pyarrow.timestamp("us")),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_values_of_a_table_that_cannot_be_read_stop(tmp_path, kind, suffix):
+    path = tmp_path / f"rows{suffix}"
+    table = pyarrow.table({"text": UNREADABLE[kind]})
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as sink:
+            sink.write_table(table)
+    with pytest.raises(UserError, match=rf"rows{suffix}: cannot be read as (Parquet|Arrow), after row 0: "):
+        list(Source(path=path).rows())
+
+
+def test_a_number_of_too_many_digits_stops(tmp_path, tokenizer):
+    for name, text in (("a.json", '[{"text": "a", "n": %s}]'), ("a.jsonl", '{"text": "a", "n": %s}')):
+        path = tmp_path / name
+        path.write_text(text % ("1" * 5000))
+        with pytest.raises(UserError, match=rf"{name}.*broken JSON: Exceeds the limit"):
+            prepare(path, tokenizer, cache_dir=tmp_path / "cache", workers=1)
+
+
+@pytest.mark.parametrize("row", [r'{"text": "a", "x\ud83d": 1}', r'{"text": "a", "x": {"\udc00": 1}}'])
+def test_a_key_that_no_utf8_holds_stops_with_its_row(tmp_path, tokenizer, row):
+    good = '{"text": "b", "x\U0001f600": 1}'
+    settings = {"cache_dir": tmp_path / "cache", "workers": 1, "ignore_columns": ["x\U0001f600"]}
+    for name, text in (("a.jsonl", f"{good}\n{row}\n"), ("a.json", f"[{good}, {row}]")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RefusedError, match=r"a.json(l:|, row )2: has the key '.*ud.*', which is not valid Unicode"):
+            prepare(tmp_path / name, tokenizer, **settings)
+        assert prepare(tmp_path / name, tokenizer, on_bad_row="skip", **settings).report.bad_rows == 1
+
+
+def test_a_file_with_a_name_that_is_no_utf8_stops(tmp_path, tokenizer):
+    path = tmp_path / os.fsdecode(b"rows\xff.jsonl")
+    path.write_text('{"text": "a"}\n')
+    for named in (path, tmp_path):
+        with pytest.raises(UserError, match=r"rows\\udcff.jsonl: has a name that is no UTF-8; rename it"):
+            prepare(named, tokenizer, cache_dir=tmp_path / "cache", workers=1)
