@@ -1,5 +1,6 @@
 """What a user keeps in an output folder is never replaced or removed; what runs wrote there carries a mark."""
 
+import json
 import os
 import shutil
 import subprocess

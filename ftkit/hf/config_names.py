@@ -1,16 +1,18 @@
 """Names that a user gives to transformers: fields of a configuration, fields and special tokens of a tokenizer.
 
 transformers takes any field and adds any token, so that a misspelled one changes nothing, or trains a token that no
-vocabulary has. Here each must match. Configurations of the hub are read as they are. Of a tokenizer's folder those fields
-are refused that are spelled nearly as one that is read, and what its files say twice and differently; of a tokenizer
-without `tokenizer.json` the vocabulary is not known.
+vocabulary has. Here each must match. Configurations of the hub are read as they are. Of a file that replaces a model's
+configuration those fields are refused that are spelled nearly as one that it lacks, and the others named: such a file may
+be older than transformers. Of a tokenizer's folder those fields are refused that are spelled nearly as one that is read, and
+what its files say twice and differently; of a tokenizer without `tokenizer.json` the vocabulary is not known.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,17 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from ftkit.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 TOKENS = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
 GENERATION = tuple(f"{name}_token_id" for name in TOKENS)
 """Fields of every saved configuration; a class may read them from the generation configuration only."""
 
 LEGACY = ("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "_attn_implementation", "auto_map")
 """Fields that transformers still reads and that no configuration has."""
+
+OF_FILES = ("architectures", "transformers_version", "_name_or_path", "_commit_hash", "quantization_config")
+"""What stands in files and says nothing of the model itself."""
 
 ROPE = (*RopeParameters.__annotations__, "type", "mrope_section", "mrope_interleaved")
 """What may stand in `rope_parameters`."""
@@ -52,6 +59,21 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     _check(fields, AutoConfig.for_model(str(fields["model_type"])), "model.config")
 
 
+def check_file(fields: Mapping[str, Any], model_type: str, file: str) -> None:
+    """Compare the fields of a file, which is to be the configuration of a new model, with those of its class.
+
+    Args:
+        fields: of the file. model_type: of a class of transformers. file: its name.
+
+    Raises:
+        UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
+    """
+    unread: list[str] = []
+    _check(fields, AutoConfig.for_model(model_type), file, unread)
+    if unread:
+        logger.warning("%s: read by nobody: %s", file, ", ".join(unread))
+
+
 def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Compare fields that are set beside a configuration (`load_model(folder, field=...)`) with those that it has.
 
@@ -61,12 +83,17 @@ def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
     _check(changes, config, "load_model")
 
 
-def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str) -> None:
+def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str, unread: list[str] | None = None) -> None:
+    """Stop for fields that are not known.
+
+    Args:
+        unread: where those go that resemble no field which is missing; None: they stop, too.
+    """
     names = {*known.to_dict(), *vars(known), *known.attribute_map, *GENERATION, *LEGACY, "model_type"}
     kind = type(known)
     names |= {name for name in dir(kind) if getattr(getattr(kind, name), "fset", None) is not None}  # num_labels
     for name, value in fields.items():
-        if name not in names:
+        if name not in names and not _is_passed(name, names, fields, unread):
             close = difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(
@@ -74,18 +101,30 @@ def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str) -> Non
                 "it and not read it. Correct the name or remove it."
             )
         if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
-            _check_rope(value, f"{path}.{name}")
+            _check_rope(value, f"{path}.{name}", unread)
         part = getattr(known, name, None) if name in known.sub_configs else None
         if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):
-            _check(value, part, f"{path}.{name}")
+            _check(value, part, f"{path}.{name}", unread)
 
 
-def _check_rope(fields: Mapping[str, Any], path: str) -> None:
+def _is_passed(name: str, names: Iterable[str], fields: Mapping[str, Any], unread: list[str] | None) -> bool:
+    """Return whether an unknown name may stay, in `unread`: it resembles none that is not there besides."""
+    if unread is None:
+        return False
+    close = difflib.get_close_matches(name, names, 1, cutoff=LIKE_A_FIELD)
+    if close and close[0] not in fields:
+        return False
+    if name not in OF_FILES:
+        unread.append(name)
+    return True
+
+
+def _check_rope(fields: Mapping[str, Any], path: str, unread: list[str] | None) -> None:
     """Compare the keys of rope parameters, those of each type of layer included, with what transformers reads."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            _check_rope(value, f"{path}.{name}")
-        elif name not in ROPE:
+            _check_rope(value, f"{path}.{name}", unread)
+        elif name not in ROPE and not _is_passed(name, ROPE, fields, unread):
             close = difflib.get_close_matches(name, ROPE, 1)
             meant = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(f"{path}.{name}: rope parameters have no such key; {meant}Correct the name or remove it.")

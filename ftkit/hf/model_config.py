@@ -23,7 +23,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from ftkit.errors import UserError
-from ftkit.hf.config_names import check_fields
+from ftkit.hf.config_names import check_fields, check_file
+from ftkit.hf.rows import doubled_in, object_or_doubled
 
 NEEDED = "needed: a folder with config.json, a hub id that can be reached, or model.config"
 MOST_LAYERS = 10_000
@@ -74,7 +75,7 @@ def read_config(
             `model_type`, or a path.
 
     Raises:
-        UserError: there is none, or transformers cannot read it.
+        UserError: there is none, transformers cannot read it, or `config` has a field that nobody reads.
     """
     if isinstance(config, PretrainedConfig):
         return config
@@ -92,6 +93,8 @@ def read_config(
     file, fields = check_folder(where)
     with reading(file, "no model configuration that transformers can read", fields, NEEDED if not fields else ""):
         loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
+        if config is not None and fields and type(loaded).__module__.startswith("transformers."):
+            check_file(fields, loaded.model_type, file)
     if getattr(loaded, "quantization_config", None):
         raise UserError(f"{where}: a quantised model; ftkit trains full-precision bases only")
     return loaded
@@ -116,7 +119,7 @@ def check_folder(where: str) -> tuple[str, dict[str, Any]]:
         for a file that cannot be read, of which transformers says more.
 
     Raises:
-        UserError: for numbers that nothing could be made of, and for files that are none.
+        UserError: for numbers that nothing could be made of, a key that is there twice, and for files that are none.
     """
     path = Path(where)
     inside: list[Path] = []
@@ -126,11 +129,14 @@ def check_folder(where: str) -> tuple[str, dict[str, Any]]:
     for each in (path, *inside):
         _refuse_special(each)
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(path.read_bytes(), object_pairs_hook=object_or_doubled)
+        doubled = doubled_in(fields)
     except (OSError, ValueError, RecursionError):
         return where, {}
     if not isinstance(fields, dict):
         raise UserError(f"{path}: no model configuration: it holds {str(fields)[:40]}, an object with model_type is needed")
+    if doubled:
+        raise UserError(f"{path}: {doubled}")
     _check_numbers(fields, str(path))
     return str(path), fields
 

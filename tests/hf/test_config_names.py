@@ -41,6 +41,37 @@ def test_fields_that_transformers_reads_are_fine(fields):
     assert load_model(None, config={**LLAMA, **fields}).config.hidden_size == 32
 
 
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"hidden_sise": 64}, r"config.json.hidden_sise: .*did you mean 'hidden_size'"),
+        ({"num_attention_head": 2}, "did you mean 'num_attention_heads'"),
+        ({"max_position_embedings": 64}, "did you mean 'max_position_embeddings'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_thetta": 1e4}}, "rope_parameters.rope_thetta: .*'rope_theta'"),
+    ],
+)
+def test_a_field_of_a_file_that_is_nearly_one_stops(tmp_path, fields, meant):
+    kept = {key: value for key, value in LLAMA.items() if f"'{key}'" not in meant}
+    (tmp_path / "config.json").write_text(json.dumps(kept | fields))
+    for config in (str(tmp_path / "config.json"), str(tmp_path)):
+        with pytest.raises(UserError, match=meant):
+            load_model(None, config=config)
+
+
+def test_a_field_of_a_file_that_resembles_none_is_told(tmp_path, caplog):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "n_ctx": 8, "architectures": ["LlamaForCausalLM"], "use_cache": False}))
+    assert load_model(None, config=str(path)).config.hidden_size == 32
+    assert "read by nobody: n_ctx" in caplog.text
+
+
+def test_a_key_that_a_file_has_twice_stops(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA)[:-1] + ', "hidden_size": 64}')
+    with pytest.raises(UserError, match=r"config\.json: has the key 'hidden_size' twice"):
+        load_model(None, config=str(path))
+
+
 @pytest.mark.parametrize("name", ["eos_token", "pad_token", "bos_token", "unk_token"])
 def test_a_special_token_that_no_vocabulary_has_stops(tmp_path, name):
     make_tokenizer(tmp_path)
