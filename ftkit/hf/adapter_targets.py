@@ -7,13 +7,16 @@ PEFT model that is sharded.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from peft import PeftConfig, PeftModel, PeftType, TaskType
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ftkit.errors import UserError
 
@@ -63,15 +66,19 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     _each(model, "modules_to_save", saved, modules, lambda name, found: found.endswith(name))
     parameters = [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
     _each(model, "target_parameters", asked["target_parameters"], parameters, _is_target)
-    adapted = [
-        name
-        for name in modules
-        if _is_adapted(name, asked["target_modules"]) and not _is_adapted(name, asked["exclude_modules"])
-    ]
-    adapted += [name for name in parameters if _is_adapted(name, list(asked["target_parameters"] or ()))]
-    for field in ("rank_pattern", "alpha_pattern"):
-        _each(model, field, list(asked[field] or ()), adapted or modules, _is_pattern)
-    _check_layers(model, asked["layers_to_transform"], asked["layers_pattern"], adapted or modules)
+    targets = asked["target_modules"]
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        targets = _linear(model)
+    adapted = [name for name in modules if _is_adapted(name, targets) and not _is_adapted(name, asked["exclude_modules"])]
+    others = [name for name in parameters if _is_adapted(name, list(asked["target_parameters"] or ()))]
+    layers, lists = asked["layers_to_transform"], asked["layers_pattern"]
+    _check_layers(model, layers, lists, [*adapted, *others] or modules)
+    chosen = adapted or ([] if others else modules)
+    chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
+    if not isinstance(targets, str):  # of a pattern PEFT leaves layers aside
+        chosen = [name for name in chosen if _is_in_layers(name, layers, lists)]
+    for field, names in _patterns(config).items():
+        _each(model, field, names, [*chosen, *others], _matching(config))
     _check_tokens(model, asked["trainable_token_indices"], modules)
 
 
@@ -81,12 +88,32 @@ _FIELDS = (
     "feedforward_modules",
     "modules_to_save",
     "target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
     "layers_to_transform",
     "layers_pattern",
     "trainable_token_indices",
 )
+
+
+def _patterns(config: PeftConfig) -> dict[str, list[str]]:
+    """Return PEFT's fields that say something of some of the adapted modules, with the names of these."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: list(value) for name, value in values.items() if name.endswith("_pattern") and isinstance(value, dict)}
+
+
+def _matching(config: PeftConfig) -> Callable[[str, str], bool]:
+    """Return how PEFT compares a name of such a field with a module's."""
+    if config.peft_type == PeftType.OSF:
+        return lambda name, found: re.search(name, found) is not None
+    if config.peft_type == PeftType.ADALORA:  # writes the names of parameters there while it trains
+        return lambda name, found: _is_pattern(name, found) or found in name
+    return _is_pattern
+
+
+def _linear(model: nn.Module) -> list[str]:
+    """Return the modules that PEFT takes for all-linear: all such but the output embedding; its own, once it was there."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kinds = (nn.Linear, Conv1D, BaseTunerLayer)
+    return [name for name, each in model.named_modules() if isinstance(each, kinds) and each is not head]
 
 
 def _is_target(name: str, found: str) -> bool:
@@ -98,8 +125,8 @@ def _is_pattern(name: str, found: str) -> bool:
 
 
 def _is_adapted(module: str, targets: Any) -> bool:
-    """Return whether PEFT's targets, one pattern or several names, include a module; all-linear and none are no choice."""
-    if targets is None or (isinstance(targets, str) and targets == "all-linear"):
+    """Return whether PEFT's targets, one pattern or several names, include a module; none are no choice."""
+    if targets is None:
         return False
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
@@ -138,24 +165,36 @@ def _near(name: str, there: Iterable[str]) -> str:
 
 def _check_layers(model: nn.Module, layers: Any, patterns: Any, adapted: Sequence[str]) -> None:
     """Raise for numbers of layers, and names of lists of layers, that no adapted module has."""
-    if isinstance(patterns, str):
-        patterns = [patterns] if patterns else []
+    patterns = [patterns] if isinstance(patterns, str) and patterns else patterns
     for pattern in patterns or ():
-        if not any(re.match(_way(pattern), name) for name in adapted):
+        if not any(_layer_of(name, [pattern]) is not None for name in adapted):
             raise UserError(_refusal(model, "layers_pattern", pattern, [*adapted, *_parents(adapted)], "matches no"))
     if layers is None:
         return
-    ways = [_way(pattern) for pattern in patterns or ()] or [INDEX]
-    numbers = {int(found[1]) for name in adapted for way in ways if (found := re.match(way, name))}
+    numbers = {number for name in adapted if (number := _layer_of(name, patterns)) is not None}
     for layer in [layers] if isinstance(layers, int) else layers:
         if layer not in numbers:
             there = f"layers {min(numbers)} to {max(numbers)} have targets" if numbers else "no layer has a target"
             raise UserError(f"adapter: layers_to_transform: {layer} is no layer of {type(model).__name__}: {there}")
 
 
-def _way(pattern: str) -> str:
-    """Return how PEFT finds a layer's number behind a list's name: the first that there is."""
-    return rf"(?:^|.*?\.){pattern}\.(\d+)\."
+def _layer_of(module: str, patterns: Any) -> int | None:
+    """Return the number of the layer that a module is in, as PEFT finds it, or None."""
+    lists = [patterns] if isinstance(patterns, str) and patterns else patterns or ()
+    ways = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in lists] or [INDEX]
+    return next((int(found[1]) for way in ways if (found := re.match(way, module))), None)
+
+
+def _is_in_layers(module: str, layers: Any, patterns: Any) -> bool:
+    """Return whether PEFT adapts a module in spite of the layers that were chosen."""
+    if layers is None or layers == []:
+        return True
+    return _layer_of(module, patterns) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _is_saved(module: str, saved: Any) -> bool:
+    """Return whether a module is trained whole, so that PEFT gives it no adapter."""
+    return any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved or ())
 
 
 def _parents(names: Sequence[str]) -> list[str]:

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
+from peft import (
+    C3AConfig,
+    DeloraConfig,
+    FourierFTConfig,
+    IA3Config,
+    LoraConfig,
+    OSFConfig,
+    PrefixTuningConfig,
+    TaskType,
+    WaveFTConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from torch import nn
 
 import ftkit
@@ -34,6 +46,36 @@ WRONG = {
         "rank_pattern",
         "v_proj",
     ),
+    "a rank of a layer that is left out": (
+        lora(layers_to_transform=[0], rank_pattern={"layers.2.self_attn.q_proj": 4}),
+        "rank_pattern: 'layers.2.self_attn.q_proj'",
+        "q_proj",
+    ),
+    "a rank of a module that is trained whole": (
+        lora(modules_to_save=["up_proj"], target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 4}),
+        "rank_pattern: 'up_proj'",
+        "q_proj",
+    ),
+    "a rank of the head": (
+        lora(target_modules="all-linear", rank_pattern={"lm_head": 4}),
+        "rank_pattern: 'lm_head'",
+        "q_proj",
+    ),
+    **{
+        f"{field} of {kind.__name__}": (
+            kind(target_modules=["q_proj"], **{field: {"q_porj": 4}}),
+            f"{field}: 'q_porj'",
+            "q_proj",
+        )
+        for kind, field in (
+            (C3AConfig, "block_size_pattern"),
+            (FourierFTConfig, "n_frequency_pattern"),
+            (WaveFTConfig, "n_frequency_pattern"),
+            (DeloraConfig, "lambda_pattern"),
+            (DeloraConfig, "rank_pattern"),
+            (OSFConfig, "rank_pattern"),
+        )
+    },
     "a layer": (lora(layers_to_transform=[0, 3]), "layers_to_transform: 3", "layers 0 to 2"),
     "a single layer": (lora(layers_to_transform=7), "layers_to_transform: 7", "layers 0 to 2"),
     "a list of layers": (lora(layers_to_transform=[0], layers_pattern="layer"), "layers_pattern: 'layer'", "layers"),
@@ -85,6 +127,11 @@ GOOD = [
     lora(target_modules=["self_attn.q_proj", "model.layers.1.mlp.up_proj"], modules_to_save=["lm_head", "model.norm"]),
     lora(rank_pattern={"layers.1.self_attn.v_proj": 8, r".*2\.self_attn\.v_proj": 1}, exclude_modules=["q_proj"]),
     lora(layers_to_transform=[0, 2], layers_pattern="layers"),
+    lora(layers_to_transform=[0, 2], rank_pattern={"layers.2.self_attn.q_proj": 4, r"0\.self_attn\.v_proj": 4}),
+    lora(target_modules="all-linear", rank_pattern={"down_proj": 4}),
+    FourierFTConfig(n_frequency=4, target_modules=["q_proj"], n_frequency_pattern={"q_proj": 8}),
+    C3AConfig(block_size=8, target_modules=["q_proj"], block_size_pattern={"layers.1.self_attn.q_proj": 4}),
+    OSFConfig(target_modules=["q_proj"], rank_pattern={"self_attn": 4}),
     lora(target_modules=[], target_parameters=["q_proj.weight"], rank_pattern={"q_proj.weight": 4}),
     lora(trainable_token_indices={"embed_tokens": [0, 96]}),
     IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
