@@ -39,6 +39,7 @@ from ftkit.engine.saving import Saving
 from ftkit.engine.shard import Units
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.accelerator import Accelerator, sharded_optimizer
+from ftkit.hf.argument_names import check_arguments, unknown_labels
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.attention import is_packed
 from ftkit.hf.base import BASE, write_base
@@ -134,6 +135,7 @@ class TrainerMixin(LossMixin):
         if self.args.ftkit is None:
             return
         _refuse(self.args)
+        check_arguments(self.args, type(self))
         settings = EngineSettings.of(self.args.ftkit)
         if self.args.activation_checkpointing and settings.activations == "auto":
             settings = EngineSettings(**{**vars(settings), "activations": "recompute"})
@@ -375,9 +377,19 @@ class TrainerMixin(LossMixin):
         if self.engine_is_on:
             batches = self._step_batches = list(islice(epoch_iterator, num_batches))
             self._check_batches(len(batches))
+            self._tell_labels(batches[:1])
             self.look_for_islands(batches[:BATCHES])
             epoch_iterator = iter(self.weighted(batches))
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    _told_labels = False
+
+    def _tell_labels(self, batches: Sequence[Any]) -> None:
+        """Say once that a batch has not the labels which the arguments name: an evaluation would have no loss."""
+        told = unknown_labels(self.args.label_names, batches[0]) if batches and not self._told_labels else ""
+        if told and self.args.process_index == 0:
+            logger.warning(told)
+        self._told_labels = self._told_labels or bool(batches)
 
     def _check_batches(self, number: int) -> None:
         """Raise where a stream gave ranks different numbers of batches: they would compute different blocks together."""
@@ -395,6 +407,8 @@ class TrainerMixin(LossMixin):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would, with parameters at hand that a loss reads outside their modules."""
+        if self.engine_is_on:
+            self._tell_labels([inputs])
         with read_by_all(self):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 

@@ -222,3 +222,39 @@ def test_a_rule_with_a_state_is_not_called_by_a_resume(tmp_path):
     load_scheduler(tmp_path / "scheduler.pt", second)
     assert second.lr_lambdas[0].calls == first.lr_lambdas[0].calls == 2
     assert second.get_last_lr() == first.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gradient_checkpointing_kwargs": {"use_reentrnt": False}}, "'use_reentrnt' is read by nobody; .*'use_reentrant'"),
+        ({"include_for_metrics": ["lossess"]}, "'lossess' is read by nobody; did you mean 'loss'"),
+        ({"optim": "adamw_torch", "optim_args": "beta1=0.1,foo=3"}, "'beta1' is read by nobody. Read: none; .*adam_beta1"),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, "'momentun' is read by nobody; did you mean 'momentum'"),
+        ({"optim_target_modules": ["q_porj"]}, r"optim_target_modules=\['q_porj'\] is read by nobody with optim=adamw"),
+    ],
+)
+def test_a_name_in_the_arguments_that_nobody_reads_stops(tmp_path, arguments, words):
+    run = Run(model=tiny, rows=4, arguments={"max_steps": 1, "gradient_checkpointing": True, **arguments})
+    with pytest.raises(UserError, match=words):
+        runs.make_trainer("ours", str(tmp_path), run)
+
+
+def test_a_trainer_that_makes_its_optimizer_may_read_any_name(tmp_path):
+    class Own(ftkit.Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            return super().create_optimizer(model)
+
+    arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim_args="mine=1")
+    Own(model=tiny(), args=arguments)
+    sgd = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="sgd", optim_args="momentum=0.5")
+    ftkit.Trainer(model=tiny(), args=sgd)
+
+
+@pytest.mark.parametrize(("name", "words"), [("lables", "no batch has 'lables'; did you mean 'labels'"), ("labels", None)])
+def test_labels_that_no_batch_has_are_told(tmp_path, caplog, name, words):
+    run = Run(model=tiny, rows=4, arguments={"max_steps": 1, "label_names": [name]})
+    runs.make_trainer("ours", str(tmp_path), run).train()
+    told = [text for text in caplog.messages if text.startswith("label_names")]
+    assert len(told) == (1 if words else 0)
+    assert not words or words in told[0]

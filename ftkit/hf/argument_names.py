@@ -1,0 +1,80 @@
+"""Names in a Trainer's arguments that nobody reads: the Trainer takes any, and does what it would do without them.
+
+Looked at where a Trainer on the engine is built. What an optimizer reads of `optim_args` is known of those that the engine
+has; a Trainer that makes its optimizer itself may read others. Labels are known with the first batch: see `unknown_labels`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ftkit.errors import UserError
+
+OPTIMIZER_READS = {
+    "adamw_torch": (),
+    "adamw_torch_fused": (),
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+}
+"""What transformers reads of `optim_args`, by optimizer."""
+
+IN_METRICS = ("inputs", "loss")
+"""What transformers reads of `include_for_metrics`."""
+
+CHECKPOINTING = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+"""What torch.utils.checkpoint takes, and two that transformers takes from there."""
+CHECKPOINTING += ("every_n_layers", "offload")
+
+
+def check_arguments(args: Any, trainer: type) -> None:
+    """Stop for names in a Trainer's arguments that nobody reads.
+
+    Args:
+        args: of the Trainer. trainer: its class.
+
+    Raises:
+        UserError: with the argument, the name, and what is read.
+    """
+    kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(args, "gradient_checkpointing_kwargs", None)
+    _check("gradient_checkpointing_kwargs", kwargs if isinstance(kwargs, Mapping) else (), CHECKPOINTING)
+    _check("include_for_metrics", args.include_for_metrics or (), IN_METRICS)
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in OPTIMIZER_READS or _makes_its_optimizer(trainer):
+        return
+    said = args.optim_args if isinstance(args.optim_args, str) else ""
+    names = [part.partition("=")[0] for part in said.replace(" ", "").split(",") if part]
+    advice = "; betas and eps are adam_beta1, adam_beta2 and adam_epsilon" if optimizer.startswith("adamw") else ""
+    _check(f"optim_args (with optim={optimizer})", names, OPTIMIZER_READS[optimizer], advice)
+    if args.optim_target_modules:
+        raise UserError(
+            f"optim_target_modules={args.optim_target_modules!r} is read by nobody with optim={optimizer}, which trains all "
+            "parameters that want gradients; remove it"
+        )
+
+
+def unknown_labels(names: Iterable[str] | None, batch: Any) -> str:
+    """Return what to tell the user of `label_names` that a batch does not have, or ""."""
+    absent = [name for name in names or () if name not in batch] if isinstance(batch, Mapping) else []
+    if not absent:
+        return ""
+    close = difflib.get_close_matches(absent[0], map(str, batch), 1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return (
+        f"label_names: no batch has {absent[0]!r}; {meant}There are {', '.join(map(str, batch))}. Without its labels "
+        "an evaluation has no loss and no metrics"
+    )
+
+
+def _check(argument: str, names: Iterable[Any], known: Iterable[str], advice: str = "") -> None:
+    for name in map(str, names):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"{argument}: {name!r} is read by nobody{meant or '.'} Read: {', '.join(known) or 'none'}{advice}")
+
+
+def _makes_its_optimizer(trainer: type) -> bool:
+    """Return whether a class of the user's makes the optimizer."""
+    own = [each for each in trainer.__mro__ if each.__module__.partition(".")[0] not in ("ftkit", "transformers", "trl")]
+    return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
