@@ -61,7 +61,8 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     model = build_model(recipe)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     decoder_inputs(recipe, model)  # refuses, as the Trainer's collator will
-    asked = questions(recipe.show, recipe.data.ignore_columns) if recipe.show else []
+    skip = recipe.data.on_bad_row == "skip"
+    asked = questions(recipe.show, recipe.data.ignore_columns, skip=skip) if recipe.show else []
     check_questions(recipe, model, tokenizer, asked)
     plan = planned(model)
     way = plan.way

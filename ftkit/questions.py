@@ -15,7 +15,7 @@ from itertools import islice
 from ftkit.errors import UserError
 from ftkit.hf.columns import without
 from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row
-from ftkit.hf.rows import Source
+from ftkit.hf.rows import Row, Source
 from ftkit.recipe import Show
 
 ROWS_LOOKED_AT = 50
@@ -41,34 +41,46 @@ class Question:
         return self.turns[-1]["content"]
 
 
-def questions(show: Show, ignore_columns: Sequence[str] = ()) -> list[Question]:
+def questions(show: Show, ignore_columns: Sequence[str] = (), *, skip: bool = False) -> list[Question]:
     """Return the questions of a recipe.
 
     Args:
         show: The section of the recipe.
         ignore_columns: Names of columns and keys to read without, as in training.
+        skip: Whether rows that cannot be used are passed over.
 
     Raises:
-        UserError: The file has no row with a question and an answer.
+        UserError: The file has no row with a question and an answer, or one before those that cannot be used.
     """
     if show.path is None:
         return [Question(({"role": "user", "content": prompt},)) for prompt in show.prompts]
-    found = list(islice(_of_file(show.path, frozenset(ignore_columns)), show.count))
+    found = list(islice(_of_file(show.path, frozenset(ignore_columns), skip), show.count))
     if not found:
         raise UserError(f"show.path: {show.path} has no row with a question and an answer; write show.prompts instead")
     return found
 
 
-def _of_file(path: str, ignored: frozenset[str]) -> Iterator[Question]:
-    rows = []
-    for row in islice(Source(path=path).rows(), ROWS_LOOKED_AT):
-        with suppress(BadRowError):  # training and evaluation report those
-            rows.append(without(parse_record(row.record), ignored, set()))
-    kind = detect(rows, path)
+def _of_file(path: str, ignored: frozenset[str], skip: bool) -> Iterator[Question]:
+    rows = list(islice(Source(path=path).rows(), ROWS_LOOKED_AT))
+    read = []
     for row in rows:
         with suppress(BadRowError):
-            content = read_row(row, kind)
+            read.append(_read(row, ignored))
+    kind = detect(read, path) if read or skip else ""
+    for row in rows:
+        try:
+            content = read_row(_read(row, ignored), kind)
+        except BadRowError as error:
+            if not skip:
+                raise UserError(f"show.path: {row.place}: {error}") from error
+        else:
             if isinstance(content, Conversation):
                 last = max(number for number, turn in enumerate(content.turns) if turn["role"] == "assistant")
                 if last:
                     yield Question(content.turns[:last], content.turns[last]["content"], content.glue)
+
+
+def _read(row: Row, ignored: frozenset[str]) -> dict:
+    if row.problem:
+        raise BadRowError(row.problem)
+    return without(parse_record(row.record), ignored, set())

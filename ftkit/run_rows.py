@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ftkit.hf.columns import refuse_unmatched
+from ftkit.hf.columns import refuse_marks, refuse_unmatched
 from ftkit.hf.config_names import check_special_tokens, check_tokenizer_fields
 from ftkit.hf.data import Prepared, prepare, prepare_section, split
 from ftkit.hf.faults import Fault
@@ -98,7 +98,9 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
             workers=data.workers,
         )
         evaluation = apart.dataset
-    refuse_unmatched(data.ignore_columns, [each.report for each in (prepared, apart) if each is not None])
+    reports = [each.report for each in (prepared, apart) if each is not None]
+    refuse_unmatched(data.ignore_columns, reports)
+    refuse_marks(data.loss_on, reports)
     if held_out is not None and held_out.max_rows is not None:
         evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
     return Rows(train, evaluation, replace(prepared, dataset=train), apart)

@@ -132,7 +132,7 @@ def override(document: Document, assignment: str) -> None:
     if not equals or not all(parts):
         document.problems.append(Problem(place, "", "needs the form key.sub=value, for example optimizer.lr=1e-5"))
         return
-    value = read_value(text, place, document)
+    value = read_value(text, place, document, tuple(parts))
     target: Any = document.values
     path: KeyPath = ()
     for part in parts[:-1]:
@@ -157,8 +157,8 @@ def override(document: Document, assignment: str) -> None:
     document.places[path] = place
 
 
-def read_value(text: str, place: str, document: Document) -> Any:
-    """Read one YAML value, adding what is wrong with it to the document's problems."""
+def read_value(text: str, place: str, document: Document, path: KeyPath = ()) -> Any:
+    """Read one YAML value of a key, adding what is wrong with it to the document's problems."""
     loader = None
     try:
         loader = _Loader(text)
@@ -166,6 +166,10 @@ def read_value(text: str, place: str, document: Document) -> Any:
         if root is None:
             return None
         _count(root, {})
+        inside = Document(place)
+        _walk(root, path, inside)
+        twice = (Problem(place, problem.key, "given twice; keep one of the two") for problem in inside.problems)
+        document.problems += twice
         return loader.construct_document(root)
     except (yaml.YAMLError, *UNREADABLE) as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]

@@ -123,6 +123,11 @@ def test_refusals(text, words):
     assert any(words in problem for problem in found), found
 
 
+def test_a_key_given_twice_in_an_override_stops():
+    (found,) = problems(SMALL, "optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}")
+    assert found == "--set optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}: optimizer.lr: given twice; keep one of the two"
+
+
 def test_checks_of_the_whole():
     (found,) = problems(SMALL, "train.batch_tokens=1000")
     assert "set train.batch_tokens to 1024" in found

@@ -245,6 +245,23 @@ def _why(name: str, rendering: str, reports: Sequence[SourceReport]) -> str:
     return f" ({by})"
 
 
+def refuse_marks(loss_on: str, reports: Iterable[Report]) -> None:
+    """Stop where the template's marks are asked for and no row is rendered by it.
+
+    Args:
+        loss_on: answers | marks | all
+        reports: of all that the run reads
+
+    Raises:
+        UserError: all rows are plain text
+    """
+    if loss_on == "marks" and {source.format for report in reports for source in report.sources} == {"text"}:
+        raise UserError(
+            "data.loss_on is marks, and all rows are plain text, in which the template marks nothing; all of it "
+            "would be learned. Set data.loss_on: all"
+        )
+
+
 def refuse_unmatched(ignored: Sequence[str], reports: Iterable[Report]) -> None:
     """Stop where `data.ignore_columns` names what is in no row.
 
@@ -261,7 +278,7 @@ def refuse_unmatched(ignored: Sequence[str], reports: Iterable[Report]) -> None:
     for name in ignored:
         if name not in matched and (parent := above(name, matched)) is not None:
             raise UserError(f"data.ignore_columns: {name!r} lies below {parent!r}, which is left out whole; remove {name!r}")
-        if name not in matched:
+        if name not in {*matched, *known}:  # a name may be in skipped rows alone
             close = nearest(name, (each for each in known if each not in matched))
             meant = f"Did you mean {close!r}? " if close else ""
             raise UserError(

@@ -25,7 +25,7 @@ import pyarrow
 
 from ftkit.errors import UserError
 from ftkit.hf.batches import Collator, StepOrder
-from ftkit.hf.columns import refuse_unmatched
+from ftkit.hf.columns import refuse_marks, refuse_unmatched
 from ftkit.hf.counts import Report, SourceReport
 from ftkit.hf.faults import Fault, faults_of, overlap_fault, overlap_of
 from ftkit.hf.formats import BadRowError, Conversation
@@ -122,7 +122,7 @@ def prepare(
         long_text: split | cut | stop, for plain text longer than sequence_tokens: into several samples, at its end, or
             like a row that cannot be used
         ignore_columns: names of columns, and of keys below them (`messages.name`), that are removed before rows are read
-        must_match: whether each of those names must be in some row; False where another file may have it
+        must_match: whether each of those names must be in some row, and marks in some; False where another file may have it
         seed: orders samples of equal length when packing; without packing it changes nothing here
         cache_dir: where the result is kept; default: a folder in the cache of `datasets`
         workers: processes that make tokens; default: one a core, at most 8
@@ -168,6 +168,7 @@ def prepare(
         raise UserError(f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again.") from error
     if must_match:
         refuse_unmatched(ignore_columns, [report])
+        refuse_marks(loss_on, [report])
     return Prepared(dataset, replace(report, cached=cached), None if None in weights else weights, folder)
 
 

@@ -23,7 +23,7 @@ import xxhash
 from ftkit.errors import UserError
 from ftkit.hf.columns import noted, without
 from ftkit.hf.faults import CUT, Marks, is_missing
-from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row, unread_columns
+from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row, tools_of, unread_columns
 from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendered, Rendering
 
@@ -138,7 +138,10 @@ class Tokenise:
             BadRowError: the row cannot be used
         """
         matched: set[str] = set()
-        row = without(parse_record(record), self.ignored, matched)
+        row = parse_record(record)
+        if self.format_name != "text" and "tools" not in self.ignored and isinstance(row.get("tools"), str):
+            row["tools"] = tools_of(row)  # so that names below it may be ignored
+        row = without(row, self.ignored, matched)
         content = read_row(row, self.format_name)
         unread = unread_columns(row, self.format_name)
         if isinstance(content, Conversation):

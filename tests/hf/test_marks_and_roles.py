@@ -108,6 +108,17 @@ def test_marks_that_are_asked_for_must_be_there(tmp_path):
         prepare(path, make_tokenizer(tmp_path / "tokenizer", BARE), loss_on="marks", cache_dir=tmp_path / "cache")
 
 
+def test_marks_of_plain_text_are_none(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    text, talk = tmp_path / "text.jsonl", tmp_path / "talk.jsonl"
+    text.write_text('{"text": "some words"}\n')
+    talk.write_text(json.dumps({"messages": TALK}) + "\n")
+    settings = {"loss_on": "marks", "cache_dir": tmp_path / "cache", "workers": 1}
+    with pytest.raises(UserError, match=r"data.loss_on is marks, and all rows are plain text"):
+        prepare(text, tokenizer, **settings)
+    assert prepare([text, talk], tokenizer, **settings).report.samples == 2
+
+
 def test_marks_around_each_part_of_an_answer_are_fine(tmp_path):
     two = "{{- message['content'] }}" + END + MARK + "{{- eos_token }}"
     parts = TEMPLATE.replace("{{- message['content'] + eos_token }}", two)

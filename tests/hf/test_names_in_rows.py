@@ -8,6 +8,8 @@ from ftkit.errors import UserError
 from ftkit.hf.data import prepare
 from ftkit.hf.formats import read_row
 from ftkit.hf.once import RefusedError
+from ftkit.questions import questions
+from ftkit.recipe import Show
 from ftkit.run_rows import prepare_rows
 from tests.tiny import TEMPLATE, make_tokenizer
 
@@ -322,3 +324,37 @@ def test_a_system_column_that_the_template_leaves_out_stops_for_an_encoder_and_d
         ready(rows, USERS_ONLY, task="seq2seq")
     for template in (TEMPLATE, None):
         assert ready(rows, template, task="seq2seq").report.samples == 1
+
+
+def test_what_is_proposed_to_ignore_of_tools_that_are_text_is_accepted(ready):
+    row = {"messages": TURNS, "tools": json.dumps([{**TOOL, "strict": True}])}
+    with pytest.raises(RefusedError) as stop:
+        ready([row], WITH_TOOLS)
+    proposed = json.loads(str(stop.value).rpartition("data.ignore_columns: ")[2])
+    assert proposed == ["tools.function.description", "tools.strict", "tools.type"]
+    accepted = ready([row], WITH_TOOLS, ignore_columns=proposed)
+    assert tokens_of(accepted) == tokens_of(ready([{**row, "tools": [{"function": {"name": "now"}}]}], WITH_TOOLS))
+    broken = {"messages": TURNS, "tools": "[{"}
+    assert ready([broken], ignore_columns=["tools"]).report.samples == 1
+
+
+def test_an_ignored_name_may_be_in_a_skipped_row_alone(ready):
+    rows = [GOOD, {"messages": [], "id": 7}]
+    assert ready(rows, ignore_columns=["id"], on_bad_row="skip").report.bad_rows == 1
+    with pytest.raises(UserError, match=r"'idd' is in no row. Did you mean 'id'"):
+        ready(rows, ignore_columns=["idd"], on_bad_row="skip")
+
+
+@pytest.mark.parametrize("row", ['{"messages": ', '{"messages": []}', '{"messages": [{"role": "user", "content": "a"}]}'])
+def test_a_row_to_show_that_cannot_be_used_stops(tmp_path, row):
+    path = tmp_path / "shown.jsonl"
+    good = json.dumps(GOOD)
+    path.write_text(f"{good}\n{row}\n{good}\n")
+    assert len(questions(Show(path=str(path), count=1))) == 1
+    assert len(questions(Show(path=str(path)), skip=True)) == 2
+    with pytest.raises(UserError, match=r"show.path: .*shown.jsonl:2: "):
+        questions(Show(path=str(path)))
+    path.write_text(f"{row}\n")
+    for skip in (False, True):
+        with pytest.raises(UserError, match=r"shown.jsonl"):
+            questions(Show(path=str(path)), skip=skip)
