@@ -113,6 +113,7 @@ class SourceReport:
         columns: all names in the first rows
         files: names of the files that were read, where the source is a folder
         passed_over: names of the files in the folder that hold no rows and were not read
+        empty: names of those that were read and hold none
     """
 
     label: str
@@ -137,6 +138,7 @@ class SourceReport:
     columns: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> SourceReport:
@@ -145,7 +147,7 @@ class SourceReport:
             kind: {name: Found(each["rows"], tuple(each["places"])) for name, each in fields[kind].items()}
             for kind in ("found", "unread", "ignored")
         }
-        names = {name: tuple(fields[name]) for name in ("bad_examples", "columns", "files", "passed_over")}
+        names = {name: tuple(fields[name]) for name in ("bad_examples", "columns", "files", "passed_over", "empty")}
         lengths = {
             name: Lengths(fields[name]["unit"], tuple(tuple(pair) for pair in fields[name]["counts"]))
             for name in ("lengths", "trained_lengths")
@@ -234,6 +236,8 @@ class Report:
                 lines.append(f"  {counted(len(source.files), 'file')}: {some_of(source.files)}")
             if source.passed_over:
                 lines.append(f"  not read: {some_of(source.passed_over)}")
+            if source.empty:
+                lines.append(f"  without a row: {some_of(source.empty)}")
             if source.ignored:
                 lines.append(f"  ignored: {', '.join(f'{name} ({each.rows})' for name, each in source.ignored.items())}")
         trained = 100 * self.trained_tokens / max(self.tokens, 1)

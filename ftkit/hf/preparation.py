@@ -208,7 +208,8 @@ def samples_of(
     """
     scratch.mkdir(parents=True)
     files = source.files()
-    rows = write_rows(source, scratch / "rows.arrow")
+    empty: list[str] = []
+    rows = write_rows(source, scratch / "rows.arrow", empty)
     if not len(rows):
         raise UserError(f"{source.label}: holds no rows; at least one is needed")
     ignored = frozenset(settings.ignore_columns)
@@ -256,6 +257,7 @@ def samples_of(
         columns=columns,
         files=tuple(file.name for file in files.read) if len(files.read) > 1 else (),
         passed_over=files.passed_over,
+        empty=tuple(empty),
     )
     kept = samples if len(good) == len(samples) else samples.select(good)
     return kept.select_columns(["input_ids", "labels", "place", "tokens", "digest"]), report
@@ -285,10 +287,16 @@ def lengths_of(tokens: np.ndarray, sequence_tokens: int) -> Lengths:
     return Lengths(unit, tuple(zip(classes.tolist(), counts.tolist())))
 
 
-def write_rows(source: Source, file: Path) -> datasets.Dataset:
-    """Write the rows of a source to an Arrow file and return them: columns place, record and problem."""
+def write_rows(source: Source, file: Path, empty: list[str]) -> datasets.Dataset:
+    """Write the rows of a source to an Arrow file and return them: columns place, record and problem.
+
+    Args:
+        source: what to read
+        file: the Arrow file
+        empty: gets the names of the source's files that hold no rows
+    """
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, ROW_COLUMNS) as stream:
-        rows = source.rows()
+        rows = source.rows(empty)
         while some := list(itertools.islice(rows, ROWS_AT_ONCE)):
             stream.write_batch(pyarrow.RecordBatch.from_pylist([asdict(row) for row in some], schema=ROW_COLUMNS))
     return datasets.Dataset.from_file(str(file))

@@ -18,7 +18,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +96,11 @@ class Source:
         """
         return Files(()) if self.path is None else files_of(Path(self.path))
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, empty: list[str] | None = None) -> Iterator[Row]:
         """Yield the rows in their order.
+
+        Args:
+            empty: gets the names of the files that hold none, once they were read
 
         Raises:
             UserError: a file that is missing, of an unknown kind, or broken as a whole
@@ -112,15 +115,15 @@ class Source:
         readers |= {".csv": csv_rows, ".tsv": csv_rows}
         tables = {".parquet": parquet_records, ".arrow": arrow_records}
         for file in self.files().read:
-            kind = kind_of_file(file)
+            kind, some = kind_of_file(file), False
             try:
-                if kind in readers:
-                    yield from readers[kind](file)
-                    continue
-                for number, record in enumerate(tables[kind](file), 1):
-                    yield Row(f"{file}, row {number}", as_json(record))
+                for row in readers[kind](file) if kind in readers else table_rows(file, tables[kind](file)):
+                    some = True
+                    yield row
             except READ_ERRORS as error:
                 raise UserError(f"{file}: cannot be read: {error}") from error
+            if not some and empty is not None:
+                empty.append(file.name)
 
 
 def load_hub(source: Source) -> datasets.Dataset:
@@ -148,6 +151,12 @@ def digest_of_hub(dataset: datasets.Dataset) -> str:
 def as_json(record: object) -> str:
     """Write a row as JSON text; a value that JSON lacks becomes an object that names its kind."""
     return json.dumps(record, default=lambda value: {FOREIGN: type(value).__name__})
+
+
+def table_rows(file: Path, records: Iterable[object]) -> Iterator[Row]:
+    """Yield the records of a file as rows."""
+    for number, record in enumerate(records, 1):
+        yield Row(f"{file}, row {number}", as_json(record))
 
 
 def jsonl_rows(file: Path) -> Iterator[Row]:

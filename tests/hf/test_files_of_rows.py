@@ -297,3 +297,14 @@ def test_a_file_with_a_name_that_is_no_utf8_stops(tmp_path, tokenizer):
     for named in (path, tmp_path):
         with pytest.raises(UserError, match=r"rows\\udcff.jsonl: has a name that is no UTF-8; rename it"):
             prepare(named, tokenizer, cache_dir=tmp_path / "cache", workers=1)
+
+
+def test_files_of_a_folder_without_a_row_are_named(tmp_path, tokenizer):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXT}).slice(0, 0), folder / "e.parquet")
+    for name, content in (("a.jsonl", LINES), ("b.jsonl", b"\n"), ("c.csv", b"text\n"), ("d.json", b"[]")):
+        (folder / name).write_bytes(content)
+    for _ in range(2):
+        report = str(prepare(folder, tokenizer, cache_dir=tmp_path / "cache", workers=1).report)
+        assert "  without a row: b.jsonl, c.csv, d.json, e.parquet\n" in report
