@@ -71,8 +71,8 @@ def _check(argument: str, names: Iterable[Any], known: Iterable[str], advice: st
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
-            there = ", ".join(known) or "none"
-            raise UserError(f"{argument}: {name!r} is read by nobody{meant or '.'} Read: {there}{advice}")
+            read = ", ".join(known) or "none"
+            raise UserError(f"{argument}: {name!r} is read by nobody{meant or '.'} Read: {read}{advice}")
 
 
 def _makes_its_optimizer(trainer: type) -> bool:

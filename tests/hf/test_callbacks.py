@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import ftkit
-from ftkit.hf.callbacks import check_callbacks
+from ftkit.hf.callbacks import ELSEWHERE, check_callbacks
 from tests.hf import runs
 
 
@@ -22,11 +22,30 @@ def callback(name):
         ("on_train_start", "on_train_"),
         ("on_evaluation", "on_evaluate"),
         ("on_saved", "on_save"),
+        ("on_save_checkpoint", "on_save"),
+        ("on_after_backward", "on_pre_optimizer_step"),
+        ("on_train_batch_end", "on_step_end"),
+        ("on_validation_end", "on_evaluate"),
     ],
 )
 def test_a_method_that_no_event_calls_stops(name, meant):
     with pytest.raises(ftkit.UserError, match=f"callback Own: no event of the Trainer is called {name}, .*mean {meant}"):
         check_callbacks([callback("on_log"), callback(name)])
+
+
+def test_an_event_of_others_that_the_trainer_lacks_stops():
+    with pytest.raises(ftkit.UserError, match=r"called on_exception, .*none is like it\."):
+        check_callbacks([callback("on_exception")])
+    events = {name for name in dir(transformers.TrainerCallback) if name.startswith("on_")}
+    assert not events & set(ELSEWHERE)
+    assert {event for event in ELSEWHERE.values() if event} <= events
+
+
+def test_a_method_that_was_set_on_a_callback_stops():
+    own = transformers.TrainerCallback()
+    own.on_step_end = own.on_step_edn = lambda *args, **kwargs: None
+    with pytest.raises(ftkit.UserError, match=r"called on_step_edn, .*mean on_step_end"):
+        check_callbacks([own])
 
 
 @pytest.mark.parametrize("name", ["on_log", "on_pre_optimizer_step", "on_init_end", "on_xyz_qqq"])
