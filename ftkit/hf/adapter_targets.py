@@ -54,6 +54,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     Raises:
         UserError: with the field, the name, and the nearest one that would match.
     """
+    check_kinds(config)
     modules = [name for name, _ in model.named_modules() if name]
     asked = {field: getattr(config, field, None) for field in _FIELDS}
     if config.peft_type == PeftType.ADAPTION_PROMPT and isinstance(asked["target_modules"], str):
@@ -79,7 +80,28 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
         chosen = [name for name in chosen if _is_in_layers(name, layers, lists)]
     for field, names in _patterns(config).items():
         _each(model, field, names, [*chosen, *others], _matching(config))
-    _check_tokens(model, asked["trainable_token_indices"], modules)
+    _check_tokens(model, "trainable_token_indices", asked["trainable_token_indices"], modules)
+    if config.peft_type == PeftType.TRAINABLE_TOKENS:
+        found = [name for name in modules if _is_adapted(name, targets)]
+        _check_tokens(model, "token_indices", dict.fromkeys(found, config.token_indices) or config.token_indices, modules)
+
+
+def check_kinds(config: Any) -> None:
+    """Raise for what is no configuration, and for a text where PEFT reads a list: it would take its letters for names.
+
+    Raises:
+        UserError: with what is needed.
+    """
+    if not isinstance(config, PeftConfig):
+        raise UserError(
+            f"adapter: {str(config)[:60]!r} is no configuration of peft: give load_model an object, such as "
+            "peft.LoraConfig(r=8, target_modules='all-linear'). A trained adapter's folder is added with "
+            "peft.PeftModel.from_pretrained(model, folder, is_trainable=True)"
+        )
+    for field in ("modules_to_save", "target_parameters"):
+        value = getattr(config, field, None)
+        if isinstance(value, str):
+            raise UserError(f"adapter: {field} is the text {value!r}, and a list is needed: [{value!r}]")
 
 
 _FIELDS = (
@@ -202,12 +224,12 @@ def _parents(names: Sequence[str]) -> list[str]:
     return sorted({found[1] for name in names if (found := re.match(r"(.*?)\.\d+\.", name))})
 
 
-def _check_tokens(model: Any, indices: Any, modules: Sequence[str]) -> None:
+def _check_tokens(model: Any, field: str, indices: Any, modules: Sequence[str]) -> None:
     """Raise for tokens that an embedding has no row for."""
     if not indices:
         return
     if isinstance(indices, dict):
-        _each(model, "trainable_token_indices", list(indices), modules, _is_target)
+        _each(model, field, list(indices), modules, _is_target)
         asked = [(name, rows) for name, rows in indices.items()]
     else:
         asked = [("", indices)]
@@ -218,6 +240,6 @@ def _check_tokens(model: Any, indices: Any, modules: Sequence[str]) -> None:
         wrong = [row for row in rows if weight is not None and not 0 <= row < len(weight)]
         if wrong:
             raise UserError(
-                f"adapter: trainable_token_indices: {wrong[0]} is no token of {name or 'the input embedding'}, which has "
+                f"adapter: {field}: {wrong[0]} is no token of {name or 'the input embedding'}, which has "
                 f"rows 0 to {len(weight) - 1}"
             )

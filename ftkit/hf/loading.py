@@ -37,12 +37,13 @@ from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.engine.storage import TensorFile
 from ftkit.errors import UserError
-from ftkit.hf.adapter_targets import check_names
+from ftkit.hf.adapter_targets import check_kinds, check_names
 from ftkit.hf.adapting import with_adapter
 from ftkit.hf.config_names import check_changes
 from ftkit.hf.initialising import fill_weights, initialise
 from ftkit.hf.model_config import check_buffers, check_layers, config_file, read_config, reading
 from ftkit.hf.narrowing import Narrowing
+from ftkit.hf.settings import named_dtype
 from ftkit.hf.sources import LoadReport, WeightSource, check_adapter, fill, load_buffers, source_of
 from ftkit.hf.tasks import build, check_task, task_of
 from ftkit.hf.tensor_places import Places, find_places, matches
@@ -60,7 +61,7 @@ def load_model(
     config: PretrainedConfig | Mapping[str, Any] | str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     adapter: PeftConfig | None = None,
     **config_changes: Any,
 ) -> PreTrainedModel:
@@ -73,7 +74,7 @@ def load_model(
         config: replaces the folder's configuration: an object, its fields with `model_type`, or a path.
         revision: of the hub name.
         trust_remote_code: run Python from the folder. Off: a folder that needs it is refused.
-        dtype: of the sharded parameters; None takes what the configuration says.
+        dtype: of the sharded parameters, of torch or "fp32", "bf16", "fp16"; None takes what the configuration says.
         adapter: a PEFT configuration to add; only its parameters then train.
         config_changes: fields of the configuration to set.
 
@@ -89,6 +90,8 @@ def load_model(
     Cost: the module tree, address space, and what is new: adapters, heads that the folder lacks.
     """
     source = None if folder is None else os.fspath(folder)
+    if adapter is not None:
+        check_kinds(adapter)
     model = skeleton(
         folder,
         task=task,
@@ -118,11 +121,12 @@ def skeleton(
     config: PretrainedConfig | Mapping[str, Any] | str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     **config_changes: Any,
 ) -> PreTrainedModel:
     """Build a model on the meta device, its buffers on the CPU; no weights are looked for. Arguments as of `load_model`."""
     check_task(task)
+    named_dtype(dtype)
     source = None if folder is None else os.fspath(folder)
     if revision is not None and (source is None or os.path.isdir(source)):
         raise UserError(f"revision={revision!r} is of a hub name, and {source or 'a configuration'} is none: remove it")
@@ -137,7 +141,7 @@ def skeleton(
     kind = settled.model_type
     with reading(file, f"no {kind} model can be made of this configuration", {**vars(settled), "model_type": kind}):
         with torch.device("meta"):
-            options = {"dtype": dtype} if dtype else {}
+            options = {"dtype": named_dtype(dtype)} if dtype else {}
             model = build(settled, chosen, where, trust_remote_code=trust_remote_code, **options)
         check_buffers(model, file)
         _make_buffers(model)

@@ -31,6 +31,7 @@ from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.loading import adapter_names, every_buffer, names_only
+from ftkit.hf.settings import named_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def save_model(
     folder: str | os.PathLike[str],
     optimizer: ShardedOptimizer | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a sharded model as a Hugging Face folder, or a PEFT model as an adapter folder. A collective.
@@ -132,13 +133,13 @@ def save_model(
         units: of the model.
         folder: is made; model files in it are replaced.
         optimizer: its fp32 master weights are the source where the weights in use are narrower.
-        dtype: of the tensors; None: what each had before sharding.
+        dtype: of the tensors, of torch or "fp32", "bf16", "fp16"; None: what each had before sharding.
         shard_bytes: largest safetensors file.
 
     Raises:
         UserError: if the folder cannot be written, or transformers would have to rewrite tensors.
     """
-    path = Path(folder)
+    path, dtype = Path(folder), named_dtype(dtype)
     with rank_zero(units.comm) as first:
         if first:
             path.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,8 @@ class EngineSettings:
                 raise UserError(f"ftkit settings: {key} is {getattr(self, key)!r}, one of {listed} is needed")
         for key in ("device_gib", "host_gib", "nvme_gib"):
             value = getattr(self, key)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0):
                 raise UserError(f"ftkit settings: {key} is {value!r}, a positive number is needed")
         share = self.state_host_gib
         if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or share < 0):
@@ -149,6 +150,22 @@ def _file(path: str) -> Mapping[str, Any]:
     if document.problems:
         raise UserError(f"ftkit settings: {document.problems[0]}")
     return document.values
+
+
+def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype that a user gave as torch's, or by its name: `bf16`, `bfloat16`.
+
+    Raises:
+        UserError: it is no floating-point dtype.
+    """
+    found = dtype
+    if isinstance(dtype, str):
+        found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None)
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UserError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed, or torch's, such as torch.bfloat16")
+    return found
 
 
 def check_dtype(dtype: torch.dtype | None, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from peft import (
     OSFConfig,
     PrefixTuningConfig,
     TaskType,
+    TrainableTokensConfig,
     WaveFTConfig,
     get_peft_model,
     inject_adapter_in_model,
@@ -86,6 +87,17 @@ WRONG = {
         "-1 is no token",
         "rows 0 to 96",
     ),
+    "a token alone": (TrainableTokensConfig(token_indices=[97]), "token_indices: 97 is no token", "rows 0 to 96"),
+    "a token alone before the first": (
+        TrainableTokensConfig(token_indices=[-1], target_modules=["embed_tokens"]),
+        "-1 is no token",
+        "rows 0 to 96",
+    ),
+    "a text instead of a list": (
+        lora(modules_to_save="lm_head"),
+        "modules_to_save is the text 'lm_head'",
+        "['lm_head']",
+    ),
     "an embedding": (lora(trainable_token_indices={"embed_token": [1]}), "'embed_token'", "embed_tokens"),
     "IA3's feed-forward": (
         IA3Config(target_modules=["k_proj", "down_prj"], feedforward_modules=["down_prj"]),
@@ -121,7 +133,25 @@ def test_a_name_that_matches_nothing_stops_where_peft_was_called_by_the_user(cas
         assert word in str(refusal.value), str(refusal.value)
 
 
+@pytest.mark.parametrize("adapter", [{"rank": 8}, "/nope"])
+def test_what_is_no_configuration_of_an_adapter_stops(adapter, folder):
+    with pytest.raises(ftkit.UserError, match=r"is no configuration of peft: .*peft\.LoraConfig"):
+        ftkit.load_model(folder, adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [("bf16", torch.bfloat16), ("float16", torch.float16), ("bf15", None), (3, None)]
+)
+def test_a_dtype_by_its_name(dtype, wanted, folder):
+    if wanted is None:
+        with pytest.raises(ftkit.UserError, match=r"dtype is .*one of fp32, bf16, fp16 is needed"):
+            ftkit.load_model(folder, dtype=dtype)
+    else:
+        assert ftkit.load_model(folder, dtype=dtype).config.dtype == wanted
+
+
 GOOD = [
+    TrainableTokensConfig(token_indices=[0, 96]),
     lora(target_modules="all-linear"),
     lora(target_modules=r".*\.(q|k)_proj"),
     lora(target_modules=["self_attn.q_proj", "model.layers.1.mlp.up_proj"], modules_to_save=["lm_head", "model.norm"]),

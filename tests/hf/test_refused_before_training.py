@@ -258,3 +258,17 @@ def test_labels_that_no_batch_has_are_told(tmp_path, caplog, name, words):
     told = [text for text in caplog.messages if text.startswith("label_names")]
     assert len(told) == (1 if words else 0)
     assert not words or words in told[0]
+
+
+@pytest.mark.parametrize("key", ["device_gib", "host_gib", "nvme_gib", "state_host_gib"])
+def test_a_truth_value_is_no_number(key):
+    with pytest.raises(UserError, match=rf"{key} is True, a .*number is needed"):
+        ftkit.TrainingArguments("runs/a", use_cpu=True, ftkit={key: True})
+
+
+def test_a_model_is_saved_in_a_dtype_by_its_name(tmp_path):
+    units = ftkit.shard(tiny())
+    ftkit.save_model(units, tmp_path / "a", dtype="bf16")
+    assert ftkit.load_model(tmp_path / "a").config.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="dtype is 'bf15'"):
+        ftkit.save_model(units, tmp_path / "b", dtype="bf15")
