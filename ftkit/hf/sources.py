@@ -11,6 +11,9 @@ with true values. PEFT, transformers and the user may therefore do to the model 
     on meta otherwise                      -> refused by name
 
 The memory decides, not the name: a layer that was moved, renamed, duplicated or deleted keeps its own weights.
+
+Where a file has another dtype than the configuration asks for, a cast to the file's own (`.float()`) changes nothing that
+could be seen. So modules of such weights carry an empty buffer, which a cast changes too, until the model is sharded.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,12 @@ from ftkit.hf.own_memory import separate
 from ftkit.hf.tensor_places import Places, find_places, matches
 
 logger = logging.getLogger(__name__)
+
+
+CAST = "_ftkit_cast"
+"""Name of the buffer that tells whether a module was cast."""
+NOT_CAST = torch.float64
+"""Its dtype, until somebody does; no file's parameter is still the file's after a cast to this one."""
 
 
 @dataclass
@@ -138,6 +147,8 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
             value = stored.file.tensor(stored.entry)
             source.stored[value.data_ptr()] = stored
             _register(members, old, value)
+            for _, module, _ in members if value.dtype != old.dtype else ():
+                module.register_buffer(CAST, torch.empty(0, dtype=NOT_CAST), persistent=False)
         load_buffers(model, places)
     _initialise_missing(source, missing)
     return source
@@ -271,12 +282,13 @@ class Settled:
 
     Args:
         streamed: parameter, by identity, to its place in a file. meta: names of those on meta.
-        values: what the absent parameters were.
+        values: what the absent parameters were. casts: modules with the buffers that told of casts.
     """
 
     streamed: dict[int, Stored] = field(default_factory=dict)
     meta: set[str] = field(default_factory=set)
     values: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    casts: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
 
     def __enter__(self) -> Settled:
         return self
@@ -285,7 +297,10 @@ class Settled:
         if kind is not None:
             for parameter, value in self.values:
                 parameter.data = value
+            for module, cast in self.casts:
+                module.register_buffer(CAST, cast, persistent=False)
         self.values.clear()
+        self.casts.clear()
 
     def note(self, units: Units, source: WeightSource) -> None:
         """Note on `source` which tensors of the sharded model files have and which are to be initialised."""
@@ -316,17 +331,23 @@ def settle(model: nn.Module, comm: Communicator) -> Settled:
     changed = written(stored.values())
     _refuse_meta(model, sources)
     separate(model)
+    settled = Settled(casts=[(each, each._buffers[CAST]) for each in model.modules() if CAST in each._buffers])
+    cast = {id(each) for module, told in settled.casts if told.dtype != NOT_CAST for each in module._parameters.values()}
     found: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
         place = None if parameter.is_meta else stored.get(parameter.data_ptr())
         if place is None or not place.is_still(parameter):
             continue
+        if id(parameter) in cast:
+            place = replace(place, dtype=parameter.dtype)
         if place.address in changed or parameter.dim() == 0:  # (an absent scalar cannot be seen to be absent)
             parameter.data = parameter.data.to(place.dtype)
         else:
             found[name] = place
     kept = agree(model, {name: f"{place.file.path.name}:{place.key}" for name, place in found.items()}, comm)
-    settled = Settled()
+    for module, _ in settled.casts:
+        del module._buffers[CAST]
+        module._non_persistent_buffers_set.discard(CAST)
     for name, parameter in model.named_parameters():
         if name in kept:
             parameter.data = parameter.data.to(found[name].dtype)

@@ -514,3 +514,41 @@ def test_no_rank_holds_more_than_its_shard(tmp_path):
             assert told["read"] <= 0.51 * size
     finally:
         world.close()
+
+
+def cast_whole(model):
+    model.float()
+
+
+def cast_head(model):
+    model.lm_head.to(torch.float32)
+
+
+def cast_twice(model):
+    model.half().float()
+
+
+def moved(model):
+    model.to("cpu")
+
+
+@pytest.mark.parametrize("change, wide", [(cast_whole, 30), (cast_twice, 30), (cast_head, 1), (moved, 0)])
+def test_a_cast_to_the_dtype_of_the_file_is_seen(change, wide, tmp_path):
+    """The configuration asks for bf16, and the file has fp32 already."""
+    source = runs.llama().eval()
+    model = ftkit.load_model(write(tmp_path, source), dtype=torch.bfloat16)
+    change(model)
+    units = ftkit.shard(model, {"stage": 3, "affinity": False})
+    assert list(units.dtypes.values()).count(torch.float32) == wide
+    assert units.dtypes["lm_head.weight"] == (torch.float32 if wide else torch.bfloat16)
+    assert not [name for name, _ in model.named_buffers() if "ftkit" in name]
+    if change is cast_whole:
+        rows = torch.arange(3, 9)[None]
+        torch.testing.assert_close(model(input_ids=rows).logits, source(input_ids=rows).logits)
+
+
+def test_a_model_that_could_not_be_sharded_remembers_its_casts(tmp_path):
+    model = ftkit.load_model(write(tmp_path, runs.llama()), dtype=torch.bfloat16).float()
+    with pytest.raises(ftkit.UserError):
+        ftkit.shard(model, {"stage": 3, "affinity": False, "device_gib": 1e-9, "host_gib": 1e-9})
+    assert set(ftkit.shard(model, {"stage": 3, "affinity": False}).dtypes.values()) == {torch.float32}

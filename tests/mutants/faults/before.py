@@ -92,4 +92,11 @@ FAULTS = (
         "    _refuse_seen_elsewhere(nn.Module(), [each",
         "tests/hf/test_own_memory.py::test_what_cannot_be_kept_is_refused_by_name",
     ),
+    fault(
+        "a cast to the dtype of the file is forgotten",
+        "ftkit/hf/sources.py",
+        "            place = replace(place, dtype=parameter.dtype)\n",
+        "            pass\n",
+        "tests/hf/test_loading.py::test_a_cast_to_the_dtype_of_the_file_is_seen[cast_whole-30]",
+    ),
 )
