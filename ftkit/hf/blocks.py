@@ -39,6 +39,7 @@ from ftkit.hf.adapter_targets import check_all
 from ftkit.hf.attention import repeat_grouped_keys
 from ftkit.hf.beside import limits_beside, planned_for_training, untrained
 from ftkit.hf.caches import refuse_caches
+from ftkit.hf.captured import tell_hooks
 from ftkit.hf.flat_kernels import FLAT_KERNELS
 from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
@@ -292,6 +293,7 @@ def shard(
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
+        tell_hooks(units, PLAIN)
     units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
     if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS

@@ -322,3 +322,46 @@ def test_a_recomputed_block_counts_its_batch_once(change, first_in_eval):
     buffers = dict(models[1].named_buffers())
     for name, buffer in models[0].named_buffers():
         assert torch.allclose(buffers[name].double(), buffer.double(), rtol=1e-4, atol=1e-5), name
+
+
+# --- hooks inside of blocks
+
+
+def warnings_of(model: Any, settings: Any, caplog: Any) -> list[str]:
+    """Return what two steps warn of."""
+    ids = torch.arange(3, 13)[None]
+    optimizer = ftkit.ShardedSGD(ftkit.shard(model, settings), lr=0.1)
+    caplog.clear()
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert not caplog.messages
+    for _ in range(2):
+        optimizer.scale(model(input_ids=ids, labels=ids).loss).backward()
+        optimizer.step()
+    return [message for message in caplog.messages if "hook" in message]
+
+
+def keep(module: Any, args: Any, output: Any) -> None:
+    module.kept = output
+
+
+def test_a_hook_that_may_keep_what_has_no_gradient_is_told_once(caplog):
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(keep)
+    (told,) = warnings_of(model, STAGE3, caplog)
+    assert "model.layers.0.mlp has the forward hook keep (and 1 more)" in told
+    assert "'activations': 'keep'" in told
+    assert model.model.layers[0].mlp.kept is not None
+    plain = tiny()
+    plain.model.layers[0].mlp.register_forward_hook(keep)
+    assert not warnings_of(plain, {"stage": 1, "activations": "keep", "affinity": False}, caplog)
+
+
+def test_hooks_that_keep_gradients_are_not_told(caplog):
+    model = tiny()
+    model.model.layers[0].register_forward_hook(keep)  # what leaves a block
+    model.model.norm.register_forward_hook(keep)
+    model.model.layers[0].mlp.register_full_backward_hook(lambda module, given, made: None)
+    nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)  # a hook of torch's
+    assert not warnings_of(model, STAGE3, caplog)
