@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group; its parameters must be the sharded model's.
 
         Raises:
-            ValueError: if one is not, naming its shape.
+            UserError: if one is not, naming its shape.
         """
         super().add_param_group(param_group)
         self._find_groups()
@@ -149,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Share another optimizer's groups, as the same objects: whoever changes their learning rates changes ours.
 
         Raises:
-            ValueError: if a parameter is not the sharded model's.
+            UserError: if a parameter is not the sharded model's.
         """
         for group in groups:
             for key, value in self.defaults.items():
@@ -161,7 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Note for each tensor on each line the group it is in.
 
         Raises:
-            ValueError: if a parameter is not the sharded model's, naming its shape.
+            UserError: if a parameter is not the sharded model's, naming its shape.
         """
         self.group_of: dict[str, list[int | None]] = {
             flat.name: [None] * len(flat.parameters) for flat in self.units.trainable
@@ -171,9 +171,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 try:
                     flat, index = self.units.place(parameter)
                 except KeyError:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(parameter.shape)} does not belong to the sharded model; build the "
-                        "optimizer from the model's parameters after ftkit.shard()"
+                    raise UserError(
+                        f"a parameter of shape {tuple(parameter.shape)} does not belong to the sharded model. Was the "
+                        "optimizer made before the model was changed (a new head, an adapter, resized embeddings)? Make it "
+                        "after the change, from the parameters that model.named_parameters() has then"
                     ) from None
                 if flat.trainable:
                     self.group_of[flat.name][index] = number

@@ -422,6 +422,10 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], policy: P
                 f"{name} has max_norm={module.max_norm}: it writes weights in forward, which shards cannot follow; set "
                 f"{name}.max_norm = None"
             )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UserError(
+                f"{name} has sparse=True: gradients are summed in shards, where none is sparse; set {name}.sparse = False"
+            )
         if isinstance(getattr(type(module), "_ftkit", None), (Unit, Units)):
             raise UserError(f"{name} is sharded already: use what the first ftkit.shard() returned (ftkit.units_of(model))")
     for name, block in blocks:

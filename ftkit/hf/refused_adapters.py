@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peft import PeftModel, PeftType
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
@@ -13,6 +13,8 @@ from ftkit.errors import UserError
 
 MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload", "add_weighted_adapter")
 """Methods of PEFT that write to the base's weights, or exchange its modules."""
+PREFIXES = {"PREFIX_TUNING": "prefix tuning", "CARTRIDGE": "a cartridge"}
+"""Kinds of adapters that train through the key/value cache; a PEFT may not know them all."""
 
 
 def refuse_merging(model: nn.Module) -> None:
@@ -36,16 +38,17 @@ def _refusal(name: str) -> Any:
 
 
 def refuse_prefixes(model: nn.Module) -> None:
-    """Raise for prefix tuning that trains.
+    """Raise for prefix tuning that trains, and for cartridges, which are its kind.
 
     Raises:
-        UserError: it hands blocks its prefix in a key/value cache; a recomputed block would add to the cache twice.
+        UserError: they hand blocks their prefix in a key/value cache; a recomputed block would add to the cache twice.
     """
     configs = model.peft_config.values() if isinstance(model, PeftModel) else ()
     for config in configs:
-        if config.peft_type == PeftType.PREFIX_TUNING and not config.inference_mode:
+        kind = PREFIXES.get(str(getattr(config.peft_type, "value", config.peft_type)))
+        if kind is not None and not config.inference_mode:
             raise UserError(
-                "adapter: prefix tuning trains through the key/value cache, in which it hands its prefix to every block. "
+                f"adapter: {kind} trains through the key/value cache, in which it hands its prefix to every block. "
                 "Blocks that run again in backward would fill the cache twice, so gradients through it are not supported. "
                 "Use LoRA, or prompt tuning or p-tuning (PromptTuningConfig, PromptEncoderConfig), which train embeddings"
             )

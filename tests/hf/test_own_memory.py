@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -95,6 +96,10 @@ def head_of_values(model: Any) -> None:
     model.lm_head = head
 
 
+def sparse(model: Any) -> None:
+    model.model.embed_tokens.sparse = True
+
+
 REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (tied_by_data, "model.embed_tokens.weight and lm_head.weight share memory"),
     (a_part_of_another, "model.layers.1.mlp.up_proj.weight share memory"),
@@ -107,6 +112,7 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (buffer_of_a_weight, "model.norm.old shares memory with the parameter model.norm.weight"),
     (attribute_of_a_weight, "model.layers.1.mlp.parts shares memory with the parameter model.layers.1.mlp.up_proj.weight"),
     (head_of_values, "lm_head.weight shares memory with the parameter model.embed_tokens.weight"),
+    (sparse, "model.embed_tokens has sparse=True"),
     (in_fp64, "model.norm.weight has dtype torch.float64"),
 ]
 
@@ -135,6 +141,21 @@ def test_an_adapter_inside_a_transformers_model_is_refused_before_the_first_step
     with pytest.raises(UserError, match="get_peft_model"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.skipif(not hasattr(peft, "CartridgeConfig"), reason="an older PEFT")
+def test_a_cartridge_is_refused_as_prefix_tuning_is():
+    config = peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_frozen_tokens=1)
+    with pytest.raises(UserError, match="a cartridge trains through the key/value cache"):
+        ftkit.shard(get_peft_model(tiny(), config), STAGE3)
+
+
+def test_an_optimizer_that_was_made_before_the_head_is_refused_with_the_way_out():
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.lm_head = nn.Linear(16, model.config.vocab_size, bias=False)
+    with pytest.raises(UserError, match=r"does not belong to the sharded model.*Make it after the change"):
+        ftkit.Accelerator(cpu=True, ftkit=STAGE3).prepare(model, optimizer)
 
 
 # --- kept
