@@ -224,7 +224,7 @@ def test_a_trainers_state_of_anything(count, newest):
         told(path, lambda: check_state(newest))
 
     fuzz(count, st.dictionaries(st.sampled_from([*good, "new"]), JSON, min_size=1, max_size=2) | JSON, check)
-    for wrong in ({"global_step": "1"}, {"global_step": -1}, {"logging_steps": 0}, {"stateful_callbacks": []}, {"new": 1}):
+    for wrong in ({"global_step": "1"}, {"global_step": -1}, {"logging_steps": -1}, {"stateful_callbacks": []}, {"new": 1}):
         path.write_text(json.dumps({**good, **wrong}))
         with pytest.raises(BrokenCheckpoint, match=rf"{path}: not a Trainer's state \(.*{next(iter(wrong))}"):
             check_state(newest)

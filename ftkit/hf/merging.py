@@ -175,7 +175,7 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
         if any(hub in deltas or hub in whole for hub in names.get(name, (name,))):
             raise UserError(
                 f"{own.path}: changes {name}, which the base ties to another weight. The adapter left that one as it was, "
-                "and one folder with tied weights cannot hold both. Untie the base before training"
+                "and a folder with tied weights cannot hold both. Untie the base before training (tie_word_embeddings=False)"
             )
     return deltas, whole
 

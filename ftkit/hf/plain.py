@@ -32,6 +32,8 @@ from ftkit.errors import UserError
 
 STATE_LIMIT_BYTES = 1 << 30
 """The Trainer's state holds its log; a million lines are 200 MB."""
+OURS = ("torch.", "transformers.", "accelerate.")
+"""Modules whose schedules hold what they began with."""
 RANDOM_WORDS = 624
 """Of a Mersenne Twister's state; NumPy does not look whether the position lies among them."""
 UNREADABLE = (
@@ -43,7 +45,19 @@ UNREADABLE = (
 Steps = Annotated[int, Field(ge=0, lt=2**53)]
 Epochs = Annotated[int, Field(ge=0, lt=2**63)]
 """A stream with `max_steps` has sys.maxsize epochs."""
-Every = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Every = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""0 where the run did not do it by steps."""
+OF_EVERY_SCHEDULE = ("base_lrs", "last_epoch", "_last_lr", "_step_count", "_get_lr_called_within_step")
+RANDOM_STATE = re.compile(r"rng_state(_\d+)?\.pth")
+SCHEDULES = {
+    "num_bad_epochs": "ReduceLROnPlateau",
+    "lr_lambdas": "LambdaLR",
+    "_schedulers": "SequentialLR or ChainedScheduler",
+    "T_max": "CosineAnnealingLR",
+    "total_iters": "LinearLR or alike",
+    "total_steps": "OneCycleLR",
+}
+"""What the state of a schedule of torch has that those of others have not."""
 
 
 class _State(BaseModel):
@@ -56,13 +70,13 @@ class _State(BaseModel):
     max_steps: Steps = 0
     logging_steps: Every = 1.0
     eval_steps: Every = 1.0
-    save_steps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    save_steps: Every = 1.0
     train_batch_size: Annotated[int, Field(gt=0, lt=2**53)]
     num_train_epochs: Epochs = 0
     num_input_tokens_seen: Steps = 0
     total_flos: float = 0.0
     log_history: list[dict[str, Any]] = []
-    best_metric: float | None = None
+    best_metric: float | bool | None = None
     best_global_step: Steps | None = None
     best_model_checkpoint: str | None = None
     stateful_callbacks: dict[str, dict[str, Any] | list[dict[str, Any]]] = {}
@@ -77,7 +91,7 @@ def check_state(folder: Path) -> None:
     read_trainer_state(folder / TRAINER_STATE_NAME)
     if (folder / SCHEDULER_NAME).exists():
         read_plain(folder / SCHEDULER_NAME)
-    for path in sorted(folder.glob("rng_state*.pth")):
+    for path in sorted(path for path in folder.iterdir() if RANDOM_STATE.fullmatch(path.name)):
         check_random_state(path)
 
 
@@ -143,8 +157,8 @@ def check_random_state(path: Path) -> None:
 def load_scheduler(path: Path, scheduler: Any) -> None:
     """Give a scheduler the state that a file holds.
 
-    What the scheduler has itself must be alike. What it does not (another version's fields) may be there, unless it would
-    stand in a method's place.
+    What the scheduler has itself must be alike; lists and dictionaries of a user's own class or rule may have grown. What it
+    does not (another version's fields) may be there, unless it would stand in a method's place.
 
     Raises:
         BrokenCheckpoint: if the file is missing or holds something else.
@@ -153,9 +167,20 @@ def load_scheduler(path: Path, scheduler: Any) -> None:
     inner = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise BrokenCheckpoint(f"{path}: not the state of a scheduler")
-    odd = [key for key, value in state.items() if (not alike(value, own[key]) if key in own else hasattr(inner, key))]
-    if odd:
-        raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({odd[0]!r:.80})")
+    theirs = any(not type(each).__module__.startswith(OURS) for each in (inner, *getattr(inner, "_schedulers", ())))
+    for key, value in state.items():
+        if key not in own:
+            fits = not hasattr(inner, key)
+        elif key == "lr_lambdas":
+            fits = _fits_rules(value, own[key])
+        else:
+            fits = (grown if theirs and key not in OF_EVERY_SCHEDULE else alike)(value, own[key])
+        if not fits:
+            was = next((f" of a {name}" for kept, name in SCHEDULES.items() if kept in state and kept not in own), "")
+            raise BrokenCheckpoint(
+                f"{path}: not the state of a {type(inner).__name__} ({key!r:.80}) but{was or ' another'}. If the schedule's "
+                "type was changed since it was saved (lr_scheduler_type, optimizers), set it as it was"
+            )
     try:
         scheduler.load_state_dict(state)
         if type(inner) is LambdaLR and not any(state.get("lr_lambdas", ())):  # (a rule with a state of its own goes on)
@@ -165,6 +190,27 @@ def load_scheduler(path: Path, scheduler: Any) -> None:
             inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged is what is used
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({error})") from error
+
+
+def grown(found: Any, own: Any) -> bool:
+    """Return whether a value that was read can have become of one that a schedule begins with, among plain data."""
+    if own is None:
+        return True
+    if isinstance(own, dict):
+        return isinstance(found, dict) and all(key not in own or grown(found[key], own[key]) for key in found)
+    if isinstance(own, (list, tuple)):
+        return isinstance(found, (list, tuple)) and all(map(grown, found, own))
+    return alike(found, own)
+
+
+def _fits_rules(found: Any, own: list[Any]) -> bool:
+    """Return whether states of a LambdaLR's rules can be those of its own: of objects with as many attributes."""
+    if not isinstance(found, (list, tuple)) or len(found) != len(own):
+        return False
+    return all(
+        one is None if two is None else isinstance(one, dict) and one.keys() == two.keys() and grown(one, two)
+        for one, two in zip(found, own)
+    )
 
 
 def readable(name: str, thing: Any) -> bytes:

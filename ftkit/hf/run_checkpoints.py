@@ -54,11 +54,12 @@ BOOKKEPT = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
 class Unfinished:
     """A checkpoint that is being written: its present and its final folder, and the engine's part of the work.
 
-    `best_before` is the run's best checkpoint as it was before this one.
+    `name` is what the run calls the final folder, `best_before` the run's best checkpoint as it was before this one.
     """
 
     temporary: Path
     final: Path
+    name: str
     saving: Saving | None
     best_before: str | None
 
@@ -73,6 +74,7 @@ class RunCheckpoints:
         sharded: whether that checkpoint has sharded weights and state.
         push_later: whether the hub waits for the checkpoint's final name.
         fresh: the checkpoint of this step, if code of others gets it.
+        begun_in: the working folder of the last save, if its path begins there; to change it moves no checkpoint.
     """
 
     trainer: Any
@@ -82,6 +84,7 @@ class RunCheckpoints:
     push_later: bool = False
     unfinished: Unfinished | None = None
     fresh: Path | None = None
+    begun_in: str = ""
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
     _base: Note | None = None
 
@@ -106,7 +109,8 @@ class RunCheckpoints:
         trainer, state = self.trainer, self.trainer.state
         self.finish()  # one at a time
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        temporary, final = Path(run_folder, f".{name}{UNFINISHED}"), Path(run_folder, name)
+        self.begun_in = "" if os.path.isabs(run_folder) else os.getcwd()
+        temporary, final = (Path(self.absolute(run_folder), each) for each in (f".{name}{UNFINISHED}", name))
         comm = trainer.units.comm
         if comm.rank == 0:
             remove_unfinished(final.parent)  # of a run that was killed while it wrote
@@ -128,7 +132,9 @@ class RunCheckpoints:
             problem = str(error) if isinstance(error, (OSError, UserError)) else f"{type(error).__name__}: {error}"
         finally:
             self.writing, self.sharded = None, False
-        self.unfinished = Unfinished(temporary / name, final, trainer.units.saving, best_before)
+        self.unfinished = Unfinished(
+            temporary / name, final, os.path.join(run_folder, name), trainer.units.saving, best_before
+        )
         if told := [text for text in comm.all(problem) if text is not None]:
             self._give_up(told[0])
             return
@@ -136,8 +142,22 @@ class RunCheckpoints:
         if self.push_later or read_now or trainer.units.saving is None:
             self.finish()
         self.fresh = final if read_now and self.problem is None else None
-        if self.fresh is not None and comm.rank == 0:
-            self.stamps = stamps_of(final)
+        if self.fresh is not None:
+            if comm.rank == 0:
+                self.stamps = stamps_of(final)
+            comm.barrier("a checkpoint, before callbacks read it")  # they may change it
+
+    def absolute(self, name: str) -> str:
+        """Return the path of a folder that was named when the last save began."""
+        return os.path.join(self.begun_in, name)
+
+    def _called(self, unfinished: Unfinished) -> Path:
+        """Return the path of a checkpoint as the run calls it, unless that leads elsewhere now."""
+        try:
+            moved = bool(self.begun_in) and os.getcwd() != self.begun_in
+        except OSError:  # the working folder was removed
+            moved = True
+        return unfinished.final if moved else Path(unfinished.name)
 
     def _best(self, run_folder: str) -> str | None:
         """Return the checkpoint of the best step, if it exists or is the one being written: the Trainer's own rule."""
@@ -190,7 +210,7 @@ class RunCheckpoints:
         self.unfinished = self.problem = None
         if self.trainer.units.comm.rank == 0:
             try:
-                self.trainer.retire_checkpoints(unfinished.final)
+                self.trainer.retire_checkpoints(self._called(unfinished))
             except OSError as error:
                 logger.warning("an older checkpoint could not be removed: %s", error)
         if self.push_later:
@@ -220,7 +240,7 @@ class RunCheckpoints:
             shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
             put_back(unfinished.final.parent)
         best = state.best_model_checkpoint
-        if best is not None and Path(best) in (unfinished.final, unfinished.temporary):
+        if best is not None and Path(best) in (Path(unfinished.name), unfinished.temporary):
             state.best_model_checkpoint = unfinished.best_before
         self._say(int(unfinished.final.name.rpartition("-")[2]), problem)
 
@@ -231,11 +251,15 @@ class RunCheckpoints:
         folder, self.fresh = self.fresh, None
         comm = self.trainer.units.comm
         comm.barrier()  # another rank's callbacks may be writing still
-        with rank_zero(comm) as first:
-            if first and (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
-                changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
-                if changed:
-                    reseal(folder, changed)
+        try:
+            with rank_zero(comm) as first:
+                if first and (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
+                    changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
+                    if changed:
+                        reseal(folder, changed)
+        except UserError as error:
+            told = f"a callback has changed {folder / CONTENTS}, without which it is not whole ({error})"
+            self._say(int(folder.name.rpartition("-")[2]), told)
 
     def check(self) -> None:
         """Raise UserError, before the first step, if what is to be saved could not be saved or not be read again."""

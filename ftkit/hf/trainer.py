@@ -26,7 +26,7 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -86,6 +86,10 @@ class EngineCheck(TrainerCallback):
                 "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
                 "accelerator. Call super() there, or set ftkit=None"
             )
+        begun = TrainerState()
+        begun.compute_steps(args, state.max_steps)
+        for name in ("logging_steps", "eval_steps"):  # 0 in a checkpoint of a run that did not log or evaluate by steps
+            setattr(state, name, getattr(state, name) or getattr(begun, name))
         self.trainer.checkpoints.check()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -206,7 +210,7 @@ class TrainerMixin(LossMixin):
             Diverged: with the checkpoints that are left.
         """
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None:
+        if best is not None and os.path.isdir(best):
             logger.warning("%s; the model is that of %s", problem, best)
             return
         raise Diverged(
@@ -473,10 +477,13 @@ class TrainerMixin(LossMixin):
 
     def retire_checkpoints(self, newest: Path) -> None:
         """Remove the checkpoints that are too many, as the Trainer does; called on rank 0 once `newest` is there."""
+        best = self.state.best_model_checkpoint
+        if best is not None and newest.is_absolute():
+            best = self.checkpoints.absolute(best)
         rotate_checkpoints(
             output_dir=str(newest.parent),
             save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
+            best_model_checkpoint=best,
             use_mtime=True,
         )
 
@@ -582,6 +589,10 @@ class TrainerMixin(LossMixin):
         self.finish_save()
         folder = Path(self.state.best_model_checkpoint)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
+        if not units.comm.same(folder.is_dir() and any(folder.iterdir())):
+            if units.comm.rank == 0:
+                logger.warning("%s, the best checkpoint, is gone: the model is that of the last step", folder)
+            return
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
             load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen)
         elif isinstance(self.model, PeftModel):

@@ -7,8 +7,9 @@ compared with the file that the stock Trainer writes.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 
 import ftkit
 from ftkit.errors import UserError
+from ftkit.hf.plain import read_trainer_state
 from ftkit.hf.run_checkpoints import check_folder
 from tests.hf import runs
 from tests.hf.runs import Run
@@ -159,6 +161,142 @@ def ended_early(folder: str, error: BaseException) -> list[str]:
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt(), SystemExit(3)])
 def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_path):
     assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]
+
+
+class Does(TrainerCallback):
+    """Somebody's callback that does something with the checkpoint of the second step."""
+
+    def __init__(self, name: str, rank: int = 0) -> None:
+        self.name, self.rank = name, rank
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write a file of its name before it is there."""
+        if self.name == "file" and state.global_step == 2:
+            Path(args.output_dir, "checkpoint-2").write_text("mine")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go elsewhere while it is being written."""
+        if self.name == "elsewhere" and state.global_step == 2:
+            os.chdir("/")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Change it."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if state.global_step != 2 or runs.rank() != self.rank:
+            return
+        if self.name == "list":
+            (folder / "contents.json").write_text("{}")
+        elif self.name == "gone":
+            (folder / "config.json").unlink()
+        elif self.name == "best":
+            shutil.rmtree(folder)
+        elif self.name == "added":
+            torch.save({"mine": 1}, folder / "rng_state_data.pth")
+
+
+class Quiet(Does):
+    """The same without `on_save`, so that saves run beside training."""
+
+    on_save = TrainerCallback.on_save
+
+
+def done(folder: str, callback: Any, **arguments: Any) -> tuple[list[str], str | None, int]:
+    """Train with a callback, and return the folders, what the last failed save said, and the steps made."""
+    told: list[str] = []
+    run = run_of([callback], eval_rows=6)
+    run = replace(run, arguments={**run.arguments, **arguments})
+    trainer = runs.make_trainer("ours", folder, run)
+    say = trainer.checkpoints._say
+    trainer.checkpoints._say = lambda step, problem: (told.append(problem), say(step, problem))
+    trainer.train()
+    return sorted(path.name for path in Path(folder).iterdir()), "".join(told), trainer.state.global_step
+
+
+ALL = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_a_file_under_a_checkpoints_name_stays(world1, tmp_path):
+    [(names, told, steps)] = world1.run(done, str(tmp_path), Does("file"))
+    assert (names, steps) == (ALL, 3)
+    assert "checkpoint-2 is there and is no folder" in told
+    assert (tmp_path / "checkpoint-2").read_text() == "mine"
+
+
+def test_a_list_that_a_callback_replaced_is_told(world1, tmp_path):
+    [(names, told, steps)] = world1.run(done, str(tmp_path), Does("list"))
+    assert (names, steps) == (ALL, 3)
+    assert "a callback has changed" in told
+    assert "contents.json" in told
+
+
+def test_what_a_callback_of_any_rank_removes_is_no_damage(world2, tmp_path):
+    assert world2.run(done, str(tmp_path), Does("gone", rank=1)) == [(ALL, "", 3)] * 2
+    check_folder(tmp_path / "checkpoint-2")
+
+
+def test_a_file_that_a_callback_adds_is_no_random_state(world1, tmp_path):
+    world1.run(done, str(tmp_path), Does("added"))
+    check_folder(tmp_path / "checkpoint-2")
+
+
+def without_the_best(folder: str) -> tuple[int, str]:
+    """Train with a callback that removes the best checkpoint, of the second step."""
+    scores = iter([0.0, 1.0, 0.5])
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    run = run_of([Does("best")], eval_rows=6)
+    run.options["compute_metrics"] = lambda prediction: {"score": next(scores)}
+    run = replace(run, arguments={**run.arguments, **best, "metric_for_best_model": "score", "greater_is_better": True})
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    return trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name
+
+
+def test_a_best_checkpoint_that_was_removed_ends_no_run(world1, tmp_path):
+    assert world1.run(without_the_best, str(tmp_path)) == [(3, "checkpoint-2")]
+
+
+def elsewhere(folder: str) -> list[str]:
+    """Train in a folder that is named from the working folder, which a callback changes during a save."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        done("out", Quiet("elsewhere"), save_steps=2)
+    except FileNotFoundError:  # `out` from there, at the end
+        pass
+    finally:
+        os.chdir(before)
+    return sorted(path.name for path in Path(folder, "out").iterdir())
+
+
+def test_who_changes_the_working_folder_loses_no_checkpoint(world1, tmp_path):
+    [names] = world1.run(elsewhere, str(tmp_path))
+    assert "checkpoint-2" in names
+    check_folder(tmp_path / "out" / "checkpoint-2")
+
+
+ODD = [{"logging_strategy": "no", "logging_steps": 0}, {"eval_steps": 0}]
+
+
+def resumed_by_steps(folder: str, arguments: dict[str, Any]) -> int:
+    """Train with steps of none, and go on with steps of one."""
+    done(folder, Quiet(""), **arguments)
+    run = run_of([], eval_rows=6)
+    by_steps = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    again = runs.make_trainer("ours", folder, replace(run, arguments={**run.arguments, **by_steps}))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return len([each for each in again.state.log_history if "eval_loss" in each])
+
+
+@pytest.mark.parametrize("arguments", ODD)
+def test_a_run_that_did_nothing_by_steps_goes_on(arguments, world1, tmp_path):
+    assert world1.run(resumed_by_steps, str(tmp_path), arguments) == [1]
+
+
+def test_a_metric_that_is_true_or_false_is_no_damage(world1, tmp_path):
+    world1.run(done, str(tmp_path), Quiet(""))
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    path.write_text(path.read_text().replace('"best_metric": null', '"best_metric": true'))
+    assert read_trainer_state(path).best_metric is True
 
 
 # --- adapters and buffers

@@ -232,6 +232,63 @@ def test_a_schedule_that_could_not_be_resumed_is_refused_before_the_first_step(w
     assert world1.run(lambda_free, str(tmp_path)) == ["trained 6"]
 
 
+class History(torch_schedules.LRScheduler):
+    """A user's schedule, whose state grows."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.rates: list[float] = [0.0]
+        self.seen: dict[str, int] = {}
+        self.last: Any = None
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        """Return rates that fall, and note them."""
+        rate = 0.9**self.last_epoch
+        self.rates.append(rate)
+        self.seen[f"step {self.last_epoch}"] = self.last_epoch
+        self.last = [rate]
+        return [base * rate for base in self.base_lrs]
+
+
+class Rule:
+    """A user's rule, whose state grows."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, step: int) -> float:
+        self.steps.append(step)
+        return float(0.9**step)
+
+
+def of_a_rule(optimizer: Any) -> Any:
+    """Return a schedule of torch with it."""
+    return torch_schedules.LambdaLR(optimizer, Rule())
+
+
+@pytest.mark.parametrize("schedule", [History, of_a_rule])
+def test_a_schedule_of_ones_own_whose_state_grows_goes_on(schedule, world1, tmp_path):
+    goes_on(world1, tmp_path, made(schedule))
+
+
+def changed_type(folder: str) -> str:
+    """Train with one schedule, go on with another, and return what is said."""
+    runs.make_trainer("ours", folder, named("cosine", {})).train()
+    again = runs.make_trainer("ours", folder, named("reduce_lr_on_plateau", {}))
+    try:
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    except UserError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_schedule_of_another_type_is_named(world1, tmp_path):
+    [told] = world1.run(changed_type, str(tmp_path))
+    assert "not the state of a ReduceLROnPlateau" in told
+    assert "of a LambdaLR" in told
+    assert "lr_scheduler_type" in told
+
+
 def lambda_free(folder: str) -> str:
     """Train with it where no checkpoint will be written."""
     return refused(folder, save_strategy="no")
