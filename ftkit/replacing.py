@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ftkit.errors import UserError
@@ -76,18 +77,25 @@ def put_back(run_folder: Path) -> None:
     """Give checkpoints their names back that were put aside for another which did not come."""
     for path, name, kind in _leftovers(run_folder):
         if kind == FORMER and not os.path.lexists(run_folder / name):
-            path.rename(run_folder / name)
+            with suppress(OSError):
+                path.rename(run_folder / name)
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Remove what bears no final name: checkpoints that were not finished, or that were set aside."""
+    """Remove what bears no final name: checkpoints that were not finished, or that were set aside.
+
+    A former one with a file of the user's that its successor cannot have stays.
+    """
     put_back(run_folder)
     for path, name, kind in _leftovers(run_folder):
         if path.is_symlink():
             path.unlink(missing_ok=True)
             continue
-        if kind == FORMER:  # what came into it while the other took its place
-            keep_files_of_others(path, run_folder / name)
+        try:
+            if kind == FORMER:  # what came into it while the other took its place
+                keep_files_of_others(path, run_folder / name)
+        except (OSError, UserError):
+            continue
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -30,6 +30,27 @@ FAULTS = (
         _WHOLE + "test_what_a_callback_writes_into_a_checkpoint_stays_and_is_no_damage",
     ),
     fault(
+        "a user's files are taken along only where a list can be read",
+        "ftkit/ownership.py",
+        "known = SAVED.fullmatch(name) is not None or (name == \"README.md\" and PEFT_CARD in _head(each))",
+        "known = True",
+        "tests/test_own_files.py::test_a_checkpoint_takes_a_folders_place_and_the_users_files_stay",
+    ),
+    fault(
+        "a state takes the place of a user's files",
+        "ftkit/hf/states.py",
+        "        if not _is_nothing(path := folder / name):",
+        "        if not _is_nothing(path := folder / name) and False:",
+        "tests/hf/test_accelerator.py::test_a_state_takes_the_place_of_nothing_that_is_not_one",
+    ),
+    fault(
+        "an error leaves the checkpoint that is being written unfinished",
+        "ftkit/hf/trainer.py",
+        "            self.checkpoints.rescue()\n",
+        "",
+        _WHOLE + "test_a_checkpoint_is_finished_when_an_error_ends_the_run",
+    ),
+    fault(
         "schedules see the engine's own learning rate",
         "ftkit/hf/accelerator.py",
         "    made.defaults = {**made.defaults, **optimizer.defaults}",
