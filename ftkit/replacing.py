@@ -91,6 +91,8 @@ def remove_unfinished(run_folder: Path) -> None:
         if path.is_symlink():
             path.unlink(missing_ok=True)
             continue
+        if kind == FORMER and not os.path.lexists(run_folder / name):  # it could not be put back
+            continue
         try:
             if kind == FORMER:  # what came into it while the other took its place
                 keep_files_of_others(path, run_folder / name)
