@@ -39,7 +39,8 @@ class Patience:
     Args:
         beat: between two signs of life. look: that a rank stands still before it reads the records of others.
         stuck: that all ranks stand still, at different places outside ftkit, before they are judged.
-        stopped: without a sign of life, of a process that is stopped or gone. silent: the same, of any other.
+        stopped: without a sign of life, of a process that is stopped or gone. silent: the same, of any other; the work of
+            a process on this machine is a sign.
         leave: that a process may take to end, before others tell what they know. grace: that a verdict may stay unread
             before the process ends. remind: of waiting, until a line says for whom.
     """

@@ -6,7 +6,9 @@ a CPU looks at `verdict` once a second and raises it, so that `finally` clauses 
 (in a collective that the user or accelerate called, or for a CUDA device) cannot be woken: its process group is aborted
 where the backend can do that, and after some seconds the thread prints the message and ends the process.
 
-What it refuses to judge: a rank that waits for one which computes, sleeps or uploads, however long; that is reminded of.
+What it refuses to judge: a rank that waits for one which computes, sleeps or uploads, however long; that is reminded of. A
+call of C that keeps the interpreter's lock (`json.loads` of a huge text) keeps the thread from giving signs of life. So on
+one machine the work of such a process counts as one: its time on a CPU grows, or it waits for a disk.
 Cost: a record of some hundred bytes a second; nothing in the path of a step but the ledger's microsecond.
 """
 
@@ -21,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
@@ -34,7 +36,25 @@ from ftkit.errors import UserError
 PATIENCE = Patience()
 """Of every watchdog that is made from now on."""
 
+WORKS = 0.05
+"""Share of a CPU's time from which a process works: threads of a backend that look around take less."""
+
 logger = logging.getLogger("ftkit")
+
+
+@dataclass
+class Working:
+    """What was seen of a silent process.
+
+    Args:
+        cpu_s: its time on CPUs when it was looked at last, at `looked`. disk: whether it waited for a disk since then.
+        worked: when it was last known to work.
+    """
+
+    cpu_s: float
+    looked: float
+    worked: float
+    disk: bool = False
 
 
 class Watchdog:
@@ -58,6 +78,7 @@ class Watchdog:
         self._since = self._ticked = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = {}
         self._stands: dict[int, Stand] = {}
+        self._working: dict[int, Working] = {}
         self._reminded = self.patience.remind
         self._given = 0.0
         self._lock = threading.Lock()
@@ -136,6 +157,7 @@ class Watchdog:
         now = time.monotonic()
         if now - self._ticked > 5 * self.patience.beat:  # this process was stopped: the others could not be seen either
             self._seen.clear()
+            self._working.clear()
             self._since = now
         self._ticked = now
         if self._given:
@@ -218,7 +240,10 @@ class Watchdog:
         self.board.publish(stand.to_bytes())
 
     def _read(self, own: Stand) -> tuple[list[Stand], dict[int, tuple[float, str]]]:
-        """Return the stands of all ranks that have published, and of the others how long they are silent and their state."""
+        """Return the stands of all ranks that have published, and of the others how long they are silent and their state.
+
+        A process that works is not silent.
+        """
         now = time.monotonic()
         silent: dict[int, tuple[float, str]] = {}
         for rank, told in enumerate(self.board.read()):
@@ -228,14 +253,34 @@ class Watchdog:
                 beats, data = told
                 if rank not in self._seen or self._seen[rank][0] != beats:
                     self._seen[rank] = beats, now
+                    self._working.pop(rank, None)
                     self._stands[rank] = Stand.from_bytes(data)
             entered = self.board.entered(rank)
             if entered is not None and rank in self._stands and entered > self._stands[rank].entered:  # since its record
                 name = self.ledger.name_of(entered) or self._stands[rank].name
                 self._stands[rank] = replace(self._stands[rank], entered=entered, name=name, codes=b"", still_s=0.0)
             if rank in self._seen:
-                silent[rank] = now - self._seen[rank][1], self._state(self._stands[rank])
+                state = self._state(self._stands[rank])
+                silent[rank] = now - self._last_sign(rank, state, now), state
         return [own if rank == self.rank else self._stands[rank] for rank in sorted({*self._stands, self.rank})], silent
+
+    def _last_sign(self, rank: int, state: str, now: float) -> float:
+        """Return when a rank last published, or was last seen to work where this machine knows its process."""
+        beats_at = self._seen[rank][1]
+        if state in ("", "stopped", "gone", "zombie") or now - beats_at < 3 * self.patience.beat:
+            return beats_at
+        try:
+            times = psutil.Process(self._stands[rank].pid).cpu_times()
+        except psutil.Error:
+            return beats_at
+        cpu_s = float(times.user + times.system)
+        seen = self._working.setdefault(rank, Working(cpu_s, now, beats_at))
+        seen.disk |= state == "disk-sleep"
+        if (passed := now - seen.looked) >= max(1.0, self.patience.silent / 9):  # time is counted in ticks of 10 ms
+            if seen.disk or cpu_s - seen.cpu_s >= WORKS * passed:
+                seen.worked = now
+            seen.cpu_s, seen.looked, seen.disk = cpu_s, now, False
+        return seen.worked
 
     def _state(self, stand: Stand) -> str:
         """Return what a rank's process does, where this machine knows it."""

@@ -5,6 +5,8 @@ The clocks are shortened: a second of these tests is some ten seconds of a run.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -271,6 +273,51 @@ def test_a_rank_that_is_only_late_is_waited_for(case, worlds: Worlds):
     answers = worlds[2].run(told, case)
     assert {kind for kind, _, _ in answers} == {""}
     assert min(seconds for _, _, seconds in answers) > 6 * SHORT.stuck - 1
+
+
+IMPATIENT = Patience(beat=0.1, look=0.3, stuck=1.0, stopped=1.0, silent=2.0, grace=1.0, remind=60.0)
+
+
+def computes_in_c(comm: Communicator) -> None:
+    """Keep the interpreter's lock on rank 0, at work: no thread of Python goes on meanwhile."""
+    gathers(comm, "model.layers.0")
+    until = time.process_time() + 2 * IMPATIENT.silent
+    if comm.rank == 0:
+        began = time.perf_counter()
+        sum(itertools.repeat(1, 10**6))
+        turns = 10**6 * 2 * IMPATIENT.silent / (time.perf_counter() - began)
+        sum(itertools.repeat(1, int(turns)))
+        assert time.process_time() > until - IMPATIENT.silent
+    gathers(comm, "model.layers.1")
+
+
+def hangs_in_c(comm: Communicator) -> None:
+    """Keep the interpreter's lock on the last rank, without any work."""
+    gathers(comm, "model.layers.0")
+    if comm.rank == comm.world_size - 1:
+        ctypes.PyDLL(None).sleep(5)
+    gathers(comm, "model.layers.1")
+
+
+def impatiently(case: Callable[[Communicator], Any]) -> tuple[str, str]:
+    wake = mock.patch.object(comm_module, "WAKE", timedelta(seconds=0.1))
+    with mock.patch.object(watchdog, "PATIENCE", IMPATIENT), wake:
+        try:
+            case(Communicator(CPU))
+        except UserError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_rank_that_computes_in_one_call_of_c_is_waited_for(worlds: Worlds):
+    assert worlds[2].run(impatiently, computes_in_c) == [("", ""), ("", "")]
+
+
+def test_a_rank_that_hangs_in_a_call_of_c_is_told(broken: World):
+    kind, text = broken.run(impatiently, hangs_in_c)[0]
+    assert kind == "LostRank"
+    assert "rank 1 (pid" in text
+    assert "has given no sign of life for 2 s" in text
 
 
 # --- the judgement, without processes
