@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ftkit.hf.counts import Report
 from ftkit.hf.faults import Fault
+from ftkit.questions import Question
 from ftkit.recipe import Recipe, steps_of
 from ftkit.words import counted
 
@@ -20,6 +21,7 @@ def notices(
     step_sequences: int,
     faults: Sequence[Fault] = (),
     positions: int | None = None,
+    asked: Sequence[Question] = (),
 ) -> list[str]:
     """Return the lines to show before the first step.
 
@@ -30,6 +32,7 @@ def notices(
         step_sequences: Of one optimizer step, all ranks together.
         faults: What is wrong with the rows, though they can be trained on.
         positions: That the model's configuration names; None where it names none.
+        asked: The questions of `show`.
     """
     lines = [f"warning: {fault}" for fault in faults if fault.kind != "unusable"]  # those the report names
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
@@ -50,6 +53,8 @@ def notices(
             f"warning: data.sequence_tokens is {recipe.data.sequence_tokens} and the model was made for {positions} "
             "positions (max_position_embeddings): beyond them it has to learn anew where things stand"
         )
+    if unread := dict.fromkeys(name for question in asked for name in question.unread):
+        lines.append(f"warning: show.path: its questions are asked without {', '.join(map(repr, unread))}")
     if recipe.output.save_every_steps is None:
         lines.append(
             "no checkpoints will be saved (output.save_every_steps is not set), except one if the run is asked to end"

@@ -14,7 +14,7 @@ from itertools import islice
 
 from ftkit.errors import UserError
 from ftkit.hf.columns import without
-from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row
+from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row, unread_columns
 from ftkit.hf.rows import Row, Source
 from ftkit.recipe import Show
 
@@ -29,11 +29,13 @@ class Question:
         turns: Dictionaries with role and content; the last is to be answered.
         expected: The answer in the data, or "".
         glue: What stands between question and answer where the tokenizer has no chat template.
+        unread: Names of columns, and of keys in the parts of turns, that it is asked without.
     """
 
     turns: tuple[dict, ...]
     expected: str = ""
     glue: str = "\n"
+    unread: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -69,7 +71,8 @@ def _of_file(path: str, ignored: frozenset[str], skip: bool) -> Iterator[Questio
     kind = detect(read, path) if read or skip else ""
     for row in rows:
         try:
-            content = read_row(_read(row, ignored), kind)
+            columns = _read(row, ignored)
+            content = read_row(columns, kind)
         except BadRowError as error:
             if not skip:
                 raise UserError(f"show.path: {row.place}: {error}") from error
@@ -77,7 +80,8 @@ def _of_file(path: str, ignored: frozenset[str], skip: bool) -> Iterator[Questio
             if isinstance(content, Conversation):
                 last = max(number for number, turn in enumerate(content.turns) if turn["role"] == "assistant")
                 if last:
-                    yield Question(content.turns[:last], content.turns[last]["content"], content.glue)
+                    unread = (*unread_columns(columns, kind), *content.unread, *(["tools"] if content.tools else []))
+                    yield Question(content.turns[:last], content.turns[last]["content"], content.glue, unread)
 
 
 def _read(row: Row, ignored: frozenset[str]) -> dict:

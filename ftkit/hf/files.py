@@ -26,7 +26,6 @@ from typing import IO, Any
 import pyarrow
 
 from ftkit.errors import UserError
-from ftkit.hf.turns import HALF
 
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -78,7 +77,7 @@ def files_of(path: Path) -> Files:
     Raises:
         UserError: nothing there, or something that cannot be read, all of it named
     """
-    if HALF.search(str(path)):
+    if _shown(str(path)) != str(path):
         raise UserError(f"{_shown(str(path))}: {NAME_OF_BYTES}")
     try:
         mode = path.stat().st_mode
@@ -98,6 +97,7 @@ def files_of(path: Path) -> Files:
 
 
 def _shown(name: str) -> str:
+    """Return a name as text that can be written; another than the name where that is no UTF-8."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -169,7 +169,7 @@ def _saved(folder: Path) -> tuple[tuple[str, ...], list[str]] | None:
 
 def _problem(entry: Path) -> str | None:
     """Return why an entry of a folder cannot be read, or None."""
-    if HALF.search(entry.name):
+    if _shown(entry.name) != entry.name:
         return NAME_OF_BYTES
     try:
         mode = entry.stat().st_mode

@@ -358,3 +358,11 @@ def test_a_row_to_show_that_cannot_be_used_stops(tmp_path, row):
     for skip in (False, True):
         with pytest.raises(UserError, match=r"shown.jsonl"):
             questions(Show(path=str(path)), skip=skip)
+
+
+def test_what_a_row_to_show_is_asked_without_is_named(tmp_path):
+    path = tmp_path / "shown.jsonl"
+    rows = [GOOD, {**GOOD, "id": 1, "system": "be short"}, {**GOOD, "tools": [TOOL], "note": ""}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [each.unread for each in questions(Show(path=str(path)))] == [(), ("id",), ("tools",)]
+    assert [each.unread for each in questions(Show(path=str(path)), ["id", "tools"])] == [(), (), ()]
