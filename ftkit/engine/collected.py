@@ -3,7 +3,8 @@
 As autograd finishes a gradient, the engine takes it from the parameter and adds it to its flat parameter. `.grad` is None
 then, and `torch.nn.utils.clip_grad_norm_`, a callback that adds up norms, or an optimizer of torch would take that for no
 gradient. A parameter of this class raises instead while its gradient is with the engine. Before a backward and after
-`zero_grad` None is true, and `.grad` is None. Parameters whose weights are in shards have a class of their own
+`zero_grad` None is true, and `.grad` is None. A copy, and what is pickled (`torch.save`), is a plain parameter with the
+values, which knows nothing of the engine. Parameters whose weights are in shards have a class of their own
 (resharded.py).
 """
 
@@ -48,6 +49,21 @@ class Collecting:
         if value is not None:
             raise UserError("the .grad of a sharded model's parameter cannot be set: the engine collects gradients itself")
         GRADIENT.__set__(self, None)
+
+    def ftkit_plain(self) -> nn.Parameter:
+        """Return a plain parameter with a copy of the values and the user's attributes."""
+        assert isinstance(self, Tensor)
+        plain = nn.Parameter(self.detach().clone(), self.requires_grad)
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "ftkit_collected"})
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ftkit_plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.ftkit_plain()
+        return memo[id(self)]
 
 
 @functools.cache

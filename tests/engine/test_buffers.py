@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,21 @@ def test_a_changed_byte_of_them_is_refused(tmp_path: Path) -> None:
     (tmp_path / "save" / FILE).write_bytes(data)
     with pytest.raises(BrokenCheckpoint, match=FILE):
         load_checkpoint(tmp_path / "save", units, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_whole_parameters_are_copied_and_pickled_as_plain_ones(stage):
+    model = Normed()
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.first.weight.mark = "a user's"
+    blocks = [("first", model.first), ("last", model.last)]
+    shard(model, blocks, comm=Communicator(torch.device("cpu")), policy=Policy(stage=stage))
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    assert file.tell() < 8192, "not the whole line with each"
+    file.seek(0)
+    for found in (torch.load(file), copy.deepcopy(dict(model.named_parameters()))):
+        assert {name: type(each) for name, each in found.items()} == dict.fromkeys(expected, nn.Parameter)
+        assert all(torch.equal(each, expected[name]) and each.requires_grad for name, each in found.items())
+        assert found["first.weight"].mark == "a user's"
+        found["first.weight"].grad = torch.zeros(8, 8)
