@@ -25,6 +25,7 @@ import re
 import socket
 import sys
 import tempfile
+import traceback
 import weakref
 from collections import Counter
 from datetime import timedelta
@@ -53,6 +54,12 @@ LOST_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 """What backends say when another rank is gone."""
+
+UNMISTAKABLE = re.compile(r"ncclRemoteError|communicator was aborted", re.IGNORECASE)
+"""Such texts that no upload or download has; NCCL's come from wherever a device is waited for."""
+
+COLLECTING = re.compile(r"/torch/distributed/|/accelerate/|/ftkit/engine/(comm|stage)\.py$")
+"""Files in whose calls the connection between ranks is lost."""
 
 
 class Communicator:
@@ -358,9 +365,10 @@ class Communicator:
     def explain(self, error: RuntimeError) -> UserError | None:
         """Return what a lost connection means, which any collective of the group has raised; None for other errors.
 
+        A connection of the user's own (an upload in a callback) is none of the group's.
         Cost: some seconds, in which the other ranks are looked at.
         """
-        lost = self._watchdog is not None and LOST_CONNECTION.search(str(error)) is not None
+        lost = self._watchdog is not None and is_lost_connection(error)
         return self._watchdog.broken(sys._getframe(1), error) if self._watchdog is not None and lost else None
 
     def barrier(self, of: str = "") -> None:
@@ -401,6 +409,14 @@ class Passage:
         watchdog = self.comm._watchdog
         if error is None and watchdog is not None and watchdog.verdict is not None:  # it came while this rank waited
             raise watchdog.error()
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether an error says that a connection is lost, and was raised where ranks talk to each other."""
+    if LOST_CONNECTION.search(str(error)) is None or error.__traceback__ is None:
+        return False
+    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1].f_code.co_filename
+    return UNMISTAKABLE.search(str(error)) is not None or COLLECTING.search(innermost) is not None
 
 
 def _end_group() -> None:

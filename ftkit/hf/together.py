@@ -20,7 +20,7 @@ def explained(units: Callable[[], Units | None]) -> Iterator[None]:
         units: returns those of the model, once it is sharded.
 
     Raises:
-        LostRank: instead of the backend's own error.
+        LostRank: instead of the backend's own error, which is its cause.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def explained(units: Callable[[], Units | None]) -> Iterator[None]:
         told = known.comm.explain(error) if known is not None else None
         if told is None:
             raise
-        raise told from None
+        raise told from error
 
 
 def meet(units: Units | None, what: str) -> None:

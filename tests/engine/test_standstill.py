@@ -458,6 +458,13 @@ def test_over_a_store_ranks_see_each_other(broken: World, tmp_path: Path):
     assert "rank 1 (pid" in text
 
 
+@pytest.mark.parametrize("where, lost", [("/x/torch/distributed/distributed_c10d.py", True), ("/x/hub/upload.py", False)])
+def test_a_lost_connection_of_the_users_own_is_left_alone(where, lost):
+    with pytest.raises(RuntimeError) as caught:
+        exec(compile("raise RuntimeError('connection closed before message completed')", where, "exec"))
+    assert comm_module.is_lost_connection(caught.value) == lost
+
+
 def stops_over_a_store(comm: Communicator) -> None:
     with mock.patch.object(comm_module, "machine", return_value=(os.environ["RANK"], "")):
         other = Communicator(CPU)
