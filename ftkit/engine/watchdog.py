@@ -198,7 +198,7 @@ class Watchdog:
 
     def _show_verdict(self) -> None:
         assert self.verdict is not None
-        self._publish(self._stand(verdict=self.verdict.text, lost=self.verdict.lost))
+        self._publish(self._stand())
 
     def _wake_stopped(self) -> None:
         """Let stopped processes of this machine go on: they find the verdict and end, where SIGTERM would wait with them."""
@@ -237,6 +237,9 @@ class Watchdog:
         return Stand(self.rank, self.host, self.pid, **{**known, **fields})  # type: ignore[arg-type]
 
     def _publish(self, stand: Stand) -> None:
+        """Show a record; from now on with the verdict, once there is one, whichever thread came to it."""
+        if self.verdict is not None:
+            stand = replace(stand, verdict=self.verdict.text, lost=self.verdict.lost)
         self.board.publish(stand.to_bytes())
 
     def _read(self, own: Stand) -> tuple[list[Stand], dict[int, tuple[float, str]]]:

@@ -458,6 +458,48 @@ def test_over_a_store_ranks_see_each_other(broken: World, tmp_path: Path):
     assert "rank 1 (pid" in text
 
 
+class Shown:
+    """A board of two ranks in one process, of which one gives a sign of life and then none."""
+
+    def __init__(self) -> None:
+        self.records: list[Stand] = []
+        self.other = (1, Stand(1, "elsewhere", 7, 1, name="all-gather of a").to_bytes())
+        self.pause = 0.0
+
+    def publish(self, data: bytes) -> None:
+        time.sleep(self.pause)
+        self.records.append(Stand.from_bytes(data))
+
+    def read(self) -> list[tuple[int, bytes] | None]:
+        return [None, self.other]
+
+    def entered(self, rank: int) -> int | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def watching(patience: Patience) -> tuple[Shown, watchdog.Watchdog]:
+    """Return a watchdog of rank 0 that waits in a collective, and looks only when it is told to."""
+    board, ledger = Shown(), Ledger()
+    ledger.enter("all-gather", "a")
+    ledger.enter("all-gather", "b")
+    with mock.patch.object(watchdog, "PATIENCE", patience):
+        watched = watchdog.Watchdog(board, 0, ledger, cuda=False, abort=lambda: None)
+    watched._over.set()
+    watched._thread.join()
+    return board, watched
+
+
+def test_a_verdict_stays_in_every_later_record():
+    board, watched = watching(Patience(beat=0.02, look=60.0))
+    error = watched.broken(sys._getframe(), RuntimeError("connection reset"))
+    watched._tick()
+    assert [each.verdict for each in board.records[-2:]] == [str(error)] * 2
+    assert board.records[-1].lost
+
+
 @pytest.mark.parametrize("where, lost", [("/x/torch/distributed/distributed_c10d.py", True), ("/x/hub/upload.py", False)])
 def test_a_lost_connection_of_the_users_own_is_left_alone(where, lost):
     with pytest.raises(RuntimeError) as caught:
