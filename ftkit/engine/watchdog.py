@@ -182,6 +182,8 @@ class Watchdog:
         if looks and (own.waits or self.cuda):
             with self._lock:
                 stands, silent = self._read(own)
+                if time.monotonic() - now > 5 * self.patience.beat:  # stopped meanwhile: the next look begins anew
+                    return
                 self.verdict = self.verdict or judge(stands, silent, self.ledger.names, self.patience)
             if self.verdict is not None:
                 self._give(now)

@@ -500,6 +500,22 @@ def test_a_verdict_stays_in_every_later_record():
     assert board.records[-1].lost
 
 
+def test_a_pause_of_the_whole_job_while_it_looks_is_no_silence():
+    board, watched = watching(Patience(beat=0.1, look=0.0, silent=0.6))
+    watched._tick()
+    board.pause = 1.0
+    watched._tick()
+    board.pause = 0.0
+    watched._tick()
+    assert watched.verdict is None
+    for _ in range(40):
+        watched._tick()
+        time.sleep(0.05)
+        if watched.verdict is not None:
+            break
+    assert watched.verdict is not None, "it goes on to look"
+
+
 @pytest.mark.parametrize("where, lost", [("/x/torch/distributed/distributed_c10d.py", True), ("/x/hub/upload.py", False)])
 def test_a_lost_connection_of_the_users_own_is_left_alone(where, lost):
     with pytest.raises(RuntimeError) as caught:
