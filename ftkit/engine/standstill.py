@@ -4,7 +4,8 @@ Each rank publishes a `Stand`. `judge` finds, in this order: a verdict that anot
 differ, a rank without a sign of life, a rank that has ended, and ranks that all wait at different places. It gives the same
 text on every rank that sees the same records.
 
-A rank that waits for a rank which computes or sleeps is not judged: that rank is behind, and will come.
+A rank that waits for a rank which computes or sleeps is not judged: that rank is behind, and will come. Nor are ranks that
+are in different collectives of one course: a rank leaves a broadcast before the last one has all of it.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def judge(
     together = all(stand.waits and stand.still_s >= patience.stuck for stand in stands)
     kinds = {(stand.outside, -1) if stand.outside else ("", stand.entered) for stand in stands}
     known = all(stand.outside.startswith(COLLECTIVES) for stand in stands if stand.outside)
-    if together and known and len(kinds) > 1:
+    slow = all(stand.inside and stand.codes for stand in stands)  # on one course: a difference was looked for above
+    if together and known and len(kinds) > 1 and not slow:
         return differ({}, stands)
     return None
 

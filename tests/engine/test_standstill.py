@@ -349,6 +349,7 @@ def test_who_computes_or_sleeps_is_behind():
     assert verdict(waits, stand(1, ("a",), **SLEEPS)) == ""
     assert verdict(waits, stand(1, ("a",), line="train.py, line 3, in upload")) == "", "it stands still, and does not wait"
     assert verdict(waits, stand(1, ("a", "b"), inside=True)) == "", "the same collective, and slow"
+    assert verdict(waits, stand(1, ("a",), inside=True)) == "", "the same course, and slower"
     assert verdict(waits, stand(1, ("a",), outside="recv")) == "", "it may be sent something"
     assert verdict(waits, stand(1, ("a",), outside="barrier", still_s=5.0)) == ""
 
