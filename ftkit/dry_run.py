@@ -265,6 +265,10 @@ class DryCommunicator(Communicator):
         """Return ones: norms are finite, and every tensor has got a gradient."""
         return [1.0] * numbers.numel()
 
+    def any(self, flag: bool, of: str = "") -> bool:
+        """Return the rank's own flag."""
+        return flag
+
     def broadcast(self, tensor: Tensor, of: str = "") -> None:
         """Count."""
         self._count("broadcast", tensor)

@@ -94,6 +94,7 @@ def test_collectives_fill_nothing_and_host_memory_is_none():
         with pytest.raises(MemoryError):
             arena.take(1 << 44, torch.float32)
     assert DryCommunicator(CPU, 8).totals(torch.zeros(3)) == [1.0] * 3
+    assert [DryCommunicator(CPU, 8).any(flag) for flag in (True, False)] == [True, False]
 
 
 @pytest.mark.slow
