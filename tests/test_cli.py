@@ -148,7 +148,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path):
     folder = RunFolder(tmp_path / "out")
     for name in ("checkpoint-7", "checkpoint-old", "model"):
         (folder.path / name).mkdir(parents=True)
-        (folder.path / name / "file").touch()
+        (folder.path / name / "config.json").touch()
     for name in ("recipe.yaml", "metrics.jsonl", "summary.json", "eval_per_example.json", "guard.json", "notes.txt"):
         (folder.path / name).touch()
     for name in ("report.html", "report.json", "trace.json"):

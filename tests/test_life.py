@@ -30,7 +30,7 @@ from tests.jobs import losses, recipe
 def checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"checkpoint-{step}"
     (path / "ftkit").mkdir(parents=True)
-    (path / "ftkit" / "weights").write_bytes(bytes(1 << 16))
+    (path / "ftkit" / "root.weights.safetensors").write_bytes(bytes(1 << 16))
     return path
 
 
