@@ -20,7 +20,7 @@ def explained(units: Callable[[], Units | None]) -> Iterator[None]:
         units: returns those of the model, once it is sharded.
 
     Raises:
-        LostRank: instead of the backend's own error, which is its cause.
+        LostRank: instead of the backend's own error.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def explained(units: Callable[[], Units | None]) -> Iterator[None]:
         told = known.comm.explain(error) if known is not None else None
         if told is None:
             raise
-        raise told from error
+        raise told from None  # one message: the backend would blame a rank that is not to blame
 
 
 def meet(units: Units | None, what: str) -> None:
