@@ -538,8 +538,8 @@ FAULTS = (
     _fault(
         "the best checkpoint is removed with the others",
         "ftkit/recipe_trainer.py",
-        "            if path != best:\n",
-        "            if True:\n",
+        "            if path == best:\n",
+        "            if False:\n",
         "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
     ),
     _fault(

@@ -11,8 +11,8 @@ FAULTS = (
     _fault(
         "a system column that the chat template leaves out is dropped in silence",
         "ftkit/hf/samples.py",
-        'unread.append("system")',
-        "pass",
+        'return ["system"] if text and is_missing(system, text) else []',
+        "return []",
         _NAMES + "test_a_system_column_that_the_template_leaves_out_stops",
     ),
     _fault(
