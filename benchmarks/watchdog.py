@@ -35,7 +35,7 @@ RANKS = 2
 class Unwatched(Communicator):
     """Collectives without numbers and names."""
 
-    def _in(self, operation: str, of: str = "") -> AbstractContextManager[None]:  # type: ignore[override]
+    def _in(self, operation: str, of: str = "") -> AbstractContextManager[None]:  # type: ignore[override]  # the same
         return nullcontext()
 
     def _wait(self, work: dist.Work | None) -> None:
@@ -72,7 +72,7 @@ def turns(steps: int) -> dict[str, Any]:
     for step in range(2 * steps + 8):
         kind = "watched" if (step % 4) in (0, 3) else "unwatched"
         comm.barrier("the end of a step")
-        comm.__class__, comm._stage.__class__, watchdog._tick = kinds[kind]  # type: ignore[assignment,method-assign]
+        comm.__class__, comm._stage.__class__, watchdog._tick = kinds[kind]  # type: ignore[assignment,method-assign]  # what is compared
         comm.ledger.leave()
         entered, began = comm.ledger.entered, time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
@@ -81,8 +81,8 @@ def turns(steps: int) -> dict[str, Any]:
         if step >= 8:  # the first ones allocate
             seconds[kind].append(time.perf_counter() - began)
         collectives = max(collectives, comm.ledger.entered - entered)
-        comm.__class__, comm._stage.__class__ = Communicator, SharedStage  # type: ignore[assignment]
-    watchdog._tick = look  # type: ignore[method-assign]
+        comm.__class__, comm._stage.__class__ = Communicator, SharedStage  # type: ignore[assignment]  # as above
+    watchdog._tick = look  # type: ignore[method-assign]  # as above
     return {
         **{kind: statistics.median(each) for kind, each in seconds.items()},
         "ratio": statistics.median(one / two for one, two in zip(*seconds.values())),  # of neighbours

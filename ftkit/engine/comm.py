@@ -125,7 +125,7 @@ class Communicator:
 
             def abort() -> None:  # on the watchdog's thread
                 use_device(device)
-                (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
+                (group or dist.group.WORLD).abort()  # type: ignore[union-attr]  # there is a default group
 
             self._watchdog = Watchdog(board, self.rank, self._ledger, cuda=not on_cpu, abort=abort)
             weakref.finalize(self, self._watchdog.stop)

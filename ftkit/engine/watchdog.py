@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
-import psutil  # type: ignore[import-untyped]
+import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from ftkit.engine.board import Board
 from ftkit.engine.ledger import Ledger
@@ -236,7 +236,7 @@ class Watchdog:
         known = {"inside": ledger.inside, "name": ledger.name, "entered": ledger.entered, "ended": self.ended}
         if fields.get("codes"):
             known["trail"] = ledger.trail()
-        return Stand(self.rank, self.host, self.pid, **{**known, **fields})  # type: ignore[arg-type]
+        return Stand(self.rank, self.host, self.pid, **{**known, **fields})  # type: ignore[arg-type]  # fields of several types
 
     def _publish(self, stand: Stand) -> None:
         """Show a record; from now on with the verdict, once there is one, whichever thread came to it."""

@@ -119,7 +119,7 @@ def names_at_save(folder: str) -> list[list[str]]:
     """Train with a callback whose `on_save` is an attribute of the object."""
     found: list[list[str]] = []
     callback = Restarts()
-    callback.on_save = lambda args, state, control, **_: found.append(  # type: ignore[method-assign]
+    callback.on_save = lambda args, state, control, **_: found.append(  # type: ignore[method-assign]  # of one instance
         sorted(path.name for path in Path(args.output_dir).iterdir())
     )
     runs.make_trainer("ours", folder, run_of([callback])).train()
