@@ -202,7 +202,8 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     if memory.host_gib is not None:
         host = int(memory.host_gib * GIB)
     elif host is None:
-        host = limits_here(settings_of(recipe), torch.device("cpu"), ranks).host_bytes
+        without_drive = replace(settings_of(recipe), nvme_dir=None, nvme_gib=None, state_host_gib=None)
+        host = limits_here(without_drive, torch.device("cpu"), ranks).host_bytes
     device = int(memory.device_gib * GIB) if memory.device_gib is not None else box.device_bytes
     nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
     if cpu and memory.nvme_dir is not None:

@@ -22,6 +22,23 @@ hypothesis.settings.load_profile("same every time")
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow all but n cases of a test that is marked `quick(n)`, evenly spread, before `-m` chooses."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") is not None and item.get_closest_marker("slow") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("quick")
+        assert mark is not None
+        (number,) = mark.args
+        quick = {turn * len(cases) // number for turn in range(number)}
+        for turn, case in enumerate(cases):
+            if turn not in quick:
+                case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """A test's random numbers do not depend on which tests its worker ran before (`worksteal` deals anew each time)."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from ftkit.kernels.specimens import CAPABILITIES, SPECIMENS, Specimen, compile_f
 NEWER = [pytest.param(capability, marks=pytest.mark.slow) for capability in CAPABILITIES[1:]]
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("capability", [CAPABILITIES[0], *NEWER])
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda specimen: specimen.name)
 def test_a_cubin_comes_out(specimen: Specimen, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

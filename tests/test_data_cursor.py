@@ -147,6 +147,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("data", ["plain", "packed"])
 def test_an_epoch_has_each_sample_once_and_an_order_of_its_own(data, whole):
     run = whole(data, 2)
@@ -176,6 +177,7 @@ def check(data, writer, reader, step, way, whole, home, worlds, out, until=STEPS
     assert [line["loss"] for line in lines(out)] == pytest.approx(before.losses[step:until], rel=1e-5)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "data, writer, reader, step, way",
     [
@@ -259,6 +261,7 @@ def check_plain(ranks: int, how: str, step: int, trained: Any, worlds: Worlds, o
 PLAIN_ROWS = [(2, "step", 22), (3, "step", 21), (2, "unit", 23), (1, "unit", 4)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ranks, how, step", PLAIN_ROWS)
 def test_the_plain_trainer_goes_on_with_its_own_order(ranks, how, step, trained, worlds, tmp_path):
     check_plain(ranks, how, step, trained, worlds, tmp_path)

@@ -57,6 +57,7 @@ def text_of(home, out, policy, **sections):
     return recipe(home, out, **{"train": train, "optimizer": CONSTANT, "eval": None, "data": data, **sections})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("policy", "spoiled", "left_out"),
@@ -147,6 +148,7 @@ def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
         worlds[2].run(job, text)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_judges_as_the_first(home, worlds):
     train = {"batch_tokens": 192, "max_steps": LEAST + 6, "on_divergence": "skip"}
     text = text_of(home, "spike", "skip", train=train, output={"dir": str(home / "spike"), "save_every_steps": LEAST + 2})

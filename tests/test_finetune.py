@@ -244,6 +244,7 @@ def test_an_encoder_decoder(home, worlds):
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_label_smoothing_of_an_encoder_decoder(family, home, worlds):
     folder = home / f"smooth-{family}"
@@ -414,7 +415,8 @@ def test_one_run_a_folder(tmp_path):
         assert first.path.is_dir()
 
 
-@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "asked"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "asked"])
 def test_the_command_goes_on_by_itself_or_says_that_it_can(how, home):
     """A rank that dies is replaced with --max-restarts; SIGUSR1 (Slurm's warning) saves, and the exit code says so."""
     folder = home / f"restarted-{how}"
@@ -507,6 +509,7 @@ def on_failing_drive(text, nvme, checkpoint, how):
         return job(text)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("how", "told"),
     [

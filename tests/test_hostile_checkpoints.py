@@ -72,6 +72,7 @@ def passed_over(newest, victim):
         chosen(newest)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_damage_to_any_file_is_passed_over_by_name(kind, newest):
     assert chosen(newest) == (str(newest), [])

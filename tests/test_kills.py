@@ -191,6 +191,7 @@ def kill_and_resume(moment: Moment, home, unharmed, worlds) -> None:
     assert sorted(left) == ["checkpoint-10", "checkpoint-8"], "no debris"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(FAST_KILLS))
 def test_a_killed_run_goes_on(seed, home, unharmed, worlds):
     kill_and_resume(drawn(seed, unharmed), home, unharmed, worlds)

@@ -155,6 +155,7 @@ def test_a_refusal_in_a_rank_is_the_users_error():
         start(refuse_on_rank_1)
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_with_its_report_from_any_thread():
     with pytest.raises(MemoryShort, match="the report\nof rank 1") as caught:
         start(leave_short_of_memory)
@@ -215,6 +216,7 @@ def test_signals_are_counted_and_handlers_restored(number):
         signal.signal(number, found)
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills(tmp_path):
     def twice(pids):
         os.kill(os.getpid(), signal.SIGINT)

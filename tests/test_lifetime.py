@@ -49,6 +49,7 @@ def job_done(text: str) -> dict[str, int]:
     return left_over()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_model_that_is_let_go_takes_all_its_memory_along(row: Row, worlds: Worlds):
     before = worlds[row.world].run(left_over)  # of other tests that ran in this world

@@ -93,6 +93,7 @@ def runner(worlds, fault="none"):
     return run
 
 
+@pytest.mark.slow
 def test_a_sound_engine_passes(home, worlds, tmp_path):
     said = []
     found = verify(facts_of(home, "v"), 2, 3, tmp_path / "verify", runner(worlds), steps=STEPS, say=said.append)
@@ -105,6 +106,7 @@ def test_a_sound_engine_passes(home, worlds, tmp_path):
     assert said[0] == "2 ranks: killed"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("fault", ["scale", "stale", "swapped"])
 def test_a_planted_fault_is_caught(fault, home, worlds, tmp_path):
     trials = [trial for trial in trials_of(facts_of(home, "v"), 2, 3, tmp_path, STEPS) if trial.name in (PLANNED, STOCK)]
@@ -121,6 +123,7 @@ def test_a_planted_fault_is_caught(fault, home, worlds, tmp_path):
         assert not planned.samples
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sections", [{"adapter": {"rank": 4}}, {"train": {"batch_tokens": 192, "dtype": "bf16"}}])
 def test_adapters_and_narrow_dtypes_are_compared_with_stock(sections, home, worlds, tmp_path):
     wanted = (PLANNED, STOCK, "1 rank")

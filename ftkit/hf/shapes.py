@@ -161,7 +161,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
         device: of this rank. ranks_per_box: ranks that share this box.
 
     Raises:
-        UserError: if the NVMe folder is not there.
+        UserError: if the NVMe folder is not there, or none is named and something is said of it.
     """
     own = ranks_per_box * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
     cpu = device.type == "cpu"
@@ -181,6 +181,10 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
         open_, total = torch.cuda.mem_get_info(device)
         part, all_ = DEVICE_SHARE
         granted, device_name = open_ - total * part // all_ + CONTEXT_BYTES, "what is free"
+    if settings.nvme_dir is None and settings.nvme_gib is not None:
+        raise UserError("memory.nvme_gib: it is of a drive, and none is named; set memory.nvme_dir to a folder on it")
+    if settings.nvme_dir is None and settings.state_host_gib:
+        raise UserError("engine.state_host_gib: it is of a state on NVMe; set memory.nvme_dir to a folder on a drive")
     if settings.nvme_dir is not None and not os.path.isdir(settings.nvme_dir):
         raise UserError(f"memory.nvme_dir: {settings.nvme_dir} is no folder; make it, or name another")
     if settings.nvme_dir is not None and not os.access(settings.nvme_dir, os.W_OK | os.X_OK):

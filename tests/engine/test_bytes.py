@@ -93,6 +93,7 @@ STATE = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", STATE)
 def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
@@ -146,6 +147,7 @@ def traffic(policy: Policy, accumulation: int) -> dict[str, int]:
     return train(units, ShardedAdamW(units, None), model, 2, accumulation)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):

@@ -283,6 +283,7 @@ def slowly(seconds: float) -> Any:
     return transfer
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("slow", [pytest.param(0.0, marks=pytest.mark.slow), 0.02])
 @pytest.mark.parametrize("name", ["zero3", "zero1-keep", "ddp", "deferred", "nvme"])
 def test_a_save_holds_one_moment_while_training_goes_on(world2: World, name: str, slow: float, tmp_path: Path) -> None:

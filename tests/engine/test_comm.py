@@ -79,6 +79,7 @@ def reduces(transport: str, dtype: torch.dtype) -> None:
     assert large.isfinite().all()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize("case", [gathers, reduces])
@@ -142,6 +143,7 @@ def waits(who: int, arrives: float, leaves: float) -> None:
         torch.testing.assert_close(shard.double(), own, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("arrives, leaves", [(0.1, 0.0), (0.0, 0.03)], ids=["arrives late", "leaves late"])
 def test_late_ranks_are_waited_for(world2, who, arrives, leaves):

@@ -58,6 +58,7 @@ def trajectories(row: Row) -> list[bool]:
     return [with_.losses == without.losses, with_.norms == without.norms, all(same)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("row", QUICK, ids=str)
 def test_training_goes_on_as_if_nothing_was_held(worlds, row):
     assert worlds[row.world].run(trajectories, row) == [[True] * 3] * row.world

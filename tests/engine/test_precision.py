@@ -237,6 +237,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_16_bits_train_as_in_plain_pytorch(worlds, setting):
     ours, plain = worlds[setting.world].run(train, setting)[0], train_plain(setting)
@@ -247,6 +248,7 @@ def test_16_bits_train_as_in_plain_pytorch(worlds, setting):
     assert too_far(ours, plain, setting.dtype) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("setting", [Setting(BF16, 3), Setting(FP16, 2, accumulation=4)], ids=str)
 def test_16_bits_train_as_the_global_batch_in_one_piece(worlds, setting):
     ours = worlds[setting.world].run(train, setting)[0]

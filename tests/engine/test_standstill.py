@@ -309,6 +309,7 @@ def impatiently(case: Callable[[Communicator], Any]) -> tuple[str, str]:
     return "", ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_in_one_call_of_c_is_waited_for(worlds: Worlds):
     assert worlds[2].run(impatiently, computes_in_c) == [("", ""), ("", "")]
 

@@ -86,6 +86,7 @@ def train(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: b
     return weights
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("placement", [NVME, Placement(state="nvme"), Placement("host", "host", "host"), Placement("nvme")])

@@ -28,7 +28,7 @@ ROWS = [
     Row("", world=2, activations="keep", accumulation=2, groups=2),
     Row("", world=3, activations="keep", weights="hold", debug=True),
 ]
-"""Settings that every case is tried in."""
+"""Settings that the engine most differs in: one of them in each case, in turns; all of them where marked slow."""
 MORE_ROWS = [
     Row("", world=1),
     Row("", world=2, weights="hold", prefetch=False, accumulation=2),
@@ -36,7 +36,7 @@ MORE_ROWS = [
     Row("", world=2, stage=1, activations="keep"),
     Row("", world=2, stage=0, accumulation=2),
 ]
-"""Settings that cases take in turns; all of them where marked slow."""
+"""Others, likewise."""
 
 
 def freeze(model: nn.Module, trains: Callable[[str], bool]) -> nn.Module:
@@ -240,7 +240,7 @@ def check(worlds, name, row):
 
 
 ALL = [(name, row) for name in CASES for row in ROWS + MORE_ROWS]
-QUICK = [(name, row) for turn, name in enumerate(CASES) for row in [*ROWS, MORE_ROWS[turn % len(MORE_ROWS)]]]
+QUICK = [(name, rows[turn % len(rows)]) for turn, name in enumerate(CASES) for rows in (ROWS, MORE_ROWS)]
 
 
 @pytest.mark.parametrize(("name", "row"), QUICK, ids=str)
@@ -349,6 +349,7 @@ def generated(family: str, policy: Policy) -> list[tuple[bool, bool]]:
     return same
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "policy", [Policy(debug=True), Policy(weights="hold", activations="keep"), Policy(stage=2)], ids=str
 )

@@ -135,6 +135,7 @@ def table(folder: str, kind: str) -> dict[str, str]:
     return told
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_base_is_refused_on_resume(kind, world1, tmp_path):
     [told] = world1.run(table, str(tmp_path), kind)

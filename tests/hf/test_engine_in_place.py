@@ -154,6 +154,7 @@ def plain(model, optimizer):
     optimizer.step()
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("use", [plain, scheduled, prepared_by_another])

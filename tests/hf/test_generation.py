@@ -109,6 +109,7 @@ def check(worlds, tmp_path, world, name, settings, hold):
         assert len({len(answer) for answer in expected}) > 1  # some ranks are done before others
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("world", "name", "settings", "hold"), QUICK, ids=str)
 def test_the_same_tokens_as_of_the_whole_model(worlds, tmp_path, world, name, settings, hold):
     check(worlds, tmp_path, world, name, settings, hold)

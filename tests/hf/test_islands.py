@@ -192,6 +192,7 @@ class NotLooking(ftkit.Trainer):
         return True
 
 
+@pytest.mark.slow
 def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The convergence proof: large activations planted, the same run in three dtypes, and in an fp16 without islands."""
     folder = make_overflowing_base(tmp_path / "base")
@@ -245,6 +246,7 @@ def test_an_overflow_in_mid_run_is_mended(tmp_path: Path, caplog: pytest.LogCapt
     assert "fp16: fp32 islands: " in caplog.text
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("engine", [{"accumulate_in": "unit"}, {"activations": "keep"}, {"state": "host", "kept": "host"}])
 def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Path) -> None:
     folder = make_overflowing_base(tmp_path / "base")

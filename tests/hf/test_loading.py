@@ -79,6 +79,7 @@ def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
 # --- every form of a folder
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])

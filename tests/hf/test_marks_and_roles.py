@@ -86,6 +86,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("case", WRONG)
 def test_marks_that_do_not_cover_the_answers_stop(tmp_path, case):
     template, turns, told = WRONG[case]

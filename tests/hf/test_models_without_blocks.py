@@ -262,6 +262,7 @@ def train_and_evaluate(package: Any, folder: str, name: str) -> dict[str, Any]:
     return {"before": before, "history": history, "after": trainer.evaluate()["eval_loss"]}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["Regression", "Mlp", "Recurrent", "Wrapper"])
 def test_the_trainer_takes_a_plain_module(tmp_path, name):
     wanted = train_and_evaluate(transformers, f"{tmp_path}/stock", name)

@@ -75,6 +75,7 @@ UNREAD = {
 }
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", UNREAD)
 def test_a_name_that_nobody_reads_stops(ready, case):
     bad, name = UNREAD[case]
@@ -249,6 +250,7 @@ def test_what_cannot_be_read_so_is_a_bad_row(ready, row, reason):
 TALK = [USER, ANSWER, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four"}]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("template", [TEMPLATE, UNMARKED, None], ids=["marked", "prefix", "plain"])
 @pytest.mark.parametrize(("mark", "muted"), [({"weight": 0}, 1), ({"train": False}, 3)])
 @pytest.mark.parametrize("loss_on", ["answers", "all"])

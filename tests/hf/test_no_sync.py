@@ -50,6 +50,7 @@ def by_hand(kind: str, form: str, settings: Any = "auto") -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {name: tensor.detach() for name, tensor in weights.items()}}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("form", ["accelerator", "model"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_sync_accumulates_as_ddp_does(worlds, stage, form):

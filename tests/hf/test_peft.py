@@ -93,6 +93,7 @@ def counts(trainer: Any) -> dict[str, Any]:
     return {"counts": (trainer.get_num_trainable_parameters(), trainer.model.num_parameters())}
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("ranks, settings", [(1, "auto"), (2, SHARDED), (3, {"stage": 2, "activations": "keep"})])
 @pytest.mark.parametrize("make", [adapted, attention_only, with_head])
 def test_lora_is_that_of_the_stock_trainer(make, ranks, settings, worlds, stock, tmp_path):
@@ -134,6 +135,7 @@ def save(trainer: Any) -> None:
     trainer.save_model(f"{trainer.args.output_dir}/model")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("make", [adapted, with_head, with_embedding])
 def test_folders_are_pefts_own(make, world1, world2, tmp_path):
     run = replace(SAVING, model=make, after=save)
@@ -158,6 +160,7 @@ def test_folders_are_pefts_own(make, world1, world2, tmp_path):
     assert held < 5 * 4 * sum(p.numel() for p in make().parameters() if p.requires_grad) + 64 * 1024  # no base in it
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks, settings", [(1, "auto"), (3, {"stage": 1})])
 def test_resuming_an_adapter(ranks, settings, worlds, stock, tmp_path):
     run = replace(changed(SAVING, num_train_epochs=2), model=with_head)
@@ -169,6 +172,7 @@ def test_resuming_an_adapter(ranks, settings, worlds, stock, tmp_path):
     assert_same_weights(ours.weights, theirs.weights)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}])
 def test_the_best_adapter_is_loaded(only_model, flags, world2, stock, tmp_path):
@@ -206,6 +210,7 @@ def loaded(folder: str, config: LoraConfig, seed: int) -> tuple[dict[str, torch.
     return units.state_dict(), model._ftkit_source.report.initialised, logits
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("config", [lora(), lora(init_lora_weights="gaussian", modules_to_save=["lm_head"])])
 def test_a_new_adapter_on_a_streamed_model(config, worlds, tmp_path):
     base = runs.llama().eval()

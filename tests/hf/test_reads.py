@@ -68,6 +68,7 @@ class TiedBoth:
         return loss + 0.01 * (self.model.lm_head.weight * self.model.model.embed_tokens.weight).sum()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "mixin, model, stage",
     [
@@ -411,6 +412,7 @@ def saves_an_edit(folder, settings, step, arguments):
     return float(trainer.model.model.norm.weight.detach().float().norm()), float(saved.float().norm())
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("settings", [{"stage": 1, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}, {"stage": 1}], ids=str)
 def test_an_edit_in_place_is_trained_and_saved(settings, step, worlds, tmp_path):

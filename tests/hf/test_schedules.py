@@ -175,6 +175,7 @@ def made(schedule: Any) -> Run:
     return run
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_schedule_of_transformers_is_stocks_and_goes_on(name, world1, tmp_path):
     goes_on(world1, tmp_path, named(name, QUICK[name]))

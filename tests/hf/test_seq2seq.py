@@ -28,6 +28,7 @@ def changed(run: Run, **arguments: Any) -> Run:
     return replace(run, arguments={**run.arguments, **arguments})
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "run",
     [

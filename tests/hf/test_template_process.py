@@ -54,6 +54,7 @@ def with_template(tokenizer, template):
     return tokenizer
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_end_or_measure_is_named(tokenizer, template, monkeypatch):
     monkeypatch.setattr(template_process, "SECONDS", 1)

@@ -51,6 +51,7 @@ def changed(run: Run, **arguments: Any) -> Run:
 # --- the log
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     "ranks, settings",
     [
@@ -140,6 +141,7 @@ def checkpoints(world2, tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "ranks, step, settings",
     [
@@ -205,6 +207,7 @@ def test_saving_only_what_is_better(world2, stock, tmp_path):
     assert world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0].after == stock(run).after
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}])
 def test_the_best_checkpoint_is_kept_and_loaded(settings, only_model, world2, stock, tmp_path):

@@ -240,6 +240,7 @@ def subclassed(model):
     return OwnAdamW(model.parameters()), None
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "optimizers, words",
     [
@@ -565,6 +566,7 @@ def save_and_count(trainer):
     return {key: value - sent.get(key, 0) for key, value in trainer.units.comm.bytes_sent.items()}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("model", [runs.llama, runs.tied_llama])
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}])
 def test_save_model_writes_a_folder_that_opens_without_gathering(model, flags, world2, tmp_path):

@@ -193,6 +193,7 @@ def test_as_trl_under_ddp(name, outcomes):
     assert_same_weights(ours[0].weights, theirs[0].weights)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "activations": "keep", "weights": "hold"}])
 @pytest.mark.parametrize("name", ["sft", "dpo lora"])
 def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
@@ -200,6 +201,7 @@ def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
     assert_same_history(ours, outcomes("stock", name)[0], leave_out=OF_RANKS[name])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["sft", "sft lora"])
 def test_sft_saves_and_resumes_on_other_ranks(name, worlds, tmp_path):
     run = RUNS[name]
@@ -222,6 +224,7 @@ def from_disk() -> datasets.Dataset:
     return datasets.load_from_disk(str(Path("preferences")))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["dpo reference", "dpo lora"])
 def test_reference_values_computed_before_training(name, outcomes, world2, tmp_path):
     made = []

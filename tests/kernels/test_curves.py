@@ -16,6 +16,7 @@ from tests.hf.test_fusing import assert_same_weights, train
 CPU = torch.device("cpu")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", fusible.families())
 def test_fused_and_plain_take_the_same_way(name: str) -> None:
     assert INTERPRETED

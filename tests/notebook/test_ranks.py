@@ -110,6 +110,7 @@ def test_overwrite_removes_nothing_where_no_ranks_can_run(work):
     assert repr(gone._checkpoints()) == "[]"
 
 
+@pytest.mark.slow
 def test_a_run_stays_on_the_ranks(ranks, work, capfd):
     """Trains, generates, evaluates, saves; a second run takes the place of the first, and goes on from it."""
     summary = ranks.finetune(work)
@@ -147,6 +148,7 @@ def test_options_have_the_notebooks_names():
     assert told == 'continue it with resume="auto", replace that run with overwrite=True'
 
 
+@pytest.mark.slow
 def test_this_process_opened_no_door(ranks):
     """Nothing that ranks and kernel made listens beyond the loopback."""
     if not os.path.exists("/proc/net/tcp"):

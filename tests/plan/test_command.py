@@ -22,6 +22,7 @@ def leave(*arguments):
     return caught.value.code or 0
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama2-13b", "qwen25-14b", pytest.param("gpt-15b", marks=pytest.mark.slow)])
 def test_full_parameter_training_fits_eight_small_cards_and_330_gb(name, capsys):
     """Issue 3, done when 7."""
@@ -40,6 +41,7 @@ def test_full_parameter_training_fits_eight_small_cards_and_330_gb(name, capsys)
         assert sum(tier["purposes"].values()) == tier["needed_bytes"] == max(tier["moments"].values())
 
 
+@pytest.mark.slow
 def test_the_table_says_what_was_granted_and_why(capsys):
     assert leave("plan", RECIPES / "llama2-13b.yaml", "--hardware", "8xv100-16gb", "--set", "memory.host_gib=290") == 0
     said = capsys.readouterr().out

@@ -84,3 +84,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         pytest.raises(UserError, match=rf"memory.nvme_dir: {tmp_path} cannot be written"),
     ):
         here(MACHINE_64, nvme_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("said", [{"nvme_gib": 4}, {"state_host_gib": 1}])
+def test_what_is_said_of_a_drive_that_is_not_named_is_refused(said, tmp_path):
+    with pytest.raises(UserError, match=f"{next(iter(said))}: it is of a .*; set memory.nvme_dir to a folder"):
+        here(MACHINE_64, **said)
+    assert here(MACHINE_64, nvme_dir=str(tmp_path), **said).nvme_bytes > 0

@@ -102,6 +102,7 @@ def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1
         assert told == planned, settings
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(worlds, world, stage):
@@ -125,6 +126,7 @@ TIERS = [
 ]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: "-".join(f"{k}.{v}" for k, v in tiers.items()))
 def test_tiers(worlds, world, tiers, tmp_path):

@@ -33,6 +33,7 @@ def candidates(shape, limits, forced=Forced(), sequences=8):  # noqa: B008 - fro
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rates",
     [
@@ -66,6 +67,7 @@ def test_ways_that_are_alike_give_the_cheapest():
     assert plan.way == make_plan(SHORT, limits, sequences=4, preferred=2).way, "nothing but arithmetic takes time"
 
 
+@pytest.mark.slow
 def test_as_many_blocks_are_kept_as_fit():
     limits = on("8xv100-16gb")
     plan = make_plan(LLAMA_13B, limits, sequences=8, preferred=2, rates=V100)
