@@ -8,11 +8,13 @@ Cost: `SLOT_BYTES` of shared memory a rank; or one port on rank 0's machine, and
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import struct
 import threading
 import time
 import zlib
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,11 +24,19 @@ if TYPE_CHECKING:
 SLOT_BYTES = 32 << 10
 """Room of one rank's record: its course takes 16 KiB."""
 
+LINGER_BEATS = 4
+"""Beats for which a server's end is put off: each rank looks at rank 0's record once a beat."""
+
 _HEAD = struct.Struct("<QII")
 
 
 class Board(Protocol):
-    """What all ranks write to and read."""
+    """What all ranks write to and read.
+
+    Attributes: served: rank 0 serves the records, so that none can be read once it has ended.
+    """
+
+    served: bool
 
     def publish(self, data: bytes) -> None:
         """Show `data` to the others as this rank's newest record."""
@@ -47,6 +57,8 @@ class SharedBoard:
     Args:
         memory: at least `SLOT_BYTES` a rank, from its start.
     """
+
+    served = False
 
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int) -> None:
         self.memory = memory
@@ -88,14 +100,20 @@ class SharedBoard:
 class StoreBoard:
     """Records in a store that rank 0 serves. A thread talks to it: a stopped server would block whoever asks.
 
+    Rank 0 serves on when its model goes, and at its process's end until the others know of that: a few beats at most.
+
     Args:
         store: a connection that nothing else uses. beat_s: seconds between two exchanges.
     """
+
+    served = True
 
     def __init__(self, store: Store, rank: int, world_size: int, beat_s: float) -> None:
         self.rank = rank
         self._shared = _Exchange(store, rank, world_size, beat_s)
         threading.Thread(target=self._shared.run, name="ftkit-board", daemon=True).start()
+        if rank == 0:
+            atexit.register(self._shared.linger)  # which keeps the store until then
 
     def publish(self, data: bytes) -> None:
         """See `Board`. It is sent within a beat."""
@@ -113,6 +131,7 @@ class StoreBoard:
 
     def close(self) -> None:
         """See `Board`: the thread ends after its next exchange, which sends the last record."""
+        self._shared.closed = time.monotonic()
         self._shared.over = True
         self._shared.soon.set()
 
@@ -125,6 +144,7 @@ class _Exchange:
         self.seen: list[tuple[int, bytes] | None] = [None] * world_size
         self.own = b""
         self.over = False
+        self.closed = 0.0
         self.wanted = 0.0
         self.soon = threading.Event()
 
@@ -137,13 +157,25 @@ class _Exchange:
             over = self.over
             beats += 1
             try:
-                self.store.set(str(self.rank), _HEAD.pack(beats, 0, 0) + self.own)  # type: ignore[arg-type]  # takes bytes
-                if not over and time.monotonic() - self.wanted < 5 * self.beat_s:
-                    for rank in range(len(self.seen)):
-                        if self.store.check([str(rank)]):
-                            told = self.store.get(str(rank))
-                            self.seen[rank] = _HEAD.unpack_from(told)[0], told[_HEAD.size :]
+                self.store.set(str(self.rank), _HEAD.pack(beats, over, 0) + self.own)  # type: ignore[arg-type]  # takes bytes
+                wanted = range(len(self.seen)) if time.monotonic() - self.wanted < 5 * self.beat_s else (0,)
+                for rank in () if over else wanted:  # rank 0's always: once it ends nobody has long to look at it
+                    if (told := self._look_up(rank)) is not None:
+                        self.seen[rank] = _HEAD.unpack_from(told)[0], told[_HEAD.size :]
             except RuntimeError:  # the server is gone or stopped; whoever reads `seen` finds it silent
                 pass
             if over:
                 return
+
+    def _look_up(self, rank: int) -> bytes | None:
+        """Return what the store has of a rank: beats, whether it is the last record, nothing, and the record."""
+        return self.store.get(str(rank)) if self.store.check([str(rank)]) else None
+
+    def linger(self) -> None:
+        """Wait until all others have had time to look up rank 0's last record, or have sent their own last one."""
+        while self.over and time.monotonic() < self.closed + LINGER_BEATS * self.beat_s:
+            with suppress(RuntimeError):
+                found = [self._look_up(rank) for rank in range(len(self.seen))]
+                if all(told is not None and _HEAD.unpack_from(told)[1] for told in found):
+                    return
+            time.sleep(self.beat_s / 10)

@@ -149,8 +149,14 @@ class Watchdog:
     # --- the thread
 
     def _run(self) -> None:
+        told = False
         while not self._over.wait(self.patience.beat):
-            self._tick()
+            try:
+                self._tick()
+            except Exception:  # of a system without a file to spare: without this thread the rank would be taken for hung
+                if not told:
+                    logger.warning("the watchdog of rank %d could not look, and goes on", self.rank, exc_info=True)
+                told = True
 
     def _tick(self) -> None:
         """Look once."""
@@ -167,10 +173,14 @@ class Watchdog:
         place = self.ledger.entered, self.ledger.left, outside
         if place != self._place:
             self._place, self._since, self._reminded = place, now, self.patience.remind
+            with self._lock:  # others count as silent from when this rank begins to wait for them
+                self._seen.clear()
+                self._working.clear()
         still_s = now - self._since
         inside = self.ledger.inside
         looks = still_s >= self.patience.look
         own = self._stand(
+            entered=self.ledger.entered,  # before the codes: this rank may go on meanwhile, and newer codes do no harm
             inside=inside,
             outside="" if inside else outside,
             line=line if looks else "",
@@ -239,15 +249,15 @@ class Watchdog:
         return Stand(self.rank, self.host, self.pid, **{**known, **fields})  # type: ignore[arg-type]  # fields of several types
 
     def _publish(self, stand: Stand) -> None:
-        """Show a record; from now on with the verdict, once there is one, whichever thread came to it."""
+        """Show a record; once there is a verdict, with that in place of the course, whichever thread came to it."""
         if self.verdict is not None:
-            stand = replace(stand, verdict=self.verdict.text, lost=self.verdict.lost)
+            stand = replace(stand, verdict=self.verdict.text, lost=self.verdict.lost, codes=b"", trail=())
         self.board.publish(stand.to_bytes())
 
     def _read(self, own: Stand) -> tuple[list[Stand], dict[int, tuple[float, str]]]:
         """Return the stands of all ranks that have published, and of the others how long they are silent and their state.
 
-        A process that works is not silent.
+        A process that works is not silent. Where rank 0 serves the records and has ended, there are no signs to be had.
         """
         now = time.monotonic()
         silent: dict[int, tuple[float, str]] = {}
@@ -267,6 +277,8 @@ class Watchdog:
             if rank in self._seen:
                 state = self._state(self._stands[rank])
                 silent[rank] = now - self._last_sign(rank, state, now), state
+        if self.board.served and 0 in self._stands and self._stands[0].ended:
+            silent.clear()
         return [own if rank == self.rank else self._stands[rank] for rank in sorted({*self._stands, self.rank})], silent
 
     def _last_sign(self, rank: int, state: str, now: float) -> float:
@@ -276,7 +288,7 @@ class Watchdog:
             return beats_at
         try:
             times = psutil.Process(self._stands[rank].pid).cpu_times()
-        except psutil.Error:
+        except (psutil.Error, OSError):
             return beats_at
         cpu_s = float(times.user + times.system)
         seen = self._working.setdefault(rank, Working(cpu_s, now, beats_at))
@@ -295,7 +307,7 @@ class Watchdog:
             return str(psutil.Process(stand.pid).status())
         except psutil.NoSuchProcess:
             return "gone"
-        except psutil.Error:
+        except (psutil.Error, OSError):  # no file to spare: it lets that pass as it is
             return ""
 
     # --- the end
@@ -309,9 +321,9 @@ class Watchdog:
         if os.getpid() != self.pid or self._over.is_set():
             return
         self._over.set()
+        if threading.current_thread() is not self._thread:  # it must not show an older record after the last one
+            self._thread.join(2 * self.patience.beat + 1)
         self.ended = True
         if self.verdict is None:
             self._publish(self._stand(exit=exit))
         self.board.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * self.patience.beat + 1)

@@ -6,10 +6,12 @@ The clocks are shortened: a second of these tests is some ten seconds of a run.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,10 +26,12 @@ import torch.distributed as dist
 
 from ftkit.engine import comm as comm_module
 from ftkit.engine import watchdog
+from ftkit.engine.board import SLOT_BYTES, StoreBoard
 from ftkit.engine.comm import Communicator
 from ftkit.engine.ledger import RECENT, Ledger, first_difference
-from ftkit.engine.standstill import Patience, Stand, judge, look_at
+from ftkit.engine.standstill import Patience, Stand, Verdict, judge, look_at
 from ftkit.errors import UserError
+from ftkit.launch import loopback_store
 from tests.worlds import World, Worlds
 
 CPU = torch.device("cpu")
@@ -463,6 +467,8 @@ def test_over_a_store_ranks_see_each_other(broken: World, tmp_path: Path):
 class Shown:
     """A board of two ranks in one process, of which one gives a sign of life and then none."""
 
+    served = False
+
     def __init__(self) -> None:
         self.records: list[Stand] = []
         self.other = (1, Stand(1, "elsewhere", 7, 1, name="all-gather of a").to_bytes())
@@ -482,13 +488,15 @@ class Shown:
         pass
 
 
-def watching(patience: Patience) -> tuple[Shown, watchdog.Watchdog]:
-    """Return a watchdog of rank 0 that waits in a collective, and looks only when it is told to."""
-    board, ledger = Shown(), Ledger()
+def watching(
+    patience: Patience, board: Shown | None = None, ledger: Ledger | None = None, *, rank: int = 0, cuda: bool = False
+) -> tuple[Any, watchdog.Watchdog]:
+    """Return a watchdog of a rank that waits in a collective, and looks only when it is told to."""
+    board, ledger = board or Shown(), ledger or Ledger()
     ledger.enter("all-gather", "a")
     ledger.enter("all-gather", "b")
     with mock.patch.object(watchdog, "PATIENCE", patience):
-        watched = watchdog.Watchdog(board, 0, ledger, cuda=False, abort=lambda: None)
+        watched = watchdog.Watchdog(board, rank, ledger, cuda=cuda, abort=lambda: None)
     watched._over.set()
     watched._thread.join()
     return board, watched
@@ -516,6 +524,134 @@ def test_a_pause_of_the_whole_job_while_it_looks_is_no_silence():
         if watched.verdict is not None:
             break
     assert watched.verdict is not None, "it goes on to look"
+
+
+def test_a_record_with_a_verdict_has_room_for_it():
+    board, watched = watching(Patience(look=0.0))
+    watched.verdict = Verdict("so it is" * 3000)
+    watched._tick()
+    assert max(len(each.to_bytes()) for each in board.records) < SLOT_BYTES - 64
+
+
+class Hasty(Ledger):
+    """Of a rank that goes on as soon as its codes were copied."""
+
+    def recent(self) -> bytes:
+        codes = super().recent()
+        self.enter("all-gather", "c")
+        return codes
+
+
+def test_a_rank_that_goes_on_while_it_is_looked_at_has_not_parted():
+    board, watched = watching(Patience(look=0.0), ledger=Hasty())
+    watched._tick()
+    told, other = board.records[-1], stand(1, ("a", "b", "c"))
+    assert told.entered == 2
+    assert first_difference([(told.entered, told.codes), (other.entered, other.codes)]) is None
+
+
+def test_silence_is_counted_from_when_a_rank_waits():
+    """Over a store records are not fetched between two waits."""
+    _, watched = watching(Patience(beat=0.1, look=0.1, silent=0.5))
+    watched._tick()
+    time.sleep(0.15)
+    watched._tick()
+    assert watched._seen, "it has looked"
+    for _ in range(6):
+        watched.ledger.enter("all-gather", "a")
+        watched._tick()
+        time.sleep(0.1)
+    watched._tick()
+    assert 1 in watched._seen, "it has looked again"
+    assert watched.verdict is None
+
+
+class Failing(Shown):
+    """A board that cannot be read once."""
+
+    reads = 0
+
+    def read(self) -> list[tuple[int, bytes] | None]:
+        self.reads += 1
+        if self.reads == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().read()
+
+
+def test_a_look_that_fails_does_not_end_the_watch():
+    """A rank without the thread gives no sign of life, and would be taken for a hung one."""
+    board, ledger = Failing(), Ledger()
+    ledger.enter("all-gather", "a")
+    with mock.patch.object(watchdog, "PATIENCE", Patience(beat=0.02, look=0.0)):
+        watched = watchdog.Watchdog(board, 0, ledger, cuda=False, abort=lambda: None)
+    until = time.monotonic() + 3.0
+    while board.reads < 3 and time.monotonic() < until:
+        time.sleep(0.02)
+    watched.stop()
+    assert board.reads >= 3
+    with mock.patch.object(watchdog.psutil, "Process", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        assert watched._state(Stand(1, watched.host, 7)) == ""
+
+
+class Slow(Shown):
+    """A board on which the thread's records are shown late."""
+
+    def publish(self, data: bytes) -> None:
+        if threading.current_thread().name == "ftkit-watchdog":
+            time.sleep(0.2)
+        super().publish(data)
+
+
+def test_the_last_record_says_that_the_rank_has_ended():
+    board = Slow()
+    with mock.patch.object(watchdog, "PATIENCE", Patience(beat=0.02)):
+        watched = watchdog.Watchdog(board, 0, Ledger(), cuda=False, abort=lambda: None)
+    time.sleep(0.1)  # the thread is about to show a record
+    watched.stop("has ended")
+    time.sleep(0.3)
+    assert (board.records[-1].ended, board.records[-1].exit) == (True, "has ended")
+
+
+class Served(Shown):
+    """What rank 1 of three sees once rank 0 has ended."""
+
+    def __init__(self, *, served: bool) -> None:
+        super().__init__()
+        self.served = served
+
+    def read(self) -> list[tuple[int, bytes] | None]:
+        ended = Stand(0, "elsewhere", 7, 2, ended=True)
+        return [(1, ended.to_bytes()), None, (1, Stand(2, "elsewhere", 8, 2).to_bytes())]
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_nobody_is_silent_where_the_store_has_ended(served):
+    _, watched = watching(Patience(beat=0.1, look=0.0, silent=0.3), Served(served=served), rank=1, cuda=True)
+    watched.ledger.leave()
+    for _ in range(12):
+        watched._tick()
+        time.sleep(0.05)
+    assert (watched.verdict is None) == served
+
+
+def test_the_end_of_who_serves_the_store_is_seen_by_all():
+    store = loopback_store()
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=5))
+    boards = [StoreBoard(each, rank, 2, 0.1) for rank, each in enumerate((store, client))]
+    boards[1].publish(b"at work")
+    boards[0].publish(b"the last")
+    boards[0].close()
+    began = time.monotonic()
+    boards[0]._shared.linger()
+    assert time.monotonic() - began > 0.3, "there is time to look at it"
+    boards[1].publish(b"at work")
+    until = time.monotonic() + 3.0
+    while boards[1]._shared.seen[0] is None and time.monotonic() < until:
+        time.sleep(0.02)
+    seen = boards[1]._shared.seen[0]
+    assert seen is not None
+    assert seen[1] == b"the last"
+    boards[1].close()
 
 
 @pytest.mark.parametrize("where, lost", [("/x/torch/distributed/distributed_c10d.py", True), ("/x/hub/upload.py", False)])
