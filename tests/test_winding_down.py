@@ -55,5 +55,13 @@ def test_a_rank_that_lost_another_may_be_started_again():
     assert isinstance(error, UserError), "another start would not help"
 
 
+def test_a_rank_that_was_ended_without_a_word_is_not_blamed():
+    """The watchdog's thread ends a rank that cannot raise; it has printed the reason."""
+    waiting, ended = Failure(LostRank.exit_code, refusal="rank 2 is gone", time_ns=3), Failure(LostRank.exit_code)
+    assert "rank 2 is gone" in str(explain({0: waiting, 1: ended}, {0: 10, 1: 11}))
+    assert "rank 1 (pid 11) could not go on without another rank" in str(explain({1: ended}, {1: 11}))
+    assert explain({1: ended, 2: Failure(3)}, {1: 11, 2: 12}).rank == 2
+
+
 def test_codes_keep_the_kind_of_an_error():
     assert type(refusal("x", LostRank("x").exit_code)) is LostRank
