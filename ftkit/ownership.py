@@ -181,8 +181,8 @@ def refuse_foreign_page(path: Path, option: str) -> None:
     """Raise UserError where a file would be replaced that is no page (or profile) of ftkit."""
     if not path.name:
         raise UserError(f"{option}: {path} names no file; name one")
-    if path.is_dir() or is_ours(path):
-        return
+    if path.is_dir() or is_ours(path) or (path.is_file() and not path.is_symlink() and _is_page(path, _head(path))):
+        return  # a page may have any suffix
     raise UserError(f"{option}: {path} is there and ftkit did not write it; name another file, or move that one")
 
 

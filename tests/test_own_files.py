@@ -13,10 +13,10 @@ import pytest
 
 from ftkit import cli
 from ftkit.begin import checkpoints_to_try
-from ftkit.engine.seal import write_sealed
+from ftkit.engine.seal import check_contents, reseal, write_contents, write_sealed
 from ftkit.errors import UserError
 from ftkit.hf.run_checkpoints import publish
-from ftkit.ownership import is_ours, strangers_in_checkpoint
+from ftkit.ownership import is_ours, refuse_foreign_page, strangers_in_checkpoint
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.replacing import remove_unfinished
@@ -207,6 +207,27 @@ def test_pages_replace_pages_only(capsys, home, tmp_path):
             cli.main([str(each) for each in command])
         assert caught.value.code == 0
         assert is_ours(mine)
+
+
+def test_a_page_is_known_under_any_suffix(tmp_path):
+    for name in ("plan.htm", "plan.txt", "plan"):
+        refuse_foreign_page(tmp_path / name, "--page")
+        write(tmp_path / name, page("ours", []))
+        refuse_foreign_page(tmp_path / name, "--page")
+    (tmp_path / "plan.txt").write_text("mine")
+    with pytest.raises(UserError, match="ftkit did not write it"):
+        refuse_foreign_page(tmp_path / "plan.txt", "--page")
+
+
+def test_a_list_that_is_sealed_again_is_on_the_disk_under_its_name(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text("{}")
+    write_contents(tmp_path)
+    (tmp_path / "a.json").write_text("[]")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    reseal(tmp_path, ["a.json"])
+    assert synced[-1] == tmp_path.stat().st_ino
+    assert check_contents(tmp_path) == ["a.json"]
 
 
 def test_a_link_beside_a_page_is_not_written_through(tmp_path):

@@ -144,6 +144,11 @@ def reseal(folder: Path, changed: Iterable[str]) -> None:
             del listed[name]
     write_sealed(folder / f"{CONTENTS}.writing", {"files": listed})
     (folder / f"{CONTENTS}.writing").replace(folder / CONTENTS)
+    handle = os.open(folder, os.O_RDONLY)  # the name as well
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_contents(folder: Path) -> list[str]:
