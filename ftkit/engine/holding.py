@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.leaf import Leaf, gather_whole
+from ftkit.engine.resharded import Guard
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 
@@ -81,6 +82,8 @@ def _hold_leaves(units: Units, leaves: list[Leaf], stack: ExitStack) -> None:
 def gathered(units: Units) -> Iterator[None]:
     """Give every parameter of the model its value in the body, without gradients. A collective for all ranks.
 
+    Inside another one it leaves the values there for the other's body.
+
     Raises:
         UserError: at the end, if a value was edited: shards and masters would not know.
 
@@ -88,7 +91,7 @@ def gathered(units: Units) -> Iterator[None]:
     """
     with torch.no_grad(), hold(units):
         before = {flat.name: (_versions(flat), _marks(flat)) for flat in units.flats if flat.resident}
-        roots = {leaf.flat: leaf.whole for leaf in units.leaves}
+        roots = {leaf.flat: leaf.whole for leaf in units.leaves if isinstance(leaf.parameter, Guard)}
         for flat, whole in roots.items():
             assert whole is not None
             flat.attach(whole.reshape(-1))

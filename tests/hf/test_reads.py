@@ -323,6 +323,23 @@ def test_gathered_parameters_have_their_values(build, stage, worlds):
     worlds[2].run(gathered_values, build, stage)
 
 
+def gathered_twice():
+    model = runs.llama()
+    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ftkit.shard(model, {"stage": 3, "kernels": "off"})
+    with ftkit.gathered_parameters(model):
+        with ftkit.gathered_parameters(model):
+            pass
+        assert all(torch.equal(parameter, reference[name]) for name, parameter in model.named_parameters())
+    with pytest.raises(ftkit.UserError, match="is resharded"):
+        model.get_parameter("lm_head.weight").norm()
+
+
+def test_gathered_parameters_within_each_other_have_their_values(worlds):
+    """A function that a callback calls in the body may gather for itself."""
+    worlds[2].run(gathered_twice)
+
+
 def edits_under_a_deferred_update(stage):
     """An update may be under way when the body is entered: what it writes is no edit."""
     model = runs.llama()
