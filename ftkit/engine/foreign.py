@@ -12,7 +12,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftkit.engine.optimizer import ShardedOptimizer
@@ -32,7 +31,8 @@ def refuse_foreign_optimizers(units: Units) -> None:
         own = known()
         if own is None or isinstance(optimizer, ShardedOptimizer):
             return
-        if any(_belongs(parameter, own) for group in optimizer.param_groups for parameter in group["params"]):
+        refused = own.places.keys() | {id(former) for each in own.replaced if (former := each()) is not None}
+        if any(id(parameter) in refused for group in optimizer.param_groups for parameter in group["params"]):
             raise UserError(
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} was asked to step on a sharded model: the "
                 "gradients are in shards, where this optimizer finds none, so that it would train nothing. Use "
@@ -42,7 +42,3 @@ def refuse_foreign_optimizers(units: Units) -> None:
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(units, handle.remove)
-
-
-def _belongs(parameter: Tensor, units: Units) -> bool:
-    return id(parameter) in units.places or any(former() is parameter for former in units.replaced)
