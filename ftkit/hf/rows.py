@@ -83,10 +83,14 @@ class Source:
         return str(self.path) if self.path is not None else f"{self.name} ({self.split})"
 
     def digest(self) -> str:
-        """Return a hash of the content, so that a cache entry can be named by it (reads local files once)."""
+        """Return a hash of the files' names, which say how they are read, and content: a cache entry is named by it.
+
+        Cost: reads local files once.
+        """
         if self.path is None:
             return digest_of_hub(load_hub(self))
-        return hashlib.sha256("".join(digest_of_file(file) for file in self.files().read).encode()).hexdigest()
+        files = [f"{file.name}\0{digest_of_file(file)}" for file in self.files().read]
+        return hashlib.sha256("\0".join(files).encode()).hexdigest()
 
     def files(self) -> Files:
         """Return the files of a local source; none of a hub data set.

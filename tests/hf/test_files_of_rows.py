@@ -308,3 +308,14 @@ def test_files_of_a_folder_without_a_row_are_named(tmp_path, tokenizer):
     for _ in range(2):
         report = str(prepare(folder, tokenizer, cache_dir=tmp_path / "cache", workers=1).report)
         assert "  without a row: b.jsonl, c.csv, d.json, e.parquet\n" in report
+
+
+def test_a_file_with_another_suffix_is_read_anew(tmp_path, tokenizer):
+    (tmp_path / "rows").mkdir()
+    file = tmp_path / "rows" / "a.csv"
+    file.write_text("text\n" + "".join(f"a row, number {n}\n" for n in range(9)))
+    settings = {"sequence_tokens": 32, "cache_dir": tmp_path / "cache", "workers": 1}
+    with pytest.raises(RefusedError, match=r"a\.csv:2: has 2 fields where the header has 1"):
+        prepare(tmp_path / "rows", tokenizer, **settings)
+    file.rename(file.with_suffix(".tsv"))
+    assert prepare(tmp_path / "rows", tokenizer, **settings).report.rows == 9
