@@ -338,14 +338,14 @@ class Accelerator(accelerate.Accelerator):
         """Return the whole model's state as CPU tensors, on every rank, to be saved. A collective; for small models.
 
         Raises:
-            UserError: for a tensor with values that are not finite.
+            UserError: for a parameter with values that are not finite, and a buffer with NaN.
         """
         units = units_of(model)
         if units is None:
             return super().get_state_dict(model, unwrap)
-        state = units.state_dict()
+        state, parameters = units.state_dict(), {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name, tensor in state.items():
-            refuse_not_finite(name, tensor.reshape(-1))
+            refuse_not_finite(name, tensor.reshape(-1), infinite=name not in parameters)  # masks hold such values
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -364,6 +364,9 @@ class Accelerator(accelerate.Accelerator):
         """
         comm = self._communicator()
         folder = self._state_folder(output_dir, comm)
+        with rank_zero(comm) as first:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)  # hooks write into it
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, [], str(folder))
         with rank_zero(comm) as first:

@@ -245,7 +245,12 @@ def several_states(folder: str) -> tuple[list[str], list[str], float]:
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = make("ours", project_config=project)
     called: list[str] = []
-    accelerator.register_save_state_pre_hook(lambda models, weights, where: called.append(Path(where).name))
+
+    def before(models: Any, weights: Any, where: str) -> None:
+        called.append(Path(where).name)
+        Path(where, f"note_{accelerator.process_index}.txt").write_text("written by a hook")
+
+    accelerator.register_save_state_pre_hook(before)
     accelerator.register_load_state_pre_hook(lambda models, where: called.append(f"from {Path(where).name}"))
     units = units_of(accelerator.prepare(runs.llama()))
     for number in range(3):
@@ -253,6 +258,7 @@ def several_states(folder: str) -> tuple[list[str], list[str], float]:
         accelerator.save_state()
     units.flats[0].shard.fill_(9.0)
     accelerator.load_state()
+    assert len([*Path(folder, "checkpoints", "checkpoint_2").glob("note_*.txt")]) == accelerator.num_processes
     kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
     return kept, called, float(next(iter(units.state_dict().values())).flatten()[0])
 
@@ -347,7 +353,10 @@ def export(folder: str) -> None:
     """A case for a world: the ways in which Accelerate's users save a model."""
     accelerator = make("ours", {"stage": 3})
     model = accelerator.prepare(runs.tied_llama())
+    model.model.register_buffer("mask", torch.full((2, 2), float("-inf")))
     state = accelerator.get_state_dict(model)
+    assert state.pop("model.mask").isinf().all(), "a mask is no weight that went wrong"
+    del model.model.mask
     unwrapped = accelerator.unwrap_model(model)
     assert unwrapped is model
     unwrapped.save_pretrained(
