@@ -36,7 +36,7 @@ from ftkit.engine.seal import (
     stamps_of,
     write_contents,
 )
-from ftkit.errors import UserError
+from ftkit.errors import LostRank, RanksDiffer, UserError
 from ftkit.hf.base import Note, check_base, note_of
 from ftkit.hf.callbacks import listeners
 from ftkit.hf.plain import check_state, readable
@@ -204,6 +204,8 @@ class RunCheckpoints:
             with rank_zero(self.trainer.units.comm) as first:
                 if first:
                     publish(unfinished.temporary, unfinished.final)
+        except (LostRank, RanksDiffer):  # no word of the checkpoint: training does not go on
+            raise
         except UserError as error:
             self._give_up(str(error))
             return
@@ -257,6 +259,8 @@ class RunCheckpoints:
                     changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
                     if changed:
                         reseal(folder, changed)
+        except (LostRank, RanksDiffer):
+            raise
         except UserError as error:
             told = f"a callback has changed {folder / CONTENTS}, without which it is not whole ({error})"
             self._say(int(folder.name.rpartition("-")[2]), told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import transformers
 from transformers import TrainerCallback
 
 import ftkit
+from ftkit.errors import LostRank
+from ftkit.hf.run_checkpoints import RunCheckpoints, Unfinished
 from tests.hf import runs
 from tests.pairwise import covering
 
@@ -201,3 +204,33 @@ def test_two_ranks_keep_the_same_checkpoints(world2, tmp_path):
     one, two = world2.run(on_two_ranks, str(tmp_path))
     assert one["best"] == two["best"] == "checkpoint-4"
     assert one["folders"] == ["checkpoint-4"]  # rank 0 removes the others; rank 1 may look before
+
+
+class Gone:
+    """The ranks of a run of which another one has died."""
+
+    rank, world_size = 0, 2
+
+    def same(self, value: Any, of: str = "") -> Any:
+        raise LostRank("rank 1 is dead")
+
+    barrier = same
+
+
+def test_of_a_lost_rank_nothing_is_said_as_if_a_checkpoint_were_lost(tmp_path, caplog):
+    final = tmp_path / "checkpoint-1"
+    temporary = tmp_path / ".checkpoint-1.writing" / "checkpoint-1"
+    temporary.mkdir(parents=True)
+    (temporary / "trainer_state.json").write_text("{}")
+    units = SimpleNamespace(comm=Gone(), saving=None)
+    checkpoints = RunCheckpoints(SimpleNamespace(units=units, state=SimpleNamespace(best_model_checkpoint=None)))
+    checkpoints.unfinished = Unfinished(temporary, final, str(final), None, None)
+    with pytest.raises(LostRank):
+        checkpoints.finish()
+    assert (final / "trainer_state.json").is_file(), "rank 0 had published it"
+    assert "Training goes on" not in caplog.text
+    checkpoints.fresh = final
+    units.comm.barrier = lambda *_: None
+    with pytest.raises(LostRank):
+        checkpoints.seal_again()
+    assert "has changed" not in caplog.text
