@@ -98,7 +98,7 @@ def merge_adapter(
     model = skeleton(name, **options)
     layers = adapted_on_meta(skeleton(name, **options), config)
     now = {"config": config_note(model), "files": digests_of(find_weights(name))}
-    check_base({key: value for key, value in (read_base(adapter) or {}).items() if key != "adapter"}, now, str(adapter))
+    check_base(read_base(adapter), now, str(adapter))
     with ExitStack() as stack:
         own = stack.enter_context(TensorFile(adapter / SAFETENSORS_WEIGHTS_NAME))
         files = [stack.enter_context(TensorFile(path)) for path in find_weights(name)]

@@ -216,6 +216,9 @@ def test_an_adapter_is_not_merged_onto_a_changed_base(source, world1, tmp_path):
 
 def test_an_adapter_without_a_note_is_merged(world1, tmp_path):
     world1.run(trained, str(tmp_path))
+    (tmp_path / "adapter" / BASE_FILE).write_text("[1]")
+    with pytest.raises(UserError, match="its note of the base is not valid"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out")
     (tmp_path / "adapter" / BASE_FILE).unlink()
     merge_adapter(tmp_path / "adapter", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
