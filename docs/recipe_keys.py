@@ -118,12 +118,17 @@ def _type(schema: dict[str, Any]) -> str:
         least = schema["exclusiveMinimum"]
         limits.append(f"from {least + 1}" if schema["type"] == "integer" else f"above {least:g}")
     if "minimum" in schema:
-        limits.append(f"from {schema['minimum']:g}")
+        limits.append(f"from {_number(schema['minimum'])}")
     if "exclusiveMaximum" in schema:
-        limits.append(f"below {schema['exclusiveMaximum']:g}")
+        limits.append(f"below {_number(schema['exclusiveMaximum'])}")
     if "maximum" in schema:
-        limits.append(f"to {schema['maximum']:g}")
+        limits.append(f"to {_number(schema['maximum'])}")
     return " ".join([told, ", ".join(limits)]).strip()
+
+
+def _number(value: float) -> str:
+    """Return a limit with all its digits."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 if __name__ == "__main__":
