@@ -103,7 +103,7 @@ bench-generate: setup  ## tokens a second of answers, of a sharded model held an
 bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
 	$(BIN)/python -m benchmarks.head
 
-bench-watchdog: setup  ## what it costs a step that ranks are watched
+bench-watchdog: setup  ## the overhead of the watchdog, a step
 	$(BIN)/python -m benchmarks.watchdog
 
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)

@@ -1,8 +1,9 @@
-"""`make bench-watchdog`: what it costs that ranks are watched.
+"""`make bench-watchdog`: the overhead of the watchdog.
 
-Two CPU ranks train a small Llama at stage 3. Every other step is unwatched: its collectives are neither noted nor compared,
-their waits do not wake, and the thread does not look. Reported are the medians of both, and the median ratio of neighbours.
-What a collective and a look of the thread take is timed by itself, too: on a box with other work that is the more exact one.
+Two CPU ranks train a small Llama at stage 3. Half of the steps run without the watchdog: their collectives are neither recorded
+nor compared, their waits do not wake up in between, and the watchdog's thread does nothing. The benchmark prints the median
+time of both kinds of steps, and the median ratio of neighbouring steps. It also times the record of a collective and a look of
+the thread by themselves: on a box with other work these figures are the more exact ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RANKS = 2
 
 
 class Unwatched(Communicator):
-    """Collectives without numbers and names."""
+    """Collectives that are not recorded, and whose waits do not wake up in between."""
 
     def _in(self, operation: str, of: str = "") -> AbstractContextManager[None]:  # type: ignore[override]  # the same
         return nullcontext()
@@ -44,14 +45,14 @@ class Unwatched(Communicator):
 
 
 class Unlabelled(SharedStage):
-    """A stage that shows no names."""
+    """A stage whose barriers compare nothing."""
 
     def meet(self, comm: Ranks) -> None:
         comm.meet()
 
 
 def turns(steps: int) -> dict[str, Any]:
-    """Be one rank: train, every other step unwatched, and return the seconds of each kind."""
+    """Be one rank: train, half of the steps unwatched, and return the seconds of each kind."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4}
@@ -72,7 +73,7 @@ def turns(steps: int) -> dict[str, Any]:
     for step in range(2 * steps + 8):
         kind = "watched" if (step % 4) in (0, 3) else "unwatched"
         comm.barrier("the end of a step")
-        comm.__class__, comm._stage.__class__, watchdog._tick = kinds[kind]  # type: ignore[assignment,method-assign]  # what is compared
+        comm.__class__, comm._stage.__class__, watchdog._tick = kinds[kind]  # type: ignore[assignment,method-assign]  # the two kinds
         comm.ledger.leave()
         entered, began = comm.ledger.entered, time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
@@ -93,7 +94,7 @@ def turns(steps: int) -> dict[str, Any]:
 
 
 def noted(ledger: Ledger) -> None:
-    """Note a collective, as a passage through it does, and make the header that is compared."""
+    """Record one collective, as `Passage` does, and make the header that ranks compare."""
     ledger.enter("all-gather", "model.layers.0")
     ledger.header()
     ledger.leave()

@@ -85,7 +85,7 @@ class Stop:
 
 
 MOST_CPU_RANKS = 256
-"""Processes without a GPU: each imports torch, which takes 300 MiB."""
+"""Most ranks on a box without a GPU: each imports torch, which takes 300 MiB."""
 
 
 def check_ranks(ranks: int, gpus: int) -> None:
@@ -93,10 +93,10 @@ def check_ranks(ranks: int, gpus: int) -> None:
 
     Args:
         ranks: Processes of this box.
-        gpus: Usable GPUs; with 0 the ranks run on the CPU, as many as one likes.
+        gpus: Usable GPUs; with 0 the ranks run on the CPU, at most `MOST_CPU_RANKS`.
 
     Raises:
-        UserError: Two ranks would share a GPU.
+        UserError: Two ranks would share a GPU, or there are too many for a CPU.
     """
     if not gpus and ranks > MOST_CPU_RANKS:
         raise UserError(

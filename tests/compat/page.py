@@ -16,21 +16,21 @@ CASES: tuple[Case, ...] = (*TRAINER, *ACCELERATE)
 
 HEAD = """# One import changed: what stays the same
 
-Each row is a feature of transformers' Trainer, as its own tests group them, or of accelerate's loops. It is run twice in
-one process, with stock's classes and with ftkit's, and everything that can be compared is: logs, counts, files, what
-callbacks saw, and the weights.
+Each row is a feature of transformers' Trainer or of a loop with accelerate. It is run twice in one process: with the stock
+classes and with those of ftkit. Then logs, counts, files, the calls of callbacks and the weights are compared.
 
 | outcome | meaning |
 |---|---|
-| same | all of it agrees up to the rounding of fp32 sums, or both raise |
-| differs | it differs on purpose, for the reason given |
-| refused | stock runs; ftkit stops with the sentence given |
+| same | everything agrees up to the rounding of fp32 sums, or both raise |
+| differs | the results differ on purpose; the last column says why |
+| refused | the stock classes run it; ftkit stops with the message in the last column |
 
-The cases are in `tests/compat`; `make compatibility` writes this page, and a test compares it with what it finds. The
-groups follow the files of transformers' `tests/trainer` (accelerator, callback, checkpointing, data, evaluation,
-hyperparameter, optimizers, resume, seq2seq, training arguments), of which only `test_trainer_evaluation.py` was read, and
-not to its end; the fields of `TrainingArguments` in transformers 5.23; and the public methods of `Accelerator` and
-`LocalSGD` in accelerate 1.15. Generation in evaluation (`Seq2SeqTrainer`) is compared in `tests/hf/test_seq2seq.py`.
+The cases are in `tests/compat`. `make compatibility` runs them and writes this page; a test compares the outcomes. The cases
+were chosen from three lists: the files in transformers' `tests/trainer` (accelerator, callback, checkpointing, data,
+evaluation, hyperparameter, optimizers, resume, seq2seq, training arguments), the fields of `TrainingArguments` in
+transformers 5.23, and the public methods of `Accelerator` and `LocalSGD` in accelerate 1.15. Of those test files only the
+names were used, and a part of `test_trainer_evaluation.py` was read. Generation in evaluation (`Seq2SeqTrainer`) is compared
+in `tests/hf/test_seq2seq.py`.
 """
 
 
