@@ -502,8 +502,8 @@ def _unexpected(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno}). This is a fault of ftkit"
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="ftkit-fault-", suffix=".txt", delete=False, encoding="utf-8") as file:
-            file.write(told)
+        with tempfile.NamedTemporaryFile(prefix="ftkit-fault-", suffix=".txt", delete=False) as file:
+            file.write(told.encode(errors="backslashreplace"))  # names of files need not be text
     except OSError:
         return f"{text}; please report it:\n{told}"
     return f"{text}; please report it with {file.name}"

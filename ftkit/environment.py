@@ -25,12 +25,12 @@ def check_names(environ: Mapping[str, str]) -> None:
     Raises:
         UserError: with the name that was meant.
     """
-    known = (STRICT, OWN_THREADS)
+    known = {STRICT: STRICT, OWN_THREADS: "OMP_NUM_THREADS"}  # the second is a mark among processes of ftkit
     for name in sorted(environ):
         # A user's own FTKIT_RUNS is their business.
         near = difflib.get_close_matches(name.upper(), known, 1, cutoff=0.8) if name.upper().startswith(PREFIX) else []
         if near and name not in known:
-            raise UserError(f"the environment has {name}, which nobody reads; did you mean {near[0]}? Rename or unset it")
+            raise UserError(f"the environment has {name}, which nobody reads; did you mean {known[near[0]]}? Rename or unset it")
 
 
 def is_strict() -> bool:

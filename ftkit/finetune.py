@@ -265,21 +265,24 @@ class Job:
             if trainer.is_world_process_zero():
                 folder.list_model(whole=True)
         summary = summarise(trainer, folder, seconds, dtype, plan, before)
-        summary["problem"] = problem
+        summary |= {"problem": problem, "model_written": not broken}
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})
             report.end()
             show_answers(say, shown.records(after))
             show_summary(say, summary, folder)
         if problem is not None:
-            raise Diverged(f"{problem}. {folder.divergences} names the steps; {self._advice()}")
+            raise Diverged(f"{problem}. {self._advice()}")
         return summary
 
     def _advice(self) -> str:
         """Return what to do about a run that failed."""
-        last = next(reversed(self.folder.checkpoints()), None)
-        kept = "there is no checkpoint to go back to" if last is None else f"{last.name} is whole"
-        return f"{kept}. Lower optimizer.lr, set train.on_divergence to skip or rollback, or look at the data of these steps"
+        last, divergences = next(reversed(self.folder.checkpoints()), None), self.folder.divergences
+        told = [f"{divergences} names the steps."] if divergences.exists() else []
+        told += ["There is no checkpoint to go back to." if last is None else f"The last checkpoint is {last.name}."]
+        ways = ["Lower optimizer.lr"]
+        ways += ["set train.on_divergence to skip or rollback"] if self.recipe.train.on_divergence == "continue" else []
+        return " ".join([*told, f"{', '.join(ways)}, or look at the data of the last steps"])
 
 
 def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:

@@ -77,10 +77,10 @@ class Stop:
         Nothing is torn down: another thread may be in the middle of anything, and other ranks still hold the group.
         """
         if self.refused is not None:
-            self.refused.write_text(str(error), encoding="utf-8")
+            self.refused.write_text(str(error), encoding="utf-8", errors="backslashreplace")
         else:  # past Python's buffers, whose locks another thread may hold; one rank tells the whole story
             told = str(error) if self.rank == 0 else str(error).partition("\n")[0]
-            os.write(2, f"ftkit (rank {self.rank}): {told}\n".encode())
+            os.write(2, f"ftkit (rank {self.rank}): {told}\n".encode(errors="backslashreplace"))
         os._exit(error.exit_code)
 
 

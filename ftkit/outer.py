@@ -48,17 +48,17 @@ def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
         raise UserError("SLURM_PROCID is set but not SLURM_JOB_NODELIST: set MASTER_ADDR to the first host of the job")
     node = _number(environ, "SLURM_NODEID")
     on_nodes = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
-    tasks_of_nodes = _tasks_per_node(on_nodes)
-    if not tasks.isdecimal() or node >= len(tasks_of_nodes):
+    tasks_here, rank = _tasks_of_node(on_nodes, node), _number(environ, "SLURM_PROCID")
+    if not re.fullmatch("[0-9]{1,18}", tasks) or tasks_here is None or rank >= int(tasks):
         raise UserError(
-            f"Slurm's variables do not fit together: {tasks} tasks, {on_nodes} on each node, and this is node {node}. "
+            f"Slurm's variables do not fit together: {tasks} tasks, {on_nodes} on each node; this is task {rank} on node {node}. "
             "Start the job with srun, or unset SLURM_PROCID to let ftkit start its own ranks"
         )
     return {
-        "RANK": str(_number(environ, "SLURM_PROCID")),
+        "RANK": str(rank),
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID")),
-        "LOCAL_WORLD_SIZE": str(tasks_of_nodes[node]),
+        "LOCAL_WORLD_SIZE": str(tasks_here),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(hosts),
         # All ranks of a job must agree without talking; the job number keeps two jobs of a host apart.
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _number(environ, "SLURM_JOB_ID") % 20000),
@@ -86,10 +86,13 @@ def first_host(hosts: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else hosts
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's `2(x3),1` to [2, 2, 2, 1]."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
+def _tasks_of_node(text: str, node: int) -> int | None:
+    """Return how many tasks Slurm's `2(x3),1` gives to a node, of 2, 2, 2 and 1; None where it knows no such node."""
+    for count, times in re.findall(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", text):
+        if node < int(times or 1):
+            return int(count)
+        node -= int(times or 1)
+    return None
 
 
 def _threads_of_torchrun(environ: Mapping[str, str]) -> dict[str, str]:

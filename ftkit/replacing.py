@@ -5,11 +5,12 @@ under one name or the other whatever happens: a full disk, a kill. A checkpoint 
 whose place nobody took, gets its name back.
 
 It refuses, by name, a file of a user's whose name the new checkpoint needs, and what is no folder. What it costs: a link a
-file; a copy where the file system has no links.
+file; where the file system has no links, a copy, which is then compared.
 """
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import shutil
@@ -132,4 +133,9 @@ def _sync(path: Path) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    return not one.is_symlink() and one.samefile(other)
+    """Return whether two names are of one file, or of a file and its copy."""
+    if os.path.samestat(one.lstat(), other.lstat()):
+        return True
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and os.readlink(one) == os.readlink(other)
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)

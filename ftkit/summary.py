@@ -217,5 +217,6 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         lines.append(("NVMe", _nvme_line(moved, seconds)))
     if summary.get("problem") is not None:
         lines.insert(0, ("FAILED", summary["problem"]))
-    model = str(folder.model) if folder.model.exists() else "none was written"
+    earlier = f"; {folder.model} is of an earlier run" if folder.model.exists() else ""
+    model = str(folder.model) if summary.get("model_written", True) else f"none was written{earlier}"
     return [*lines, ("model", model), ("results", str(folder.path))]

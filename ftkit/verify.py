@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +41,8 @@ LEAST_STEPS = 4
 VERDICTS = "verify.json"
 TRIALS = ".trials.json"
 """The folders of trials that are there, or may be after a kill."""
+TRIAL = re.compile(r"\d{1,3}|killed|stock|resumed-\d{1,9}")
+"""Their names."""
 
 Runner = Callable[[Sequence[Trial], int], list[Trajectory]]
 """(trials, ranks): runs trials of as many ranks, one after the other, in processes of their own."""
@@ -157,30 +160,33 @@ def verify(
     split_batch(recipe, ranks)
     folder.mkdir(parents=True, exist_ok=True)
     trials = trials_of(recipe, ranks, most_ranks, folder, steps)
-    _claim(folder, [Path(trial.recipe.output.dir).name for trial in trials])
+    claimed = _claim(folder, [Path(trial.recipe.output.dir).name for trial in trials])
     found: list[Trajectory] = []
     try:
         for group in groups(trials):
             say(f"{counted(group[0].ranks, 'rank')}: {', '.join(trial.name for trial in group)}")
             found += run(group, group[0].ranks)
     finally:
-        for trial in trials:
-            shutil.rmtree(trial.recipe.output.dir, ignore_errors=True)
+        for name in claimed:
+            shutil.rmtree(folder / name, ignore_errors=True)
         (folder / TRIALS).unlink(missing_ok=True)
     return verdicts(found, compute_dtype(recipe.train.dtype), steps)
 
 
-def _claim(folder: Path, names: Sequence[str]) -> None:
+def _claim(folder: Path, names: Sequence[str]) -> list[str]:
     """Note the folders of the trials, which are removed at the end; what a killed `ftkit verify` noted may be there.
+
+    Returns:
+        The names of all of them, those of the killed one included.
 
     Raises:
         UserError: one of them, or the file of verdicts, is there and is the user's.
     """
     try:
-        noted = json.loads((folder / TRIALS).read_text()) if is_ours(folder / TRIALS) else {}
-    except (OSError, ValueError):
-        noted = {}
-    known = noted.get("trials") or []
+        noted = json.loads((folder / TRIALS).read_text())["trials"] if is_ours(folder / TRIALS) else []
+    except (OSError, ValueError, KeyError, RecursionError):
+        noted = []
+    known = [name for name in noted if TRIAL.fullmatch(str(name))] if isinstance(noted, list) else []
     foreign = [name for name in names if (folder / name).exists() and name not in known]
     foreign += [name for name in (TRIALS, VERDICTS) if not is_ours(folder / name)]
     if foreign:
@@ -188,7 +194,9 @@ def _claim(folder: Path, names: Sequence[str]) -> None:
             f"output.dir: no `ftkit verify` wrote {folder / foreign[0]}, and this one would replace or remove it; move it "
             "away, or choose another folder with --set output.dir=PATH"
         )
-    write_json(folder / TRIALS, {"trials": sorted({*known, *names})})
+    claimed = sorted({*map(str, known), *names})
+    write_json(folder / TRIALS, {"trials": claimed})
+    return claimed
 
 
 def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:

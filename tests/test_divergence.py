@@ -129,6 +129,8 @@ def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, world
     with pytest.raises(RankFailure, match=r"training failed: .* is not finite, so that no model is written") as failed:
         worlds[2].run(job, text)
     assert "Diverged" in str(failed.value)
+    assert "names the steps" not in str(failed.value), "there is no such file"
+    assert not (home / "killed" / "divergences.jsonl").exists()
     assert "is not finite" in json.loads((home / "killed" / "summary.json").read_text())["problem"]
     assert not list((home / "killed").glob("model/*.safetensors"))
 
@@ -136,8 +138,10 @@ def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, world
 def test_a_run_that_failed_stays_failed_when_it_is_resumed_at_its_end(home, worlds):
     text = text_of(home, "end", "skip")
     for checkpoint, words in ((None, "in 1 of 8 steps"), (str(home / "end" / "checkpoint-8"), "no step was left to make")):
-        with pytest.raises(RankFailure, match=f"Diverged: training failed: .*{words}"):
+        with pytest.raises(RankFailure, match=f"Diverged: training failed: .*{words}") as failed:
             worlds[2].run(spoiled_job, text, {8: math.nan}, (), checkpoint)
+        assert "divergences.jsonl names the steps" in str(failed.value)
+        assert "set train.on_divergence" not in str(failed.value), "it is skip"
         assert words in json.loads((home / "end" / "summary.json").read_text())["problem"]
 
 

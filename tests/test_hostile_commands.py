@@ -174,12 +174,26 @@ def test_a_fault_of_ours_is_one_line_and_a_file(capsys, monkeypatch, tmp_path):
     assert "Traceback" in report.read_text()
 
 
-@pytest.mark.parametrize("name", ["FTKIT_STRCT", "FTKIT_NUM_THREAD", "ftkit_strict"])
-def test_a_variable_that_nobody_reads_is_named(name, capsys, monkeypatch):
+def test_a_fault_that_names_what_is_no_text_is_one_line_and_a_file(capsys, monkeypatch, tmp_path):
+    def fails(*_):
+        raise ValueError("a file called \udcff")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "show_recipes", fails)
+    assert told(capsys, "recipes", "list")[0] == UNEXPECTED
+    (report,) = tmp_path.glob("ftkit-fault-*.txt")
+    assert "a file called \\udcff" in report.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("FTKIT_STRCT", "FTKIT_STRICT"), ("ftkit_strict", "FTKIT_STRICT"), ("FTKIT_THREADS", "OMP_NUM_THREADS")],
+)
+def test_a_variable_that_nobody_reads_is_named(name, meant, capsys, monkeypatch):
     monkeypatch.setenv(name, "1")
     code, said = told(capsys, "recipes", "list")
     assert code == 2
-    assert f"the environment has {name}, which nobody reads; did you mean FTKIT_" in " ".join(said.split())
+    assert f"the environment has {name}, which nobody reads; did you mean {meant}?" in " ".join(said.split())
     monkeypatch.delenv(name)
     monkeypatch.setenv("FTKIT_RUNS", "1")  # a user's own
     assert told(capsys, "recipes", "list")[0] == 0

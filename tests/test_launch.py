@@ -5,6 +5,7 @@ The workers know torch only. They are named, not handed over: a spawned process 
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ftkit import launch, watch
 from ftkit.errors import RESUME_ME, MemoryShort, UserError
+from ftkit.launch import Stop
 from ftkit.outer import first_host, outer_job, threads_per_rank
 from ftkit.watch import Failure, RankError, StoppedError, explain
 
@@ -163,6 +165,15 @@ def test_a_rank_leaves_with_its_report_from_any_thread():
     assert not children()
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_rank_leaves_with_words_that_are_no_text(refused, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        Stop(refused=tmp_path / "refused" if refused else None).leave(UserError("a file called \udcff"))
+    assert left.value.code == 2
+    assert "a file called \\udcff" in ((tmp_path / "refused").read_text() if refused else capfd.readouterr().err)
+
+
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
     with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
         start(die_on_rank_1, signal.SIGKILL, str(tmp_path / "died"))
@@ -303,6 +314,20 @@ def test_slurm_is_joined():
         "MASTER_PORT": "30123",
     }
     assert outer_job({**SLURM, "MASTER_ADDR": "b", "MASTER_PORT": "7"})["MASTER_ADDR"] == "b"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"SLURM_TASKS_PER_NODE": "2(x1)"}, {"SLURM_PROCID": "6"}, {"SLURM_NTASKS": "9" * 5000}, {"SLURM_NTASKS": "2(x3)"}],
+)
+def test_slurm_variables_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(UserError, match="do not fit together"):
+        outer_job({**SLURM, **wrong})
+
+
+def test_a_huge_number_of_nodes_takes_no_memory():
+    assert outer_job({**SLURM, "SLURM_TASKS_PER_NODE": "2(x99999999999999)"})["LOCAL_WORLD_SIZE"] == "2"
+    assert outer_job({**SLURM, "SLURM_TASKS_PER_NODE": "1,3(x2)"})["LOCAL_WORLD_SIZE"] == "3"
 
 
 def test_a_slurm_batch_script_starts_its_own_ranks():

@@ -22,6 +22,7 @@ from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.replacing import remove_unfinished
 from ftkit.report.page import page
 from ftkit.run_folder import RunFolder, append_line, write, write_json
+from ftkit.summary import _lines
 from tests.jobs import job, recipe
 
 NAMES = [
@@ -265,6 +266,28 @@ def test_verify_removes_no_folder_of_the_users(home, tmp_path):
         _claim(tmp_path, ["0"])
 
 
+def test_verify_removes_what_a_killed_one_left_and_nothing_else(home, tmp_path):
+    from ftkit.verify import TRIALS, verify
+
+    names = ["resumed-5", "../mine", "mine", 7, None]
+    for name in ("verify/resumed-5", "verify/7", "verify/mine", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    write_json(tmp_path / "verify" / TRIALS, {"trials": names})
+    facts = parse(recipe(home, "unused", eval=None, show=None), "recipe.yaml")
+    with pytest.raises(KeyboardInterrupt):
+        verify(facts, 1, 1, tmp_path / "verify", mock.Mock(side_effect=KeyboardInterrupt), steps=4, say=str)
+    assert [path.name for path in (tmp_path / "verify").iterdir()] == ["mine"]
+    assert (tmp_path / "mine").is_dir()
+
+
+def test_a_model_of_an_earlier_end_is_not_told_as_this_runs(saved):
+    folder = RunFolder(saved / "full")
+    summary = json.loads(folder.summary.read_text())
+    assert dict(_lines(summary, folder))["model"] == str(folder.model)
+    told = dict(_lines({**summary, "problem": "training failed", "model_written": False}, folder))
+    assert told["model"] == f"none was written; {folder.model} is of an earlier run"
+
+
 @pytest.mark.slow
 def test_a_name_in_other_letters_is_the_same_name_where_the_file_system_says_so(tmp_path):
     disk = tmp_path / "disk"
@@ -342,6 +365,24 @@ def test_a_checkpoint_takes_a_folders_place_and_the_users_files_stay(tmp_path, f
         assert not {path.name for path in final.iterdir()} & (STOCK.keys() - {"trainer_state.json"})
         assert (final / "trainer_state.json").read_text() == "new"
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_links_and_copies_of_the_users_do_not_keep_the_former_checkpoint(tmp_path, links):
+    (tmp_path / "elsewhere").write_text("mine")
+    folder = tmp_path / "run"
+    final = folder / "checkpoint-2"
+    (final / "plots").mkdir(parents=True)
+    (final / "plots" / "a.png").write_text("mine")
+    for name, target in (("link", "../../elsewhere"), ("broken", "nowhere")):
+        (final / name).symlink_to(target)
+    refused = mock.patch.object(os, "link", side_effect=PermissionError(1, "Operation not permitted"))
+    for _ in range(2):
+        with suppress() if links else refused:
+            publish(new_checkpoint(folder), final)
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
+        assert (final / "plots" / "a.png").read_text() == (final / "link").read_text() == "mine"
+        assert os.readlink(final / "broken") == "nowhere"
 
 
 @pytest.mark.parametrize("name", ["", "contents.json", "ftkit/manifest.json", "config.json/old.txt"])
