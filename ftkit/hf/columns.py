@@ -88,14 +88,16 @@ class Watched(dict):
         content: the keys and values; dictionaries below are watched as well
         path: its name
         read: gets the names of the keys that are read
+        element: what `read` gets besides, as of one that stands in a list
     """
 
-    def __init__(self, content: dict[str, Any], path: str, read: set[str]):
+    def __init__(self, content: dict[str, Any], path: str, read: set[str], element: str = ""):
         super().__init__({key: watched(value, below(path, key), read) for key, value in content.items()})
-        self._path, self._read = path, read
+        self._path, self._read, self._element = path, read, element
 
     def _note(self, keys: Iterable[Any]) -> None:
         self._read.update(below(self._path, str(key)) for key in keys)
+        self._read.add(self._element)
 
     def __getitem__(self, key: Any) -> Any:
         self._note([key])
@@ -134,7 +136,26 @@ def watched(value: Any, path: str, read: set[str]) -> Any:
     """Return a value with its dictionaries watched, at any depth."""
     if isinstance(value, dict):
         return Watched(value, path, read)
-    return [watched(inner, path, read) for inner in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return [
+        Watched(inner, path, read, _element(path, number)) if isinstance(inner, dict) else watched(inner, path, read)
+        for number, inner in enumerate(value)
+    ]
+
+
+def _element(path: str, number: int) -> str:
+    """Return what stands for one element of a list among the names that are read; no name has such characters."""
+    return f"{path}\0{number}"
+
+
+def passed_over(values: Any, path: str, read: Collection[str]) -> list[int]:
+    """Return the numbers, from 0, of the objects in a list of which nothing is read, where something of others is."""
+    if not isinstance(values, list):
+        return []
+    objects = [number for number, value in enumerate(values) if isinstance(value, dict)]
+    missed = [number for number in objects if _element(path, number) not in read]
+    return missed if len(missed) < len(objects) else []
 
 
 def not_read(value: Any, path: str, read: Collection[str]) -> Iterator[str]:

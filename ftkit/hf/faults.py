@@ -12,6 +12,7 @@ microseconds a row, and 8 bytes a sample in the cache.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from ftkit.hf.counts import Found, Report
 from ftkit.hf.formats import Conversation
@@ -32,6 +34,10 @@ KINDS = {
     "token inside the template's {% generation %} marks",
     "only_end": "an answer that holds nothing but its end: the template leaves out what it says (a tool call?)",
     "left_out": "a system, user or tool turn that the chat template leaves out",
+    "half_read": "an answer of which the chat template leaves out a part, which is not learned: its reasoning, or words "
+    "beside its calls. Some templates drop the reasoning of all answers but the last; rows of one answer each keep it",
+    "call_as_text": "a call whose arguments are JSON text, which the chat template puts in quotes once more. Write them as "
+    "an object",
     "doubled_bos": "two beginning-of-sequence tokens in a row; at the front of a row one of them was dropped. Take it out "
     "of the text or of the chat template",
     "answer_cut": "an answer cut off by data.sequence_tokens, its end with it. Raise that, or shorten the rows",
@@ -55,6 +61,7 @@ LEAST_TEXT = 3
 FEW_WORDS = 3
 """Tokens up to which an answer is looked at more closely: whether there is anything in it."""
 CLOSING_CHARACTERS = 20
+SIGNS = re.compile(r"\W+")
 LITTLE_TRAINED = 0.01
 """Share of tokens trained on below which it is told."""
 
@@ -140,6 +147,8 @@ class Marks:
             empty = [self._empty(rendered.ids[slice(*span)]) for span in rendered.answers] if answers else []
             found["only_end"], silent = any(empty), bool(empty) and all(empty)
             found["left_out"] = bool(rendered.text) and self._left_out(rendered.text, conversation)
+            found["half_read"] = bool(rendered.text) and self._half_read(rendered.text, conversation)
+            found["call_as_text"] = any(quoted in rendered.text for quoted in _quoted_arguments(conversation))
             found["special_in_text"] = self.texts is not None and any(
                 self.texts.search(turn["content"]) for turn in conversation.turns
             )
@@ -178,9 +187,33 @@ class Marks:
         """Return whether the last words of a system, user or tool turn are missing from a text."""
         return any(is_missing(turn["content"], text) for turn in conversation.turns if turn["role"] != "assistant")
 
+    def _half_read(self, text: str, conversation: Conversation) -> bool:
+        """Return whether a part of an answer that is to be learned is missing from a text; blanks and signs aside."""
+        bare = ""
+        for number, turn in enumerate(conversation.turns):
+            if turn["role"] != "assistant" or number in conversation.muted:
+                continue
+            for said in (turn["content"], *(turn.get(key) for key in _REASONING_FIELDS)):
+                if isinstance(said, str) and said.strip() not in text:
+                    bare = bare or SIGNS.sub("", text)
+                    if SIGNS.sub("", said) not in bare:
+                        return True
+        return False
+
     def name(self, token: int) -> str:
         """Return a token as text."""
         return str(self.tokenizer.convert_ids_to_tokens(token))
+
+
+def _quoted_arguments(conversation: Conversation) -> Iterator[str]:
+    """Yield the arguments of calls that are JSON text of an object as they stand within JSON."""
+    for turn in conversation.turns:
+        calls = turn.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            said = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(said, str) and '"' in said:
+                yield json.dumps(said, ensure_ascii=False)
 
 
 def is_missing(said: str, text: str) -> bool:

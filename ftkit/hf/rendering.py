@@ -30,7 +30,7 @@ import jinja2
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from ftkit.errors import UserError
-from ftkit.hf.columns import below, not_read
+from ftkit.hf.columns import below, not_read, passed_over
 from ftkit.hf.formats import BadRowError, Conversation
 from ftkit.hf.once import RefusedError
 from ftkit.hf.roles import Owners, owners_of, structure_of
@@ -190,12 +190,27 @@ class Rendering:
             read += [set() for _ in conversation.turns[len(read) :]]
         unread = []
         for extra, into in zip(extras, read):
+            for key, value in extra.items():
+                self.refuse_passed_over(value, below(column, key), into)
             unread += not_read(extra, column, into | _reasons_read(extra, column, into))
+        self.refuse_passed_over(tools, "tools", read_tools)
         if tools and (read_tools or not isinstance(tools[0], dict)):
             unread += not_read(tools, "tools", read_tools)
         elif tools:
             unread.append("tools")
         return unread
+
+    def refuse_passed_over(self, values: Any, name: str, read: Collection[str]) -> None:
+        """Refuse a row in whose list of calls or tools the template reads some and passes others over.
+
+        Raises:
+            BadRowError: with the first of them
+        """
+        if missed := passed_over(values, name, read):
+            raise BadRowError(
+                f"has {len(values)} `{name}`, and the chat template of {name_of(self.tokenizer)} does not read number "
+                f"{missed[0] + 1}. Give the tokenizer a template that reads all of them, or write the row without it"
+            )
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the model is to answer: what it saw before an answer when it was trained."""

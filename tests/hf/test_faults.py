@@ -23,6 +23,16 @@ END_OUTSIDE = TEMPLATE.replace(" + eos_token }}{% endgeneration %}", " }}{% endg
 READS_CALLS = "{%- set calls = (message.tool_calls or []) | tojson %}{% generation %}"
 LOOKS_AT_CALLS = TEMPLATE.replace("{% generation %}", READS_CALLS)
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "now"}}]}
+LAST_REASONS = TEMPLATE.replace(
+    "{% generation %}",
+    "{%- set reasons = message.reasoning_content or '' %}{% generation %}{{- reasons if loop.last else '' }}",
+)
+DUMPS_CALLS = TEMPLATE.replace("message['content'] +", "message['content'] + (message.tool_calls or '') | tojson +")
+CALL_IN_WORDS = {
+    "role": "assistant",
+    "content": "I look",
+    "tool_calls": [{"function": {"name": "now", "arguments": '{"zone": "utc"}'}}],
+}
 
 
 def chat(question, answer, system=None):
@@ -32,6 +42,8 @@ def chat(question, answer, system=None):
 
 
 GOOD = chat("1+1?", "two", "be short")
+REASONED = {"role": "assistant", "content": "two", "reasoning_content": "one and one"}
+TWO_ANSWERS = {"messages": [*chat("1+1?", REASONED)["messages"], *chat("2+2?", "four")["messages"]]}
 
 
 @pytest.fixture
@@ -63,6 +75,8 @@ PLANTED = {
     "end_not_trained": (END_OUTSIDE, GOOD, {}),
     "only_end": (LOOKS_AT_CALLS, chat("what time is it?", TOOL_CALL), {}),
     "left_out": (NO_SYSTEM, GOOD, {}),
+    "half_read": (LAST_REASONS, TWO_ANSWERS, {"sequence_tokens": 200}),
+    "call_as_text": (DUMPS_CALLS, chat("what time is it?", CALL_IN_WORDS), {"sequence_tokens": 200}),
     "doubled_bos": (CLOSED, chat("<begin><begin>1+1?", "two"), {}),
     "answer_cut": (TEMPLATE, chat("1+1?", "two " * 20), {}),
     "cut": (TEMPLATE, {"text": "two " * 40}, {"long_text": "cut"}),
@@ -226,3 +240,39 @@ def test_lengths_fall_into_round_classes(ready):
 
 def test_every_kind_has_a_planted_row():
     assert set(KINDS) == {*PLANTED, "unknown"}
+
+
+def without(part):
+    return TEMPLATE.replace("message['content'] +", f"message['content'].split({part!r})[-1] +")
+
+
+PARTS = {
+    "thinking that is cut away": (without("</think>"), {"content": "<think>so it is</think>two, as anybody can see"}, True),
+    "thinking that is kept": (TEMPLATE, {"content": "<think>so it is</think>two, as anybody can see"}, False),
+    "thinking that is written otherwise": (
+        TEMPLATE.replace("message['content'] +", "message['content'].replace('</think>', '\\n</think>\\n\\n') +"),
+        {"content": "<think>so it is</think>two, as anybody can see"},
+        False,
+    ),
+    "thinking of an answer that is not learned": (
+        without("</think>"),
+        {"content": "<think>so</think>two, as anybody can see", "weight": 0},
+        False,
+    ),
+    "words beside a call": (
+        TEMPLATE.replace(
+            "message['content'] +", "(message.tool_calls | tojson if message.tool_calls else message.content) +"
+        ),
+        {**CALL_IN_WORDS, "tool_calls": [{"function": {"name": "now", "arguments": {"zone": "utc"}}}]},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_an_answer_that_the_template_leaves_out_is_told(ready, case):
+    template, answer, is_told = PARTS[case]
+    last = [{"role": "user", "content": "and 2+2?"}, {"role": "assistant", "content": "four it is, as before"}]
+    row = {"messages": [*chat("1+1?", {"role": "assistant", **answer})["messages"], *last]}
+    tokenizer, prepared = ready([row], template, sequence_tokens=300)
+    assert ("half_read" in [fault.kind for fault in prepared.faults(tokenizer)]) == is_told

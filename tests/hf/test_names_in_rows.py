@@ -368,3 +368,26 @@ def test_what_a_row_to_show_is_asked_without_is_named(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [each.unread for each in questions(Show(path=str(path)))] == [(), ("id",), ("tools",)]
     assert [each.unread for each in questions(Show(path=str(path)), ["id", "tools"])] == [(), (), ()]
+
+
+FIRST_CALL = TEMPLATE.replace(
+    "{% generation %}", "{% generation %}{%- if message.tool_calls %}{{- message.tool_calls[0] | tojson }}{%- endif %}"
+)
+FIRST_TOOL = "{%- if tools %}{{- tools[0] | tojson }}{%- endif %}" + TEMPLATE
+ALL_CALLS = FIRST_CALL.replace("tool_calls[0]", "tool_calls")
+CALLS = {"messages": [USER, {**ANSWER, "tool_calls": [TOOL, TOOL]}]}
+TOOLS = {"messages": TURNS, "tools": [TOOL, TOOL]}
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "name"), [(FIRST_CALL, CALLS, "messages.tool_calls"), (FIRST_TOOL, TOOLS, "tools")]
+)
+def test_a_call_or_a_tool_that_the_template_passes_over_stops(ready, template, row, name):
+    with pytest.raises(RefusedError, match=rf"rows.jsonl:2: has 2 `{name}`, and .* does not read number 2\."):
+        ready([GOOD, row], template)
+    assert ready([GOOD, row], template, on_bad_row="skip").report.bad_rows == 1
+
+
+@pytest.mark.parametrize(("template", "row"), [(ALL_CALLS, CALLS), (DUMPS_TOOLS, TOOLS)])
+def test_a_template_may_read_all_calls_and_tools(ready, template, row):
+    assert ready([GOOD, row], template, sequence_tokens=400).report.samples == 2
