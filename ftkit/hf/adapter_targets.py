@@ -78,9 +78,16 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
     if not isinstance(targets, str):  # of a pattern PEFT leaves layers aside
         chosen = [name for name in chosen if _is_in_layers(name, layers, lists)]
+    is_match = _matching(config)
     for field, names in _patterns(config).items():
-        _each(model, field, names, [*chosen, *others], _matching(config))
+        _each(model, field, names, [*chosen, *others], is_match)
+        if is_match is _is_pattern:
+            _check_hidden(field, names, [*chosen, *others])
     _check_tokens(model, "trainable_token_indices", asked["trainable_token_indices"], modules)
+    _check_tokens(model, "alora_invocation_tokens", getattr(config, "alora_invocation_tokens", None), modules)
+    blocks = getattr(config, "use_bdlora", None)
+    for field in ("target_modules_bd_a", "target_modules_bd_b"):
+        _each(model, f"use_bdlora.{field}", getattr(blocks, field, None), adapted, lambda name, found: name in found)
     if config.peft_type == PeftType.TRAINABLE_TOKENS:
         found = [name for name in modules if _is_adapted(name, targets)]
         _check_tokens(model, "token_indices", dict.fromkeys(found, config.token_indices) or config.token_indices, modules)
@@ -168,6 +175,18 @@ def _each(
     for name in sorted(map(str, names)):
         if not name.strip() or not any(is_match(name, found) for found in there):
             raise UserError(_refusal(model, field, name, there, "matches no"))
+
+
+def _check_hidden(field: str, names: Sequence[str], there: Sequence[str]) -> None:
+    """Raise for a name before which another matches all of its modules, and more: PEFT takes the first that matches."""
+    matched = {name: {found for found in there if _is_pattern(name, found)} for name in names}
+    for number, name in enumerate(names):
+        hiding = next((earlier for earlier in names[:number] if matched[name] < matched[earlier]), None)
+        if hiding is not None:
+            raise UserError(
+                f"adapter: {field}: {name!r} stands behind {hiding!r}, which matches all of its modules; PEFT takes the "
+                f"first that matches, so that {name!r} would never be used. Write it before {hiding!r}"
+            )
 
 
 def _refusal(model: nn.Module, field: str, name: str, there: Sequence[str], says: str) -> str:

@@ -22,6 +22,7 @@ from peft import (
     get_peft_model,
     inject_adapter_in_model,
 )
+from peft.tuners.lora.config import BdLoraConfig
 from torch import nn
 
 import ftkit
@@ -42,6 +43,11 @@ WRONG = {
     "an excluded module": (lora(exclude_modules=["mpl.up_proj"]), "exclude_modules", "up_proj"),
     "a rank": (lora(rank_pattern={"k_proj": 8}), "rank_pattern: 'k_proj'", "q_proj"),
     "an alpha": (lora(alpha_pattern={"layers.9.self_attn.q_proj": 8}), "alpha_pattern", "q_proj"),
+    "a rank behind one of more modules": (
+        lora(rank_pattern={"q_proj": 4, "layers.1.self_attn.q_proj": 8}),
+        "rank_pattern: 'layers.1.self_attn.q_proj' stands behind 'q_proj'",
+        "Write it before",
+    ),
     "a rank of an excluded module": (
         lora(rank_pattern={"q_proj": 4}, exclude_modules=["q_proj"]),
         "rank_pattern",
@@ -86,6 +92,12 @@ WRONG = {
         lora(trainable_token_indices={"embed_tokens": [-1]}),
         "-1 is no token",
         "rows 0 to 96",
+    ),
+    "a token that invokes": (lora(alora_invocation_tokens=[5, 97]), "alora_invocation_tokens: 97", "rows 0 to 96"),
+    "a block-diagonal module": (
+        lora(use_bdlora=BdLoraConfig(target_modules_bd_a=["q_porj"], match_strict=False)),
+        "use_bdlora.target_modules_bd_a: 'q_porj'",
+        "q_proj",
     ),
     "a token alone": (TrainableTokensConfig(token_indices=[97]), "token_indices: 97 is no token", "rows 0 to 96"),
     "a token alone before the first": (
@@ -283,3 +295,10 @@ def test_an_adapter_without_a_peft_model_is_checked(add):
     model.add_adapter(config) if add == "add_adapter" else inject_adapter_in_model(config, model)
     with pytest.raises(ftkit.UserError, match="'typo_proj' matches no module"):
         ftkit.shard(model, {"stage": 1})
+
+
+def test_a_pattern_of_fewer_modules_may_stand_first(folder):
+    pattern = {"layers.1.self_attn.q_proj": 8, "q_proj": 4, ".*_proj": 6}
+    model = ftkit.load_model(folder, adapter=lora(rank_pattern=pattern))
+    ranks = {name.partition(".self_attn.")[2]: len(each) for name, each in model.named_parameters() if "layers.1" in name}
+    assert [ranks[f"{name}.lora_A.default.weight"] for name in ("q_proj", "v_proj")] == [8, 6]
