@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ftkit.hf.columns import refuse_marks, refuse_unmatched
-from ftkit.hf.config_names import check_special_tokens, check_tokenizer_fields
+from ftkit.hf.config_names import check_special_tokens, check_template_files, check_tokenizer_fields
 from ftkit.hf.data import Prepared, prepare, prepare_section, split
 from ftkit.hf.faults import Fault
 from ftkit.hf.model_config import check_folder, read_config, reading
@@ -69,6 +69,8 @@ def load_tokenizer(model: Model) -> Any:
             raise
     check_tokenizer_fields(name)
     check_special_tokens(tokenizer, name)
+    if not tokenizer.chat_template:
+        check_template_files(name)
     return tokenizer
 
 

@@ -78,9 +78,24 @@ def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Compare fields that are set beside a configuration (`load_model(folder, field=...)`) with those that it has.
 
     Raises:
-        UserError: a field that the configuration does not have, with the nearest
+        UserError: a field that the configuration does not have, with the nearest, or a part of a rotation
     """
     _check(changes, config, "load_model")
+    rope = getattr(config, "rope_parameters", None)
+    said = changes.get("rope_parameters", changes.get("rope_scaling"))
+    without_base = isinstance(said, Mapping) and "rope_theta" not in said and not any(map(_is_mapping, said.values()))
+    base_alone = "rope_theta" in changes and "rope_theta" not in vars(config)
+    if isinstance(rope, Mapping) and "rope_theta" in rope and (without_base or base_alone):
+        whole = {**rope, **(said if isinstance(said, Mapping) else {})}
+        whole["rope_theta"] = changes.get("rope_theta", rope["rope_theta"])
+        raise UserError(
+            f"load_model: a configuration of {config.model_type} has its rotation in rope_parameters, rope_theta with the "
+            f"rest, and reads it nowhere else: give rope_parameters={whole!r}"
+        )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str, unread: list[str] | None = None) -> None:
@@ -216,6 +231,24 @@ def _templates(stated: Any) -> dict[str, str]:
         return {"default": stated}
     listed = [each for each in stated if isinstance(each, dict)] if isinstance(stated, list) else []
     return {str(each.get("name")): str(each.get("template")) for each in listed}
+
+
+def check_template_files(folder: str) -> None:
+    """Stop where a tokenizer has no chat template and its folder a file that is one by its name, which is not read.
+
+    Args:
+        folder: of a tokenizer without a chat template; names of the hub are passed over
+
+    Raises:
+        UserError: with the file
+    """
+    place = Path(folder)
+    found = [*sorted(place.glob("*.jinja")), *sorted(place.glob("chat_template.json"))]
+    if found:
+        raise UserError(
+            f"{folder}: the tokenizer has no chat template, and {found[0].name} is not read. Write the template to "
+            f"chat_template.jinja, or move {found[0].name} away to train on plain text."
+        )
 
 
 def check_special_tokens(tokenizer: Any, folder: str) -> None:

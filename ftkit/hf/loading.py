@@ -41,7 +41,7 @@ from ftkit.hf.adapter_targets import check_kinds, check_names
 from ftkit.hf.adapting import with_adapter
 from ftkit.hf.config_names import check_changes
 from ftkit.hf.initialising import fill_weights, initialise
-from ftkit.hf.model_config import check_buffers, check_layers, config_file, read_config, reading
+from ftkit.hf.model_config import base_of_adapter, check_buffers, check_layers, config_file, read_config, reading
 from ftkit.hf.narrowing import Narrowing
 from ftkit.hf.settings import named_dtype
 from ftkit.hf.sources import LoadReport, WeightSource, check_adapter, fill, load_buffers, source_of
@@ -103,6 +103,7 @@ def load_model(
     )
     if source is None:
         return model.eval() if adapter is None else adapted_on_meta(model, adapter)
+    _refuse_other_weights(source, model.config)
     files = find_weights(source, revision)
     if model.can_generate():
         model.generation_config = _generation_config(source, revision, model.config)
@@ -171,11 +172,14 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
     """
     if os.path.isdir(source):
         folder = Path(source)
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return _indexed(index)
-        if (folder / "model.safetensors").is_file():
-            return [folder / "model.safetensors"]
+        index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        named = _indexed(index) if index.is_file() else []
+        if whole.is_file():  # first, as for transformers
+            if named not in ([], [whole]):
+                logger.warning("%s: the weights are those of %s; what %s names is not read", folder, whole.name, index.name)
+            return [whole]
+        if named:
+            return named
         pickles = [path.name for path in folder.glob("*.bin")] + [path.name for path in folder.glob("*.pt")]
         if pickles:
             raise UserError(
@@ -192,6 +196,26 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
         return [Path(cached_file(source, name, revision=revision)) for name in _names_in(Path(index_path))]
     except OSError as error:
         raise UserError(f"{source}: neither a folder nor a model that could be fetched ({error})") from error
+
+
+def _refuse_other_weights(folder: str, config: PretrainedConfig) -> None:
+    """Refuse a local folder of which `from_pretrained` would read more than `load_model`: an adapter, other files.
+
+    Raises:
+        UserError: naming it.
+    """
+    if base_of_adapter(folder) is not None:
+        raise UserError(
+            f"{folder}: holds an adapter beside the model (adapter_config.json), which from_pretrained would add and ftkit "
+            "does not. Move its files elsewhere; from there peft.PeftModel.from_pretrained(model, FOLDER, "
+            "is_trainable=True) adds it to a model that load_model gives"
+        )
+    named = getattr(config, "transformers_weights", None)
+    if named not in (None, "model.safetensors", "model.safetensors.index.json"):
+        raise UserError(
+            f"{folder}: config.json has transformers_weights: {named!r}, and ftkit reads model.safetensors, or what "
+            "model.safetensors.index.json names. Rename the file and remove that key"
+        )
 
 
 def _names_in(index: Path) -> list[str]:

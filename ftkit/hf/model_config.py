@@ -91,6 +91,11 @@ def read_config(
     if where is None:
         raise UserError("a model needs a folder, a hub name or a config")
     file, fields = check_folder(where)
+    if not fields and (adapted := base_of_adapter(where)) is not None:
+        raise UserError(
+            f"{where}: is an adapter of {adapted}, and a whole model is needed: name that one, or add the adapter to it "
+            "first (ftkit export ADAPTER OUT --merge-adapter) and name what is written"
+        )
     with reading(file, "no model configuration that transformers can read", fields, NEEDED if not fields else ""):
         loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         if config is not None and fields and type(loaded).__module__.startswith("transformers."):
@@ -139,6 +144,14 @@ def check_folder(where: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{path}: {doubled}")
     _check_numbers(fields, str(path))
     return str(path), fields
+
+
+def base_of_adapter(folder: str) -> str | None:
+    """Return what an adapter's configuration in a local folder calls its base, or None where there is none."""
+    try:
+        return str(json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def check_layers(config: PretrainedConfig, where: str) -> None:

@@ -83,6 +83,17 @@ def test_a_special_token_that_no_vocabulary_has_stops(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [{"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_parameters": {"factor": 2.0}}],
+)
+def test_a_part_of_a_rotation_that_nobody_reads_stops(changes):
+    with pytest.raises(UserError, match=r"give rope_parameters=\{.*'rope_theta': (500000|10000)\.0"):
+        load_model(None, config=LLAMA, **changes)
+    whole = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert load_model(None, config=LLAMA, rope_parameters=whole).config.rope_parameters == whole
+
+
+@pytest.mark.parametrize(
     ("field", "meant"),
     [("rms_norm_epz", "'rms_norm_eps'"), ("num_layer", ""), ("device_map", ""), ("quantization_config", "")],
 )
@@ -215,3 +226,12 @@ def test_chat_templates_without_a_default_are_named(tmp_path):
     tokenizer = load_tokenizer(Model(name=str(tmp_path)))
     with pytest.raises(UserError, match=r"has chat templates named 'rag' and none named 'default'"):
         Rendering.of(tokenizer)
+
+
+@pytest.mark.parametrize("file", ["chat-template.jinja", "chat_template.json"])
+def test_a_chat_template_in_a_file_that_is_not_read_stops(tmp_path, file):
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").rename(tmp_path / file)
+    assert f"the tokenizer has no chat template, and {file} is not read" in refused(tmp_path)
+    (tmp_path / file).unlink()
+    assert load_tokenizer(Model(name=str(tmp_path))).chat_template is None

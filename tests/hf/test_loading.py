@@ -403,6 +403,31 @@ def test_bad_indices(index, words, folder):
     refuse(folder, "model.safetensors.index.json", words)
 
 
+def test_a_file_of_all_weights_is_read_before_an_index_and_said(folder, caplog):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    name = "model-00001-of-00001.safetensors"
+    others = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    safetensors.torch.save_file(others, folder / name, {"format": "pt"})
+    index = {"weight_map": dict.fromkeys(tensors, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    weight = ftkit.load_model(folder).model.embed_tokens.weight
+    assert torch.equal(weight, transformers.LlamaForCausalLM.from_pretrained(folder).model.embed_tokens.weight)
+    assert "what model.safetensors.index.json names is not read" in caplog.text
+
+
+def test_weights_that_are_named_elsewhere_stop(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "mine.safetensors"}))
+    refuse(folder, "transformers_weights: 'mine.safetensors'", "Rename the file")
+
+
+def test_an_adapter_in_the_folder_of_a_model_stops(folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base"}))
+    refuse(folder, "holds an adapter beside the model", "PeftModel.from_pretrained")
+    (folder / "config.json").unlink()
+    refuse(folder, "is an adapter of base, and a whole model is needed", "--merge-adapter")
+
+
 def header(*, length: int | None = None, text: str | bytes = "{}", data: int = 64) -> bytes:
     """Return a safetensors file with a header of one's own."""
     raw = text if isinstance(text, bytes) else text.encode()
