@@ -7,6 +7,7 @@ for the sharded one with the same groups: the groups themselves are shared, so s
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ from ftkit.hf.plain import read_plain, readable
 from ftkit.hf.seeding import random_state, set_random_state
 from ftkit.hf.settings import EngineSettings
 from ftkit.hf.states import WRITING, begin_state, check_state_folder, is_whole, publish_state, settle_state
+
+logger = logging.getLogger(__name__)
 
 STEP_FILE = "accelerator.pt"
 DEVICES = ("cpu", "cuda")
@@ -472,6 +475,9 @@ def _refuse_handlers(accelerator: accelerate.Accelerator) -> None:
             "GradScalerKwargs: the engine has a loss scale of its own. Leave the handler off; in a plain loop give "
             "ftkit.ShardedAdamW(units, loss_scale=ftkit.LossScale(...))"
         )
+    backend = accelerator.state.dynamo_plugin.backend.value
+    if backend != "NO":
+        logger.warning("dynamo_backend=%s (ACCELERATE_DYNAMO_BACKEND) is not used: the engine compiles no blocks", backend)
     if not accelerator.even_batches and accelerator.num_processes > 1:
         raise UserError(
             "DataLoaderConfiguration(even_batches=False): ranks with fewer batches would leave the others waiting in a "

@@ -53,6 +53,23 @@ def check_arguments(args: Any, trainer: type) -> None:
         )
 
 
+def check_length_column(args: Any, dataset: Any) -> None:
+    """Stop for a column with the lengths of rows that the data have not: they would be measured instead.
+
+    Args:
+        args: of a Trainer. dataset: to train on.
+
+    Raises:
+        UserError: with the nearest column.
+    """
+    name, columns = args.length_column_name, getattr(dataset, "column_names", None)
+    if args.train_sampling_strategy == "group_by_length" and name != "length" and isinstance(columns, list):
+        close = difflib.get_close_matches(name, columns, 1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        if name not in columns:
+            raise UserError(f"length_column_name: no row has {name!r}; {meant}There are {', '.join(columns)}")
+
+
 def unknown_labels(names: Iterable[str] | None, batch: Any) -> str:
     """Return what to tell the user of `label_names` that a batch does not have, or ""."""
     absent = [name for name in names or () if name not in batch] if isinstance(batch, Mapping) else []

@@ -15,7 +15,7 @@ and values of a batch, and what holding costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +76,7 @@ def generate(
     Raises:
         UserError: a prompt that the template refuses or that is too long; hold=True where the weights do not fit.
     """
+    _check_prompts(prompts)
     seq2seq = base_of(model).config.is_encoder_decoder
     glues = [glue] * len(prompts) if isinstance(glue, str) else glue
     ids = [prompt_ids(tokenizer, turns_of(each), seq2seq=seq2seq, glue=own) for each, own in zip(prompts, glues)]
@@ -189,6 +190,17 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
         return Rendering.of(tokenizer).pair(asked)[0]
     except BadRowError as error:
         raise UserError(str(error)) from error
+
+
+def _check_prompts(prompts: Any) -> None:
+    """Raise for what is no list of texts and conversations: of one text, each letter would be answered."""
+    if isinstance(prompts, (str, Mapping)) or any(isinstance(each, Mapping) for each in prompts):
+        raise UserError("prompts: found one text or conversation, and a list of them is needed: [prompt]")
+    for number, prompt in enumerate(prompts):
+        turns = prompt if isinstance(prompt, (list, tuple)) else [prompt]
+        if not all(isinstance(turn, Mapping) for turn in turns) and not isinstance(prompt, str):
+            needed = "a text, or a list of turns with role and content, is needed"
+            raise UserError(f"prompts: number {number} is {str(prompt)[:60]}; {needed}")
 
 
 def turns_of(prompt: str | Sequence[dict]) -> list[dict]:

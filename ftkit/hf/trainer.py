@@ -39,7 +39,7 @@ from ftkit.engine.saving import Saving
 from ftkit.engine.shard import Units
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.accelerator import Accelerator, sharded_optimizer
-from ftkit.hf.argument_names import check_arguments, unknown_labels
+from ftkit.hf.argument_names import check_arguments, check_length_column, unknown_labels
 from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.attention import is_packed
 from ftkit.hf.base import BASE, write_base
@@ -182,6 +182,7 @@ class TrainerMixin(LossMixin):
             self.add_callback(EngineCheck(self))
         if self.args.ftkit is not None:
             check_callbacks(self.callback_handler.callbacks)
+            check_length_column(self.args, self.train_dataset)
         self.loss_record = LossRecord()
         self._trains = True
         try:

@@ -549,3 +549,9 @@ def test_a_loop_in_plain_pytorch(ranks, settings, worlds, tmp_path):
         assert logs[0].norms == pytest.approx(theirs.norms[first:], rel=1e-5)
         assert logs[0].rates == pytest.approx(theirs.rates[first:], rel=1e-9)
         assert_same_weights(logs[0].weights, theirs.weights)
+
+
+def test_a_compiler_that_is_not_used_is_told(monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    make("ours")
+    assert "dynamo_backend=INDUCTOR (ACCELERATE_DYNAMO_BACKEND) is not used" in caplog.text

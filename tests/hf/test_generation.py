@@ -497,3 +497,9 @@ def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
         expected = world1.run(texts, str(tmp_path), False, wanted)[0]
         assert world2.run(texts, str(tmp_path), True, wanted) == [expected] * 2
         assert len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("prompts", ["hello", [{"role": "user", "content": "hello"}], {"role": "user"}, [5], [["hello"]]])
+def test_prompts_that_are_no_list_of_them_stop(prompts):
+    with pytest.raises(ftkit.UserError, match=r"^prompts: "):
+        generate(runs.llama(), None, prompts)

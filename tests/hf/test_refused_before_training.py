@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
@@ -238,6 +239,19 @@ def test_a_name_in_the_arguments_that_nobody_reads_stops(tmp_path, arguments, wo
     run = Run(model=tiny, rows=4, arguments={"max_steps": 1, "gradient_checkpointing": True, **arguments})
     with pytest.raises(UserError, match=words):
         runs.make_trainer("ours", str(tmp_path), run)
+
+
+@pytest.mark.parametrize("name", ["lenght", "size"])
+def test_a_column_of_lengths_that_the_rows_have_not_stops(tmp_path, name):
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2], "size": 2}] * 4)
+    arguments = {"train_sampling_strategy": "group_by_length", "length_column_name": name, "max_steps": 1}
+    given = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
+    trainer = ftkit.Trainer(model=tiny(), args=given, train_dataset=rows)
+    if name == "size":
+        trainer.train()
+    else:
+        with pytest.raises(UserError, match="length_column_name: no row has 'lenght'; There are input_ids, labels, size"):
+            trainer.train()
 
 
 def test_a_trainer_that_makes_its_optimizer_may_read_any_name(tmp_path):
