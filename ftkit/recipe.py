@@ -356,6 +356,8 @@ class Show(Section):
     def _one(self) -> Show:
         if bool(self.prompts) == (self.path is not None):
             raise ValueError("needs one of `prompts` (a list of questions) and `path` (a file with rows)")
+        if self.prompts and self.count != type(self).model_fields["count"].default:  # a dumped recipe has the default
+            raise ValueError(f"found `count: {self.count}`, which is of the rows of `path`, beside `prompts`; remove it")
         return self
 
 

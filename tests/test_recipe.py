@@ -110,6 +110,7 @@ optimizer:
         ("optimizer: [1]", "optimizer: found [1], needs a section with keys"),
         ("model: {name: 7}", "model.name: found 7, needs text (quote it)"),
         ("train: {epochs: 1}\ntrain: {epochs: 2}", "r.yaml:2: train: given twice, first on line 1"),
+        ("show: {prompts: [a], count: 5}", "show: found `count: 5`, which is of the rows of `path`"),
         ("show: {prompts: [], max_new_tokens: 5}", "show: needs one of `prompts`"),
         ("a: [", "r.yaml:1: not readable as YAML"),
         ("a: &x [*x]", "an alias refers to a section that contains it"),

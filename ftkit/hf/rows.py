@@ -18,12 +18,14 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from ftkit.errors import UserError
 from ftkit.hf.files import READ_ERRORS, Files, digest_of_file, files_of, kind_of_file, open_bytes
@@ -93,12 +95,12 @@ class Source:
         return hashlib.sha256("\0".join(files).encode()).hexdigest()
 
     def files(self) -> Files:
-        """Return the files of a local source; none of a hub data set.
+        """Return the files of a local source; of a hub data set none, but those of a folder here that are not read.
 
         Raises:
             UserError: See `ftkit.hf.files.files_of`.
         """
-        return Files(()) if self.path is None else files_of(Path(self.path))
+        return files_beside(self) if self.path is None else files_of(Path(self.path))
 
     def rows(self, empty: list[str] | None = None) -> Iterator[Row]:
         """Yield the rows in their order.
@@ -130,6 +132,20 @@ class Source:
                 empty.append(file.name)
 
 
+def files_beside(source: Source) -> Files:
+    """Return what a data set that is named as one of the hub, and is a folder here, leaves unread of it."""
+    name, _, configuration = str(source.name).partition(":")
+    folder = Path(name)
+    if not folder.is_dir():
+        return Files(())
+    split = re.split(r"[\[+]", source.split)[0]
+    read = datasets.load_dataset_builder(name, configuration or None).config.data_files or {}
+    taken = {Path(file).resolve() for file in read.get(split, ())}
+    others = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.resolve() not in taken)
+    names = (str(file.relative_to(folder)) for file in others)
+    return Files((), tuple(name for name in names if not any(part.startswith(".") for part in Path(name).parts)))
+
+
 def load_hub(source: Source) -> datasets.Dataset:
     """Load a data set of the hub, from the local cache where it lies there; HF_HUB_OFFLINE and HF_HOME are respected.
 
@@ -137,6 +153,9 @@ def load_hub(source: Source) -> datasets.Dataset:
         UserError: not found, not reachable, no such split or configuration, or one that would need its own code
     """
     name, _, configuration = str(source.name).partition(":")
+    if name in _PACKAGED_DATASETS_MODULES or Path(name).is_file():
+        what = "is a file here" if Path(name).is_file() else "is a kind of files, and no data set of the hub"
+        raise UserError(f"data.name: {name!r} {what}; name a file, or a folder of files, as data.path")
     try:
         return datasets.load_dataset(name, configuration or None, split=source.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:

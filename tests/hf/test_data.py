@@ -462,6 +462,12 @@ def test_folders_and_hub_names(ready, tmp_path, tokenizer_of, monkeypatch):
     assert prepared.report.samples == 2
     assert not prepared.report.cached
     assert ready(source, tokenizer).report.cached
+    assert prepared.report.sources[0].passed_over == ("README.md",)
+    (folder / "a.jsonl").rename(folder / "train.jsonl")  # which datasets takes for a split, and b.jsonl for none
+    assert ready(source, tokenizer).report.sources[0].passed_over == ("README.md", "b.jsonl")
+    for name, told in (("json", "is a kind of files"), (str(folder / "b.jsonl"), "is a file here")):
+        with pytest.raises(UserError, match=f"^data.name: .* {told}.*data.path"):
+            ready(Source(name=name), tokenizer)
     with pytest.raises(UserError, match=r"split test"):
         ready(Source(name=str(folder), split="test"), tokenizer)
     with pytest.raises(UserError, match=r"for hub data sets"):
