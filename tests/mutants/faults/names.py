@@ -9,6 +9,34 @@ _FILES = "tests/hf/test_files_of_rows.py::"
 
 FAULTS = (
     _fault(
+        "a part of an answer that the chat template leaves out is told to nobody",
+        "ftkit/hf/faults.py",
+        'found["half_read"] = bool(rendered.text) and self._half_read(rendered.text, conversation)',
+        'found["half_read"] = False',
+        "tests/hf/test_faults.py::test_a_part_of_an_answer_that_the_template_leaves_out_is_told[words beside a call]",
+    ),
+    _fault(
+        "of two calls the chat template reads one",
+        "ftkit/hf/columns.py",
+        "return missed if len(missed) < len(objects) else []",
+        "return []",
+        _NAMES + "test_a_call_or_a_tool_that_the_template_passes_over_stops",
+    ),
+    _fault(
+        "a rank of an adapter stands behind one that hides it",
+        "ftkit/hf/adapter_targets.py",
+        "        if is_match is _is_pattern:\n",
+        "        if False:\n",
+        "tests/hf/test_adapter_targets.py::test_a_name_that_matches_nothing_stops[a rank behind one of more modules]",
+    ),
+    _fault(
+        "an adapter in the folder of a model is left out",
+        "ftkit/hf/loading.py",
+        "    _refuse_other_weights(source, model.config)\n",
+        "",
+        "tests/hf/test_loading.py::test_an_adapter_in_the_folder_of_a_model_stops",
+    ),
+    _fault(
         "a system column that the chat template leaves out is dropped in silence",
         "ftkit/hf/samples.py",
         'return ["system"] if text and is_missing(system, text) else []',
