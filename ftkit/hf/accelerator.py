@@ -357,7 +357,8 @@ class Accelerator(accelerate.Accelerator):
         An earlier state in the folder is replaced as a whole once the new one is on the disk, and nothing else that lies
         there; `contents.json` lists the files with their checksums. Automatically named states are never written over:
         numbers go on after the highest there is, also in a run that was started again. Hooks registered for it are called
-        with the models, no weights, and the folder.
+        with the models, an empty dictionary for the weights of each, and the folder; what they take out of these lists is
+        saved all the same.
 
         Returns:
             The folder: `output_dir`, or the next one under the project's checkpoints.
@@ -371,7 +372,7 @@ class Accelerator(accelerate.Accelerator):
             if first:
                 folder.mkdir(parents=True, exist_ok=True)  # hooks write into it
         for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, [], str(folder))
+            hook([*self._models], [{} for _ in self._models], str(folder))
         with rank_zero(comm) as first:
             if first:
                 states = self._other_states()
@@ -416,9 +417,10 @@ class Accelerator(accelerate.Accelerator):
             if first:
                 settle_state(folder)
                 check_state_folder(folder)
+                self._check_objects(folder)
         step = _load(folder / STEP_FILE)["step"]
         for hook in self._load_model_state_pre_hook.values():
-            hook(self._models, str(folder))
+            hook([*self._models], str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
             extra = load_checkpoint(folder / f"model_{number}", units, optimizer)
             check_base(extra.get(BASE), note_of(units, weights=False), str(folder))
@@ -430,6 +432,15 @@ class Accelerator(accelerate.Accelerator):
         own = folder / f"random_{self.process_index}.pt"
         if own.is_file():  # saved by fewer ranks: the others keep the state their seed gave them
             set_random_state(_load(own), self.device)
+
+    def _check_objects(self, folder: Path) -> None:
+        """Raise UserError where a state is of more or fewer registered objects than there are."""
+        saved = sum(1 for path in folder.iterdir() if re.fullmatch(r"custom_\d+\.pt", path.name))
+        if saved != len(self._custom_objects):
+            raise UserError(
+                f"{folder}: holds the state of {saved} registered objects, and {len(self._custom_objects)} are registered: "
+                "register the same ones, in the same order (register_for_checkpointing)"
+            )
 
     def _other_states(self) -> dict[str, bytes]:
         """Return the files of what is neither model nor optimizer: schedulers and registered objects."""

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import ftkit
+from ftkit.errors import UserError
 from ftkit.hf.blocks import units_of
 from tests.hf import runs
 from tests.hf.runs import assert_same_weights, fresh_state
@@ -267,6 +268,44 @@ def test_states_are_numbered_and_the_oldest_removed(world2, tmp_path):
     last = ["checkpoint_1", "checkpoint_2"]
     called = ["checkpoint_0", *last, "from checkpoint_2"]
     assert world2.run(several_states, str(tmp_path)) == [(last, called, 2.0)] * 2
+
+
+def with_hooks_that_pop(folder: str) -> tuple[int, float]:
+    """A case for a world: hooks take models and weights out of what they are given, as scripts of diffusers do."""
+    accelerator = make("ours")
+    units = units_of(accelerator.prepare(runs.llama()))
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: [weights.pop() for _ in models])
+    accelerator.register_load_state_pre_hook(lambda models, where: models.clear())
+    units.flats[0].shard.fill_(1.0)
+    accelerator.save_state(folder)
+    units.flats[0].shard.fill_(9.0)
+    accelerator.load_state(folder)
+    return len(accelerator._models), float(next(iter(units.state_dict().values())).flatten()[0])
+
+
+def test_hooks_take_no_model_away(world1, tmp_path):
+    assert world1.run(with_hooks_that_pop, str(tmp_path / "state")) == [(1, 1.0)]
+
+
+def with_objects(folder: str, saved: int, registered: int) -> str:
+    """A case for a world: load a state with another number of registered objects."""
+    for number in (saved, registered):
+        accelerator = make("ours")
+        accelerator.prepare(runs.llama())
+        for _ in range(number):
+            accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+        if number == saved:
+            accelerator.save_state(folder)
+    try:
+        accelerator.load_state(folder)
+    except UserError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
+def test_a_state_of_other_objects_is_refused(numbers, world1, tmp_path):
+    assert "registered objects" in world1.run(with_objects, str(tmp_path / "state"), *numbers)[0]
 
 
 def one_more_state(folder: str, limit: int) -> tuple[str, list[str]]:
