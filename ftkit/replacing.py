@@ -45,11 +45,14 @@ def replace(temporary: Path, final: Path) -> None:
 def keep_files_of_others(former: Path, folder: Path) -> None:
     """Give the user's files in a former checkpoint the same names in the one that takes its name; they stay where they are.
 
+    What the user's own code has written into the new one, too, is that.
+
     Raises:
         UserError: naming the file whose name the new one needs. OSError: of the disk.
     """
     if not former.is_symlink():  # what a link leads to stays where it is
-        keep(strangers_in_checkpoint(former), former, folder)
+        again = {path.relative_to(folder) for path in strangers_in_checkpoint(folder)}
+        keep([path for path in strangers_in_checkpoint(former) if path.relative_to(former) not in again], former, folder)
 
 
 def keep(files: Iterable[Path], former: Path, folder: Path) -> None:
@@ -93,6 +96,8 @@ def remove_unfinished(run_folder: Path) -> None:
             path.unlink(missing_ok=True)
             continue
         if kind == FORMER and not os.path.lexists(run_folder / name):  # it could not be put back
+            continue
+        if kind is None and any(each.name != name for each in path.iterdir()):  # none that a save left
             continue
         try:
             if kind == FORMER:  # what came into it while the other took its place

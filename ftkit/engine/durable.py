@@ -76,6 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make every file in `folder`, at any depth, and its name durable."""
+    """Make every file in `folder`, at any depth, and its name durable; links and pipes have their name alone."""
     for path in (*folder.rglob("*"), folder):
-        sync_folder(path)  # files are synced by the same call
+        if not path.is_symlink() and (path.is_dir() or path.is_file()):
+            sync_folder(path)  # files are synced by the same call

@@ -62,7 +62,7 @@ def export_tensors(
         (optimizer or units).take_edits()
     with rank_zero(units.comm) as first:
         if first:
-            for stale in folder.glob("model*.writing"):
+            for stale in _unfinished(folder):
                 stale.unlink()
             for file_name, tensors in files.items():
                 create_file(folder / f"{file_name}.writing", tensors)
@@ -84,13 +84,19 @@ def export_tensors(
             publish(folder, files, wanted)
 
 
+def _unfinished(folder: Path) -> list[Path]:
+    """Return the files of an export that was not finished."""
+    named = ((path, path.name.removesuffix(".writing")) for path in folder.glob("model*.writing"))
+    return [path for path, name in named if name == INDEX or WEIGHTS.fullmatch(name)]
+
+
 @contextmanager
 def _cleaned(folder: Path, units: Units) -> Iterator[None]:
     """Leave no unfinished file where the body raises on all ranks."""
     try:
         yield
     except UserError:
-        for unfinished in folder.glob("model*.writing") if units.comm.rank == 0 else ():
+        for unfinished in _unfinished(folder) if units.comm.rank == 0 else ():
             unfinished.unlink()
         raise
 

@@ -93,6 +93,8 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
 def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
     """Write the list of a folder's files, durably, in place of a former one. Cost: one read of them.
 
+    What `check_contents` would refuse is left out: links, and names that are not to be shown.
+
     Args:
         apart: subfolders with a sealed list of their own, of which only that is listed here.
     """
@@ -100,7 +102,8 @@ def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CONTENTS):
         name = path.relative_to(folder)
-        if name.parts[0] not in alone or name.name == LISTING:
+        listed = not path.is_symlink() and _is_name(name.as_posix())
+        if listed and (name.parts[0] not in alone or name.name == LISTING):
             files[str(name)] = [path.stat().st_size, file_checksum(path)]
     write_sealed(folder / CONTENTS, {"files": files})
 
@@ -171,9 +174,13 @@ def check_contents(folder: Path) -> list[str]:
 
 def check_name(listing: Path, name: str) -> None:
     """Raise BrokenCheckpoint unless a name in a list is that of a file in its folder or below: `a/b`, printable, no `..`."""
-    parts = name.split("/")
-    if not name.isprintable() or len(name.encode()) > NAME_LIMIT_BYTES or any(part in ("", ".", "..") for part in parts):
+    if not _is_name(name):
         raise BrokenCheckpoint(f"{listing}: {name!r:.80} is no name of a file in its folder")
+
+
+def _is_name(name: str) -> bool:
+    parts = name.split("/")
+    return name.isprintable() and len(name.encode()) <= NAME_LIMIT_BYTES and not any(p in ("", ".", "..") for p in parts)
 
 
 def check_size(path: Path, folder: Path, size_bytes: int) -> None:
