@@ -5,7 +5,7 @@ They refuse what `TensorFile` and `PieceReader` refuse. What they cost: the buff
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,17 @@ class CheckedFile(TensorFile):
 Places = dict[tuple[str, str], CheckedFile]
 
 
-def open_files(folder: Path, manifest: dict[str, Any], buffers: PieceBuffers, stack: ExitStack) -> Places:
+def open_files(
+    folder: Path,
+    manifest: dict[str, Any],
+    buffers: PieceBuffers,
+    stack: ExitStack,
+    kinds: Collection[str] | None = None,
+) -> Places:
     """Open a checkpoint's files until `stack` closes; return for each (kind, tensor name) the one that has it.
 
     Args:
-        buffers: to read into, open for longer.
+        buffers: to read into, open for longer. kinds: of the files that are opened; None: all.
 
     Raises:
         BrokenCheckpoint: if one is missing or of another size.
@@ -78,6 +84,8 @@ def open_files(folder: Path, manifest: dict[str, Any], buffers: PieceBuffers, st
     places: Places = {}
     for name, (size_bytes, pieces) in sorted(manifest["files"].items()):
         kind = name.removesuffix(SUFFIX).rpartition(".")[2]
+        if kinds is not None and kind not in kinds:
+            continue
         file = CheckedFile(folder / name, size_bytes, pieces, buffers)
         stack.callback(file.close)
         places.update({(kind, tensor): file for tensor in file.entries})

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.arena import Arena, populate
-from ftkit.engine.buffers import persistent_buffers, read_buffers
+from ftkit.engine.buffers import BUFFERS, persistent_buffers, read_buffers
 from ftkit.engine.checked_file import CheckedFile, Places, open_files
 from ftkit.engine.durable import all_ranks
 from ftkit.engine.flat import FlatParameter
@@ -51,18 +51,27 @@ from ftkit.errors import UserError
 BEHIND = 2
 """Pieces on their way to files of the NVMe tier while further ones are read: 4 MiB each."""
 
+WEIGHTS = ("master", "weights", BUFFERS)
+"""Kinds of files that hold a model."""
+
 POPULATED_BYTES = 8 << 20
 """Memory that is brought in at a time, ahead of what is read."""
 
 
 def load_checkpoint(
-    folder: str | Path, units: Units, optimizer: ShardedOptimizer | None = None, *, frozen: bool = True
+    folder: str | Path,
+    units: Units,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    frozen: bool = True,
+    state: bool = True,
 ) -> dict[str, Any]:
     """Read a checkpoint in place, on any number of ranks and at any stage. A collective.
 
     Args:
         optimizer: None reads weights only.
         frozen: expect frozen weights in it.
+        state: read the optimizer's moments, counts and settings, too; False: its masters alone, and the rest stays as it is.
 
     Returns:
         The `extra` that was saved.
@@ -79,40 +88,43 @@ def load_checkpoint(
             units.saving.wait()
     with all_ranks(units.comm, BrokenCheckpoint):
         (optimizer or units).settle()
-        extra = _read(folder, units, optimizer, frozen=frozen)
+        extra = _read(folder, units, optimizer, frozen=frozen, state=state)
     units.rewritten()
     return extra
 
 
-def _read(folder: Path, units: Units, optimizer: ShardedOptimizer | None, *, frozen: bool) -> dict[str, Any]:
+def _read(folder: Path, units: Units, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool) -> dict[str, Any]:
     """Read this rank's share of a checkpoint; see `load_checkpoint`."""
     manifest = read_manifest(folder)
-    scale = _check_optimizer(folder, manifest, optimizer) if optimizer is not None else None
+    scale = _check_optimizer(folder, manifest, optimizer) if optimizer is not None and state else None
     with ExitStack() as stack:
-        if optimizer is not None:
+        if optimizer is not None and state:
             stack.enter_context(optimizer.overwritten())
+        elif optimizer is not None:
+            optimizer.prepare()
         buffers = stack.enter_context(PieceBuffers())
-        places = open_files(folder, manifest, buffers, stack)
+        places = open_files(folder, manifest, buffers, stack, None if state else WEIGHTS)
         _check_names(folder, places, units)
         lines = [
             _Line(flat, stores, [_file_of(places, kinds, span, folder) for span in _own_spans(flat)])
-            for flat, kinds, stores in _wanted(units, optimizer, frozen=frozen)
+            for flat, kinds, stores in _wanted(units, optimizer, frozen=frozen, state=state)
         ]
         read_buffers(places, units.model)
         buffers.expect(key for key, _ in groupby(key for line in lines for key in line.expected()))
         with _Behind() as behind, _Populated(store for line in lines for store in line.stores):
             for line in lines:
                 line.read(behind)
-    if optimizer is not None:
+    if optimizer is not None and state:
         steps = manifest["optimizer"]["steps"]
         for flat in units.trainable:
             optimizer.line(flat).steps = [steps[segment.name] for segment in flat.layout.segments]
     if optimizer is not None and scale is not None:
         if scale.dynamic and optimizer.loss_scale.dynamic:  # else it was saved, or goes on, in a wider dtype
             optimizer.loss_scale = scale
-        for group, saved in zip(optimizer.param_groups, manifest["optimizer"]["groups"]):
+        for group, own, saved in zip(optimizer.param_groups, optimizer.plain_groups(), manifest["optimizer"]["groups"]):
             known = _known(optimizer)
-            group.update({key: tuple(v) if isinstance(v, list) else v for key, v in saved.items() if key in known})
+            taken = {key: v for key, v in saved.items() if key in known or (key != "params" and alike(v, own.get(key, v)))}
+            group.update({key: tuple(v) if isinstance(v, list) and key in known else v for key, v in taken.items()})
     return dict(manifest["extra"])
 
 
@@ -151,7 +163,7 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
         raise UserError(f"{folder}: has no optimizer state of {min(wanted - steps)}; it was not trained then")
     if steps - wanted:
         raise UserError(f"{folder}: has optimizer state of {min(steps - wanted)}, which this run does not train")
-    for own, group in zip(optimizer.param_groups, groups):
+    for own, group in zip(optimizer.plain_groups(), groups):
         odd = [key for key in _known(optimizer) & set(group) if not alike(group[key], own.get(key, own["lr"]))]
         if odd:
             raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.groups is not valid ({min(odd)})")
@@ -176,16 +188,16 @@ def _check_names(folder: Path, places: Places, units: Units) -> None:
 
 
 def _wanted(
-    units: Units, optimizer: ShardedOptimizer | None, *, frozen: bool
+    units: Units, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
 ) -> Iterator[tuple[FlatParameter, tuple[str, ...], list[Store]]]:
     """Yield what is read: (line, kinds of which the first that a checkpoint has is taken, this rank's stores for it)."""
     for flat in units.flats:
         stores = [flat.weights]
         if optimizer is not None and flat.trainable:
-            state = optimizer.line(flat)
-            if state.master is not flat.weights:
-                stores = [state.master, flat.weights]
-            for moment, store in state.moments.items():
+            own = optimizer.line(flat)
+            if own.master is not flat.weights:
+                stores = [own.master, flat.weights]
+            for moment, store in own.moments.items() if state else ():
                 yield flat, (moment,), [store]
         if flat.trainable or frozen:
             yield flat, ("master", "weights"), stores

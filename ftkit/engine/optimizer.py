@@ -20,12 +20,14 @@ The arithmetic is one pass over memory: on the host a compiled loop (host_adam.p
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -122,6 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
         self.step_was_skipped = False
         self.overflowed: tuple[str, ...] = ()  # lines whose gradients of the last step were not finite, in forward order
+        self.edited = False  # whether a weight was ever edited in place by others
         self._left_out = False
         self._norm: float | None = None
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
@@ -178,6 +181,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     ) from None
                 if flat.trainable:
                     self.group_of[flat.name][index] = number
+
+    def plain_groups(self) -> list[dict[str, Any]]:
+        """Return what JSON can hold of each group: numbers of NumPy and torch as Python's, and no tensors of the model.
+
+        What a user has put into a group beside settings is left out where JSON has no form for it.
+        """
+        plain = ({key: _plain(value) for key, value in group.items() if key != "params"} for group in self.param_groups)
+        known = self.hyper_parameters
+        return [{key: each for key, each in group.items() if key in known or _has_json(each)} for group in plain]
 
     # --- state
 
@@ -242,6 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a weight of {flat.name} ({name}, ...) was edited in place, and updates are deferred: the last one may "
                     "have run meanwhile, and one of both may be lost. Make updates in the step: ftkit={'update': 'now'}"
                 )
+            self.edited = True
             self._take_edit(flat)
             flat.edits_taken = edits
 
@@ -624,3 +637,16 @@ def _runs(flat: FlatParameter, groups: list[int | None], steps: list[int]) -> It
         current = Run(start, end, group, step)
     if current:
         yield current
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or torch as Python's, and anything else as it is."""
+    return value.item() if isinstance(value, (np.generic, Tensor)) and value.ndim == 0 else value
+
+
+def _has_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -117,6 +117,7 @@ class Saving:
         self.stop = False
         self.ended = False  # well: the folder has its name
         self.problem: str | None = None  # it ended badly
+        self.edits = {flat.name: flat.edits() for flat in units.flats}
         self.written: dict[str, list[Piece]] = {}
         self.buffers = {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(units.model).items()}
         self.seconds, self.shared_bytes = 0.0, 0
@@ -178,6 +179,7 @@ class Saving:
                 with WriteBehind() as behind:
                     for number, (job, sums) in enumerate(zip(self.jobs, shared), 1):
                         self.written[job.file] = job.write(self.temporary, behind, lambda: self.stop, len(sums))
+                        self._refuse_edited(job)
                         if number == len(self.jobs) or self.jobs[number].flat is not job.flat:
                             self._capture(job.flat)
                     behind.settle()
@@ -202,6 +204,14 @@ class Saving:
             stream.wait_stream(self.updater.stream)
         return stream
 
+    def _refuse_edited(self, job: _Job) -> None:
+        """Raise UserError where the weights of a line were edited in place while they were written."""
+        if job.kind == "weights" and job.flat.edits() != self.edits[job.flat.name]:
+            raise UserError(
+                f"a weight of {job.flat.name} was edited in place while it was being written: edit weights before a save "
+                "begins (on_step_end), or after it has ended"
+            )
+
     @staticmethod
     def _capture(flat: FlatParameter) -> None:
         if flat.captured is not None:
@@ -214,7 +224,7 @@ class Saving:
             if first:
                 if self.folder.exists():
                     raise UserError(f"{self.folder}: exists already; give a new folder for the checkpoint")
-                shutil.rmtree(self.temporary, ignore_errors=True)
+                self._remove_unfinished()
                 make_folder(self.temporary)
                 try:
                     for job in self.jobs:
@@ -225,6 +235,17 @@ class Saving:
                 except OSError:
                     shutil.rmtree(self.temporary, ignore_errors=True)
                     raise
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a save left that was killed.
+
+        Raises:
+            UserError: if a file of others lies there.
+        """
+        for path in self.temporary.iterdir() if self.temporary.is_dir() else ():
+            if path.suffix != SUFFIX and path.name != MANIFEST:
+                raise UserError(f"{path} is there and ftkit did not write it: move it, a save needs the folder's name")
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _finish(self) -> None:
         """Write the manifest and give the folder its name."""
@@ -413,7 +434,7 @@ def _manifest(units: Units, optimizer: ShardedOptimizer | None, extra: dict[str,
     if optimizer is not None:
         manifest["optimizer"] = {
             "class": type(optimizer).__name__,
-            "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            "groups": optimizer.plain_groups(),
             "loss_scale": asdict(optimizer.loss_scale),
             "steps": {
                 segment.name: count

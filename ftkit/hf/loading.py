@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -325,27 +325,41 @@ def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: Sharde
     """Read an adapter folder that `save_model` (or PEFT) wrote into a sharded PEFT model.
 
     Args:
-        units: of a PEFT model with the same adapter.
+        units: of a PEFT model with the same adapters. Those with names lie in subfolders, as PEFT saves them; a folder that
+            holds a single one may have it itself.
         optimizer: its fp32 master weights are replaced too.
 
     Raises:
         UserError: if the folder lacks a tensor of the adapter, or a shape differs.
     """
-    path = Path(folder) / SAFETENSORS_WEIGHTS_NAME
+    paths = _adapter_files(Path(folder), [*units.model.peft_config])
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
     buffers = every_buffer(units.model)
-    saved_as = adapter_names(units.model, [*trained, *buffers], units.model.active_adapters[0])
-    with TensorFile(path) as file:
-        every_place = {name: (file, key) for name, key in saved_as.items()}
-        places = {name: place for name, place in every_place.items() if place[1] in file.entries and name not in buffers}
+    every_place: Places = {}
+    with ExitStack() as stack:
+        for adapter, path in paths.items():
+            file = stack.enter_context(TensorFile(path))
+            saved_as = adapter_names(units.model, [*trained, *buffers], adapter)
+            every_place |= {name: (file, key) for name, key in saved_as.items()}
+        known = {name: place for name, place in every_place.items() if name not in buffers}
+        places = {name: (file, key) for name, (file, key) in known.items() if key in file.entries}
         if lacking := trained - set(places):
-            raise UserError(f"{path}: lacks {len(lacking)} tensors of the adapter, first {min(lacking)}")
+            listed = ", ".join(map(str, paths.values()))
+            raise UserError(f"{listed}: lacks {len(lacking)} tensors of the adapter, first {min(lacking)}")
         _check_shapes(units, places)
         narrowing = Narrowing()
         _stream(units, places, optimizer, narrowing)
-        narrowing.refuse(units.comm, [path])
-        _fill_buffers({name: buffers[name] for name in buffers.keys() & saved_as.keys()}, every_place)
+        narrowing.refuse(units.comm, [*paths.values()])
+        _fill_buffers({name: buffers[name] for name in buffers.keys() & every_place.keys()}, every_place)
     units.rewritten()
+
+
+def _adapter_files(folder: Path, adapters: Sequence[str]) -> dict[str, Path]:
+    """Return the file of each adapter that a folder holds; of none, that which it should hold."""
+    root = folder / SAFETENSORS_WEIGHTS_NAME
+    paths = {name: root if name == "default" else folder / name / SAFETENSORS_WEIGHTS_NAME for name in adapters}
+    found = {name: path for name, path in paths.items() if path.is_file()}
+    return found or {adapters[0]: root}
 
 
 def load_plain(units: Units, path: Path, optimizer: ShardedOptimizer | None = None) -> None:

@@ -184,10 +184,12 @@ def load_scheduler(path: Path, scheduler: Any) -> None:
     try:
         scheduler.load_state_dict(state)
         if type(inner) is LambdaLR and not any(state.get("lr_lambdas", ())):  # (a rule with a state of its own goes on)
-            # the lr is this run's schedule's: the run may be longer than it was to be
-            for group, base, rule in zip(inner.optimizer.param_groups, inner.base_lrs, inner.lr_lambdas):
-                group["lr"] = base * rule(inner.last_epoch)
-            inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged is what is used
+            # the lr is this run's schedule's: the run may be longer than it was to be. What a callback has set stays
+            rates = [base * rule(inner.last_epoch) for base, rule in zip(inner.base_lrs, inner.lr_lambdas)]
+            for group, last, rate in zip(inner.optimizer.param_groups, inner._last_lr, rates, strict=True):
+                if group["lr"] == last:
+                    group["lr"] = rate
+            inner._last_lr = rates
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BrokenCheckpoint(f"{path}: not the state of a {type(inner).__name__} ({error})") from error
 

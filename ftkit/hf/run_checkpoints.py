@@ -42,7 +42,7 @@ from ftkit.hf.callbacks import listeners
 from ftkit.hf.plain import check_state, readable
 from ftkit.hf.saving import check_savable
 from ftkit.ownership import ENGINE_FOLDER
-from ftkit.replacing import UNFINISHED, put_back, remove_unfinished, replace
+from ftkit.replacing import UNFINISHED, remove_unfinished, replace
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +86,14 @@ class RunCheckpoints:
     fresh: Path | None = None
     begun_in: str = ""
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    _base: Note | None = None
+    _base: tuple[Any, Note] | None = None
 
     def base(self) -> Note:
-        """Return the note of the base that is trained on; made once. A collective."""
-        if self._base is None:
-            self._base = note_of(self.trainer.units)
-        return self._base
+        """Return the note of the base that is trained on; made once a model. A collective."""
+        units = self.trainer.units
+        if self._base is None or self._base[0] is not units:
+            self._base = units, note_of(units)
+        return self._base[1]
 
     def check_base(self, noted: Any, where: str) -> None:
         """Raise UserError if a checkpoint's note names another base than this run's; say so where there is none."""
@@ -139,13 +140,18 @@ class RunCheckpoints:
             self._give_up(told[0])
             return
         read_now = comm.any(is_read_at_once(type(trainer), trainer.callback_handler.callbacks))
-        if self.push_later or read_now or trainer.units.saving is None:
+        edited = comm.any(trainer.sharded_optimizer.edited)  # before the next step, too, while weights are written
+        if self.push_later or read_now or edited or trainer.units.saving is None:
             self.finish()
         self.fresh = final if read_now and self.problem is None else None
         if self.fresh is not None:
             if comm.rank == 0:
                 self.stamps = stamps_of(final)
             comm.barrier("a checkpoint, before callbacks read it")  # they may change it
+
+    def push_when_named(self, checkpoint_folder: str) -> None:
+        """Take note that a checkpoint is to be uploaded, which is done under its final name: uploads read the folder."""
+        self.push_later = True
 
     def absolute(self, name: str) -> str:
         """Return the path of a folder that was named when the last save began."""
@@ -223,6 +229,7 @@ class RunCheckpoints:
 
         Several ranks would have to meet, and one whose error is not the others' would wait for them in vain: theirs is left.
         """
+        self._seal_alone()
         unfinished = self.unfinished
         if unfinished is None or self.trainer.units.comm.world_size > 1:
             return
@@ -239,8 +246,7 @@ class RunCheckpoints:
         if units.saving is not None:
             units.saving.give_up()
         if units.comm.rank == 0:
-            shutil.rmtree(unfinished.temporary.parent, ignore_errors=True)
-            put_back(unfinished.final.parent)
+            remove_unfinished(unfinished.final.parent)
         best = state.best_model_checkpoint
         if best is not None and Path(best) in (Path(unfinished.name), unfinished.temporary):
             state.best_model_checkpoint = unfinished.best_before
@@ -255,15 +261,29 @@ class RunCheckpoints:
         comm.barrier()  # another rank's callbacks may be writing still
         try:
             with rank_zero(comm) as first:
-                if first and (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
-                    changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
-                    if changed:
-                        reseal(folder, changed)
+                if first:
+                    self._seal(folder)
         except (LostRank, RanksDiffer):
             raise
         except UserError as error:
             told = f"a callback has changed {folder / CONTENTS}, without which it is not whole ({error})"
             self._say(int(folder.name.rpartition("-")[2]), told)
+
+    def _seal(self, folder: Path) -> None:
+        if (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
+            changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
+            if changed:
+                reseal(folder, changed)
+
+    def _seal_alone(self) -> None:
+        """Do so on rank 0 without the others, where an error has ended a step's callbacks."""
+        folder, self.fresh = self.fresh, None
+        if folder is None or self.trainer.units.comm.rank != 0:
+            return
+        try:
+            self._seal(folder)
+        except (OSError, UserError) as problem:
+            logger.error("%s: what a callback has changed in it could not be sealed: %s", folder, problem)
 
     def check(self) -> None:
         """Raise UserError, before the first step, if what is to be saved could not be saved or not be read again."""
@@ -320,7 +340,13 @@ def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """List a checkpoint's files, and give it its name, durably. Files of others under that name stay, and are not listed."""
+    """List a checkpoint's files, and give it its name, durably. Files of others under that name stay, and are not listed.
+
+    Raises:
+        UserError: if code of others wrote a file under the name of the list.
+    """
+    if os.path.lexists(temporary / CONTENTS):
+        raise UserError(f"{CONTENTS}, which a subclass wrote into the checkpoint, is a name that ftkit needs: take another")
     write_contents(temporary, apart=(ENGINE_FOLDER,))
     sync_tree(temporary)
     replace(temporary, final)

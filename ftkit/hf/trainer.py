@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import islice
 from pathlib import Path
@@ -166,7 +167,7 @@ class TrainerMixin(LossMixin):
         return micro_batches
 
     loss_record = LossRecord()  # of the present call of `train`
-    _trains = False  # whether `train` is under way
+    _loop_saves = False  # whether a save is the loop's own: what comes after it is the next step
     _parts = 1  # into which blocks divide a rank's batch
     _step_batches: Sequence[Any] = ()  # as the loader gave them
 
@@ -184,15 +185,12 @@ class TrainerMixin(LossMixin):
             check_callbacks(self.callback_handler.callbacks)
             check_length_column(self.args, self.train_dataset)
         self.loss_record = LossRecord()
-        self._trains = True
         try:
             with explained(lambda: self.units):
                 result = super().train(*args, **kwargs)
         except BaseException:
             self.checkpoints.rescue()
             raise
-        finally:
-            self._trains = False
         if self.engine_is_on and (problem := self.failure()) is not None:
             self.take_failure(problem)
         return result
@@ -437,14 +435,22 @@ class TrainerMixin(LossMixin):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Begin a checkpoint: small files now, weights and state while training goes on; `finish_save` gives it its name.
 
-        Outside of `train` nothing goes on: it is whole when this returns.
+        One that a callback or a script asks for is whole when this returns.
         """
         stock = super()._save_checkpoint
         if not self.engine_is_on:
             return stock(model, trial)
         self.accelerator.sharded(self.model)
-        self.checkpoints.save(self._get_output_dir(trial=trial), lambda: stock(model, trial))
-        if not self._trains:
+
+        def write() -> None:
+            self._push_from_checkpoint = self.checkpoints.push_when_named  # also of a subclass that uploads by itself
+            try:
+                stock(model, trial)
+            finally:
+                del self._push_from_checkpoint
+
+        self.checkpoints.save(self._get_output_dir(trial=trial), write)
+        if not self._loop_saves:
             self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
@@ -464,11 +470,30 @@ class TrainerMixin(LossMixin):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save as the Trainer does; then seal what callbacks have changed in the checkpoint."""
         logged = self._globalstep_last_logged
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        with self._saves_by_loop(True):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.engine_is_on:
             if self._globalstep_last_logged != logged:  # the Trainer subtracts, which keeps a NaN
                 self._tr_loss.zero_()
             self.checkpoints.seal_again()
+
+    @contextmanager
+    def _saves_by_loop(self, loop: bool) -> Iterator[None]:
+        before, self._loop_saves = self._loop_saves, loop
+        try:
+            yield
+        finally:
+            self._loop_saves = before
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does; callbacks may save."""
+        with self._saves_by_loop(False):
+            super().log(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the Trainer does; callbacks may save."""
+        with self._saves_by_loop(False):
+            return super()._evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End as the Trainer does, which looks at the folders of checkpoints: all have their names then."""
@@ -487,13 +512,6 @@ class TrainerMixin(LossMixin):
             best_model_checkpoint=best,
             use_mtime=True,
         )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a checkpoint, once it has its final name: uploads read the folder while training goes on."""
-        if self.checkpoints.writing is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-        else:
-            self.checkpoints.push_later = True
 
     def _get_output_dir(self, trial: Any) -> str:
         writing = self.checkpoints.writing
@@ -555,9 +573,15 @@ class TrainerMixin(LossMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Leave a checkpoint of ours for later, when the model is sharded; load weights of others now."""
+        ours = Path(resume_from_checkpoint, ENGINE_FOLDER, MANIFEST).is_file()
+        if ours and not self.engine_is_on:
+            raise UserError(
+                f"{resume_from_checkpoint}: was saved by ftkit's engine, whose optimizer state ftkit=None cannot read: "
+                "leave ftkit on to continue that run (ftkit='auto')"
+            )
         if not self.engine_is_on:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if Path(resume_from_checkpoint, ENGINE_FOLDER, MANIFEST).is_file():
+        if ours:
             check_folder(Path(resume_from_checkpoint))  # the engine's own files are compared as they are read
             return
         raise UserError(
@@ -595,7 +619,7 @@ class TrainerMixin(LossMixin):
                 logger.warning("%s, the best checkpoint, is gone: the model is that of the last step", folder)
             return
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
-            load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen)
+            load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen, state=False)
         elif isinstance(self.model, PeftModel):
             load_adapter(units, folder, optimizer)
         elif not isinstance(self.model, PreTrainedModel):

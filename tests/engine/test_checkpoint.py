@@ -172,6 +172,49 @@ def load_and_tell(folder: str) -> str:
     return "loaded"
 
 
+def weights_alone(folder: str) -> tuple[bool, bool, list[int], float]:
+    """Train on, and take the weights of a checkpoint that has lost its moments; the state stays as it is."""
+    units, optimizer = make(POLICIES["zero3"])
+    train(units, optimizer, 0, STEPS_BEFORE)
+    save_checkpoint(folder, units, optimizer)
+    saved = units.state_dict()
+    train(units, optimizer, STEPS_BEFORE, 1)
+    optimizer.settle()
+    line = optimizer.line(units.trainable[0])
+    moment = line.moments["exp_avg"].tensor.clone()
+    for path in Path(folder).glob("*.exp_avg*"):
+        path.unlink()
+    load_checkpoint(folder, units, optimizer, state=False)
+    now = units.state_dict()
+    same = all(torch.equal(now[name], tensor) for name, tensor in saved.items())
+    return same, torch.equal(line.moments["exp_avg"].tensor, moment), line.steps, optimizer.param_groups[0]["lr"]
+
+
+def test_weights_come_back_without_the_state(world1: World, tmp_path: Path) -> None:
+    [(same, kept, steps, lr)] = world1.run(weights_alone, str(tmp_path / "save"))
+    assert same
+    assert kept
+    assert set(steps) == {STEPS_BEFORE + 1}
+    assert lr == 1e-3 / (STEPS_BEFORE + 1)
+
+
+def beside_others(folder: str) -> str:
+    """Save where a folder of somebody's has the name that a save needs on its way."""
+    Path(f"{folder}.writing").mkdir()
+    Path(f"{folder}.writing", "notes.txt").write_text("mine")
+    units, _ = make(POLICIES["zero3"])
+    try:
+        save_checkpoint(folder, units)
+    except UserError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_save_removes_nothing_that_no_save_left(world1: World, tmp_path: Path) -> None:
+    assert "notes.txt is there and ftkit did not write it" in world1.run(beside_others, str(tmp_path / "save"))[0]
+    assert (tmp_path / "save.writing" / "notes.txt").read_text() == "mine"
+
+
 def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -> None:
     good = tmp_path / "good"
     world1.run(write, str(good), Policy(stage=3))

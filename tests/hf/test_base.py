@@ -171,6 +171,35 @@ def test_one_changed_element_in_memory_and_a_changed_scale_are_refused(world2, t
     assert "use_rslora" in stabilised
 
 
+def bases_by_turns(folder: str) -> list[str]:
+    """Train twice with a Trainer that makes another base each time; resume the second run on either."""
+    made: list[int] = []
+
+    def base() -> Any:
+        made.append(1)
+        model = small()
+        with torch.no_grad():
+            model.model.norm.weight.mul_(len(made))
+        return get_peft_model(model, adapter())
+
+    arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = runs.make_trainer("ours", folder, Run(rows=12, arguments=arguments, options={"model_init": base}))
+    trainer.train()
+    second = len(made)
+    trainer.train()
+    told = []
+    for before in (second - 1, second):
+        made[:] = [1] * before
+        told.append(went_on(folder, base))
+    return told
+
+
+def test_the_base_is_that_of_the_model_that_is_trained(world1, tmp_path):
+    [(first, second)] = world1.run(bases_by_turns, str(tmp_path))
+    assert "norm.weight" in first
+    assert second == "went on"
+
+
 def on_other_ranks(folder: str) -> str:
     """Resume that run on this world."""
     return went_on(f"{folder}/run", lambda: get_peft_model(small(), adapter()))

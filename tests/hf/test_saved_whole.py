@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import ftkit
+from ftkit.engine.saving import Saving
 from ftkit.errors import UserError
 from ftkit.hf.plain import read_trainer_state
 from ftkit.hf.run_checkpoints import check_folder
@@ -163,6 +166,19 @@ def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_
     assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]
 
 
+def beside_a_hidden_folder(folder: str) -> list[str]:
+    """Train where somebody's folder has the name that a checkpoint has on its way."""
+    Path(folder, ".checkpoint-2.writing").mkdir()
+    Path(folder, ".checkpoint-2.writing", "notes.txt").write_text("mine")
+    runs.make_trainer("ours", folder, run_of([])).train()
+    return runs.files_in(f"{folder}/.checkpoint-2.writing") + sorted(os.listdir(folder))
+
+
+def test_a_folder_under_a_hidden_name_stays(world1, tmp_path):
+    names = [".checkpoint-2.writing", "checkpoint-1", "checkpoint-3"]
+    assert world1.run(beside_a_hidden_folder, str(tmp_path)) == [["notes.txt", *names]]
+
+
 class Does(TrainerCallback):
     """Somebody's callback that does something with the checkpoint of the second step."""
 
@@ -194,6 +210,153 @@ class Does(TrainerCallback):
             torch.save({"mine": 1}, folder / "rng_state_data.pth")
 
 
+ALL = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+class Fails(TrainerCallback):
+    """Somebody's callback that cannot upload the last checkpoint."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise."""
+        if state.global_step == 3:
+            raise ConnectionError("mine")
+
+
+def failed(folder: str) -> int:
+    """Train with a callback that changes checkpoints and one that raises, and go on from the last."""
+    with pytest.raises(ConnectionError):
+        runs.make_trainer("ours", folder, run_of([Writer(), Fails()])).train()
+    again = runs.make_trainer("ours", folder, run_of([]))
+    again.train(resume_from_checkpoint=True)
+    return again.state.global_step
+
+
+def test_a_checkpoint_that_a_callback_changed_is_whole_when_another_callback_raises(world1, tmp_path):
+    assert world1.run(failed, str(tmp_path)) == [3]
+
+
+class Uploads:
+    """A user's Trainer with an upload of its own."""
+
+    def init_hf_repo(self, token: Any = None, private: Any = None) -> None:
+        self.hub_model_id, self.push_in_progress, self.given = "somebody/something", None, []
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        check_folder(Path(checkpoint_folder))
+        self.given.append(Path(checkpoint_folder).name)
+
+
+def uploaded(folder: str) -> list[str]:
+    """Train with it, and return what it was given."""
+    run = run_of([], mixin=Uploads)
+    trainer = runs.make_trainer("ours", folder, replace(run, arguments={**run.arguments, "push_to_hub": True}))
+    trainer.train()
+    return trainer.given
+
+
+def test_an_upload_of_ones_own_is_given_whole_checkpoints(world1, tmp_path):
+    assert world1.run(uploaded, str(tmp_path)) == [ALL]
+
+
+class Leaves:
+    """A user's Trainer that leaves odd files in a checkpoint."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / "rows").symlink_to("/etc/hostname")
+        (folder / "nowhere").symlink_to("/nowhere")
+        (folder / "no\u00a0break").write_text("mine")
+        if self.state.global_step == 3:
+            (folder / "contents.json").write_text("mine")
+
+
+def odd_files(folder: str) -> tuple[list[str], str]:
+    """Train with it, and go on from a checkpoint."""
+    trainer = runs.make_trainer("ours", folder, run_of([], mixin=Leaves))
+    trainer.train()
+    again = runs.make_trainer("ours", folder, run_of([], mixin=Leaves))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    check_folder(Path(folder, "checkpoint-2"))
+    return sorted(os.listdir(f"{folder}/checkpoint-2")), trainer.save_problem or ""
+
+
+def test_links_and_odd_names_are_no_damage(world1, tmp_path):
+    [(names, problem)] = world1.run(odd_files, str(tmp_path))
+    assert {"rows", "nowhere", "no\u00a0break"} <= set(names)
+    assert "contents.json" in problem
+
+
+class Saves(TrainerCallback):
+    """Somebody's callback that saves by itself and reads what was saved."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.found: list[bool] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Do that."""
+        self.trainer._save_checkpoint(self.trainer.model, None)
+        self.found.append(Path(args.output_dir, f"checkpoint-{state.global_step}", "trainer_state.json").is_file())
+
+    on_epoch_end = on_log
+
+
+def saved_by_callback(folder: str) -> list[bool]:
+    """Train with it."""
+    callback = Saves()
+    callback.trainer = runs.make_trainer("ours", folder, run_of([callback]))
+    callback.trainer.train()
+    return callback.found
+
+
+def test_a_checkpoint_that_a_callback_asks_for_is_there_at_once(world1, tmp_path):
+    [found] = world1.run(saved_by_callback, str(tmp_path))
+    assert len(found) >= 4
+    assert all(found)
+
+
+def without_the_engine(folder: str) -> str:
+    """Go on from a checkpoint with ftkit=None."""
+    run = replace(run_of([]), model=Adapted("vera"))
+    runs.make_trainer("ours", folder, run).train()
+    try:
+        runs.make_trainer("ours", folder, replace(run, ftkit=None)).train(resume_from_checkpoint=True)
+    except UserError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_checkpoint_of_the_engine_is_not_resumed_without_it(world1, tmp_path):
+    assert "ftkit=None cannot read" in world1.run(without_the_engine, str(tmp_path))[0]
+
+
+class Shrinks(TrainerCallback):
+    """Somebody's callback that edits weights before a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Make them smaller."""
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.9)
+
+
+def edited(folder: str) -> tuple[list[str], bool]:
+    """Train with it while saves are slow, and compare a continuation; the first save comes with the first edit."""
+    write = Saving._write
+    with mock.patch.object(Saving, "_write", lambda saving: (time.sleep(0.1), write(saving))):
+        run = replace(run_of([Shrinks()]), ftkit={"stage": 1, "update": "now"})
+        trainer = runs.make_trainer("ours", folder, run)
+        trainer.train()
+    again = runs.make_trainer("ours", folder, run)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    one, two = trainer.units.state_dict(), again.units.state_dict()
+    return sorted(path.name for path in Path(folder).iterdir()), all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_checkpoint_has_the_weights_of_its_step_whatever_is_edited_after(world1, tmp_path):
+    assert world1.run(edited, str(tmp_path)) == [(ALL, True)]
+
+
 class Quiet(Does):
     """The same without `on_save`, so that saves run beside training."""
 
@@ -210,9 +373,6 @@ def done(folder: str, callback: Any, **arguments: Any) -> tuple[list[str], str |
     trainer.checkpoints._say = lambda step, problem: (told.append(problem), say(step, problem))
     trainer.train()
     return sorted(path.name for path in Path(folder).iterdir()), "".join(told), trainer.state.global_step
-
-
-ALL = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
 def test_a_file_under_a_checkpoints_name_stays(world1, tmp_path):
@@ -369,6 +529,34 @@ def test_an_adapter_is_saved_with_everything_that_stock_saves(name, world1, tmp_
     for key, tensor in ours.items():
         assert torch.allclose(tensor.float(), stock[key].float(), rtol=1e-4, atol=1e-5), key
     assert same
+
+
+def best_of_two(folder: str, name: str) -> bool:
+    """Train two adapters, one with a name, and say whether the best, saved as weights alone, came back."""
+
+    def model() -> Any:
+        torch.manual_seed(3)
+        adapted = get_peft_model(small(), LoraConfig(r=2, **PLACES), adapter_name=name)
+        if name == "default":
+            adapted.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+            adapted.base_model.set_adapter(["default", "second"])
+        return adapted
+
+    scores = iter([0.0, 1.0, 0.5])
+    best = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_only_model": True}
+    arguments = {**SAVING, **best, "metric_for_best_model": "score", "greater_is_better": True}
+    seen: list[dict[str, torch.Tensor]] = []
+    options = {"compute_metrics": lambda prediction: seen.append(trainer.units.state_dict()) or {"score": next(scores)}}
+    run = Run(model=model, rows=24, eval_rows=6, arguments=arguments, options=options, ftkit=SHARDED)
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    now = trainer.units.state_dict()
+    return all(torch.equal(now[key], tensor) for key, tensor in seen[1].items())
+
+
+@pytest.mark.parametrize("name", ["mine", "default"])
+def test_the_best_of_adapters_with_names_comes_back(name, world1, tmp_path):
+    assert world1.run(best_of_two, str(tmp_path), name) == [True]
 
 
 # --- what cannot be saved

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -212,6 +213,33 @@ class OddSchedule(torch_schedules.LambdaLR):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, up)
         self.odd = Odd()
+
+
+class Sets(transformers.TrainerCallback):
+    """Somebody's callback that lowers the learning rate of the next step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Halve it."""
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def test_a_learning_rate_that_a_callback_sets_goes_on(world1, tmp_path):
+    goes_on(world1, tmp_path, replace(named("cosine", {}), options={"callbacks": [Sets()]}))
+
+
+class Kept(torch_schedules.LRScheduler):
+    """A user's schedule that keeps a factor in each group of its optimizer."""
+
+    def get_lr(self) -> list[Any]:
+        """Return rates that fall, as numbers of NumPy."""
+        for group in self.optimizer.param_groups:
+            group["factor"] = group.get("factor", np.float32(1)) * np.float32(0.9)
+        return [float(group["initial_lr"] * group["factor"]) for group in self.optimizer.param_groups]
+
+
+def test_what_a_user_keeps_in_a_group_goes_on(world1, tmp_path):
+    goes_on(world1, tmp_path, made(Kept))
 
 
 def refused(folder: str, **arguments: Any) -> str:
