@@ -30,7 +30,8 @@ def check_names(environ: Mapping[str, str]) -> None:
         # A user's own FTKIT_RUNS is their business.
         near = difflib.get_close_matches(name.upper(), known, 1, cutoff=0.8) if name.upper().startswith(PREFIX) else []
         if near and name not in known:
-            raise UserError(f"the environment has {name}, which nobody reads; did you mean {known[near[0]]}? Rename or unset it")
+            meant = known[near[0]]
+            raise UserError(f"the environment has {name}, which nobody reads; did you mean {meant}? Rename or unset it")
 
 
 def is_strict() -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -378,7 +378,7 @@ def test_links_and_copies_of_the_users_do_not_keep_the_former_checkpoint(tmp_pat
         (final / name).symlink_to(target)
     refused = mock.patch.object(os, "link", side_effect=PermissionError(1, "Operation not permitted"))
     for _ in range(2):
-        with suppress() if links else refused:
+        with nullcontext() if links else refused:
             publish(new_checkpoint(folder), final)
         assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
         assert (final / "plots" / "a.png").read_text() == (final / "link").read_text() == "mine"
