@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
