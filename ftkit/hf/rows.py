@@ -283,6 +283,8 @@ def csv_rows(file: Path) -> Iterator[Row]:
                 header = values
                 if (twice := twice_in(header)) is not None:
                     raise UserError(f"{place}: the header names {twice!r} twice; rename one of the columns")
+            elif values == header and len(header) > 1:  # files that were put together
+                yield Row(place, "", "is the header once more; remove the line")
             elif values and len(values) != len(header):
                 yield Row(place, "", f"has {len(values)} fields where the header has {len(header)}")
             elif values:

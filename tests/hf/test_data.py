@@ -385,6 +385,14 @@ def test_skipped_rows_are_counted(ready, tokenizer_of):
 # --- files
 
 
+def test_a_header_that_comes_again_is_no_row(ready, tmp_path, tokenizer_of):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion\na,b\nprompt,completion\nc,d\n")
+    with pytest.raises(UserError, match=r"rows.csv:3: is the header once more; remove the line"):
+        ready(path, tokenizer_of())
+    assert ready(path, tokenizer_of(), on_bad_row="skip").report.samples == 2
+
+
 def test_csv_values_stay_text(ready, tmp_path, tokenizer_of):
     path = tmp_path / "rows.csv"
     path.write_text('\ufeffquestion,answer\n"the\ncat",007\nnan,NA\n', encoding="utf-8")
