@@ -479,8 +479,8 @@ def _refuse_handlers(accelerator: accelerate.Accelerator) -> None:
     if ddp is not None and (ddp.comm_hook, ddp.comm_wrapper) != (DDPCommunicationHookType.NO,) * 2:
         raise UserError(
             f"DistributedDataParallelKwargs(comm_hook={ddp.comm_hook.value!r}) is not supported: the engine reduces "
-            "gradients itself. Leave comm_hook off. With a compute dtype of 16 bits (mixed_precision='bf16') ranks send half "
-            "as many bytes"
+            "gradients itself. Leave comm_hook off. With a compute dtype of 16 bits (mixed_precision='bf16') ranks send "
+            "half as many bytes"
         )
     if scaler is not None and accelerator.state._mixed_precision == "fp16":
         raise UserError(
