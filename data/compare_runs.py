@@ -17,8 +17,11 @@ NEEDED_STANDARD_ERRORS = 3.0
 
 
 def row_losses(run: str) -> list[float]:
-    """Return the mean loss of each held-out row after a run, in nats."""
-    return json.loads(Path(run, "eval_per_example.json").read_text())["after"]
+    """Return the mean loss of each held-out row after a run, in nats; ends where one is no number."""
+    losses = json.loads(Path(run, "eval_per_example.json").read_text())["after"]
+    if broken := sum(loss is None for loss in losses):
+        sys.exit(f"{run}: the loss of {broken} of {len(losses)} held-out rows is not finite: the run has failed")
+    return losses
 
 
 def main() -> int:

@@ -41,6 +41,10 @@ OF_TOKENS = {
 """Inputs of which one token without the others gathers the same weights."""
 
 
+LARGEST_LOSS = 700.0
+"""Nats whose exponential a float holds."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """What held-out tokens gave.
@@ -57,7 +61,7 @@ class Evaluation:
     def of(cls, loss_sum: float, tokens: int) -> Evaluation:
         """Make it of the sum of all label tokens' losses and their number; both 0 where there are none."""
         loss = float(loss_sum) / max(int(tokens), 1)
-        return cls(loss, math.exp(min(loss, 700.0)), int(tokens))
+        return cls(loss, math.inf if loss > LARGEST_LOSS else math.exp(loss), int(tokens))
 
 
 def evaluate(

@@ -34,7 +34,7 @@ KEYS = (
 JUDGED = ("loss", "grad_norm", "eval_loss")
 """Of which null is a number that JSON has no word for: NaN or an infinity."""
 
-GOING_ON, ENDED, ENDED_EARLY = "going on", "ended", "ended early"
+GOING_ON, ENDED, ENDED_EARLY, FAILED = "going on", "ended", "ended early", "failed"
 
 
 MOST_STEPS = 1e12
@@ -105,6 +105,8 @@ class Facts:
         by_guard = "the memory guard ended it: guard.json" if self.guard else ""
         if told == GOING_ON and self.held is False:
             return ENDED_EARLY, by_guard or "it ended without a word: no process holds its folder any more"
+        if told != GOING_ON and isinstance(problem := self.summary.get("problem"), str):
+            return FAILED, problem
         if told in (GOING_ON, ENDED, ENDED_EARLY):
             return str(told), why
         return (ENDED, "") if self.summary else (ENDED_EARLY, by_guard or "nothing in its folder says how it ended")
@@ -149,12 +151,15 @@ class Facts:
         return None if granted is None else granted / sharing
 
     def losses(self, *, held_out: bool = True) -> tuple[str, float | None, float | None]:
-        """Return what the loss is of, and its first and last value: held-out rows if there are any and they are wanted."""
+        """Return what the loss is of, and its first and last value: held-out rows if there are any and they are wanted.
+
+        A value may be NaN or infinite: what a run ended with is not replaced by what it had before.
+        """
         before, after = (finite(self.summary.get(f"eval_loss_{when}")) for when in ("before", "after"))
         if held_out and after is not None:
             return "held-out loss", before, after
         for name, key in (("held-out loss", "eval_loss"), ("training loss", "loss"))[not held_out :]:
-            known = [value for _, value in self.curves.points[key] if value is not None and math.isfinite(value)]
+            known = [value for _, value in self.curves.points[key] if value is not None]
             if known:
                 return name, known[0], known[-1] if len(known) > 1 else None
         return "loss", None, None

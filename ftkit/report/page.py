@@ -10,6 +10,7 @@ some hundred kilobytes, however long the run was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -148,10 +149,10 @@ def _cards(facts: Facts, status: str) -> Iterable[str]:
     name, before, after = facts.losses()
     if after is None and status == GOING_ON:
         name, before, after = facts.losses(held_out=False)
-    if before is not None and after is not None and before > 0:
-        change = f"{100 * (after / before - 1):+.1f} %".replace("-", "−")
+    if before is not None and after is not None and 0 < before < math.inf:
+        change = f"{100 * (after / before - 1):+.1f} %, before to after".replace("-", "−") if math.isfinite(after) else ""
         values = f"<small>{short(before)} →</small> {short(after)}"
-        yield _card(f"{name}, nats a token", values, f"{change}, before to after")
+        yield _card(f"{name}, nats a token", values, change)
     else:
         yield _card(f"{name}, nats a token", short(after if after is not None else before), "")
     tokens = finite(facts.summary.get("tokens")) or facts.curves.tokens

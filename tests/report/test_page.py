@@ -111,6 +111,21 @@ def test_a_run_that_ended(tmp_path):
     assert "Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:;" in text
 
 
+def test_a_run_that_failed(tmp_path):
+    """Its last loss stands there as it is, and not an earlier one in its place."""
+    problem = "training failed: the loss of the held-out rows at the end is nan"
+    summary = {"eval_loss_before": 4.0, "eval_loss_after": None, "steps": 20, "problem": problem}
+    held = [{"step": 0, "eval_loss": 4.0}, {"step": 10, "eval_loss": 3.0}, *lines(20), {"step": 20, "eval_loss": None}]
+    folder = run_folder(tmp_path / "run", metrics=held, summary=summary, report={"status": "ended", "steps": 20})
+    text = check(refresh(folder).read_text())
+    assert 'class="status early">failed<' in text
+    assert problem in text
+    assert "4 →</small> not a number<" in text
+    out = tmp_path / "both.html"
+    compare([folder, folder], out)
+    assert "<td>not a number</td>" in out.read_text()
+
+
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
     folder = run_folder(tmp_path / "run", metrics=lines(5), report={"status": "going on", "steps": 10, "plan": PLAN})
     live = check(render(Reader(RunFolder(folder)).read()))
