@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from ftkit.divergence import MOST_ROLLBACKS, Action, Divergence
 from ftkit.errors import Diverged, UserError
-from ftkit.hf.nonfinite import verdict
+from ftkit.hf.nonfinite import Before, verdict
 from ftkit.recipe_trainer import RecipeTrainer
 from ftkit.report.text import literal
 from ftkit.resume import first_whole
@@ -50,12 +50,14 @@ class DivergenceWatch(TrainerCallback):
         self.good_since = False  # whether a step was good since then
         self.unsuitable: set[Path] = set()
         self.rollbacks = 0
+        self.before = Before()  # the steps that this process went on from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the divergences of an earlier run; leave out what an earlier process of this one left out."""
         self.ended_by = None
         if self.rollbacks:
             return
+        self.before = self.trainer.loss_record.before
         if state.global_step == 0 and state.is_world_process_zero:
             self.folder.divergences.unlink(missing_ok=True)
         told = self.trainer.units.comm.same(sorted(left_out_after(self.folder.divergences, state.global_step)))
@@ -93,9 +95,10 @@ class DivergenceWatch(TrainerCallback):
         return self.on_step_end(args, state, control, **kwargs)
 
     def failure(self, first: int, last: int) -> str | None:
-        """Return what is wrong with how the steps after `first` up to `last` ended; None if nothing is."""
+        """Return what is wrong with how the steps up to `last` ended, of which this process made those after `first`."""
         broken = {event.step for event in self.found if not math.isfinite(event.loss) and first < event.step <= last}
-        return verdict(len(broken), last - first, last=last in broken)
+        before = self.before
+        return verdict(before.broken + len(broken), before.steps + last - first, last=last in broken)
 
     def way_back(self) -> str:
         """Return the checkpoint to go on from after a rollback, its samples left out until the step that diverged.

@@ -31,8 +31,10 @@ from transformers import PrinterCallback, TrainerCallback
 from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
 from ftkit.dry_run import DryCommunicator
+from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.comm import Communicator
 from ftkit.engine.finite import is_finite
+from ftkit.engine.flatfile import PIECE_NUMEL
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import Diverged, UserError
@@ -40,7 +42,6 @@ from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, check_isolation
 from ftkit.hf.faults import stops_of
 from ftkit.hf.generation import generate
-from ftkit.hf.nonfinite import last_logged
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -251,8 +252,7 @@ class Job:
         held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
         after = shown.answers(trainer.model) if asked else []
         first_step, last_step = before.global_step if before else 0, trainer.state.global_step
-        history = trainer.state.log_history
-        problem = watch.failure(first_step, last_step) if last_step > first_step else last_logged(history)
+        problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
         if problem is None and not math.isfinite(held_out):
             problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
@@ -286,13 +286,21 @@ class Job:
 
 
 def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
-    """Return the names of tensors with values that are not finite, alike on all ranks. A collective.
+    """Return the names of tensors and buffers that `save_model` would not write, alike on all ranks. A collective.
 
     Cost: one pass over each rank's weights.
     """
     optimizer.settle()
     stores = [(flat, optimizer.line(flat).master if flat.trainable else flat.weights) for flat in units.flats]
-    own = {span.segment.name for flat, store in stores for span, values in flat.spans(store) if not is_finite(values)}
+    own = {
+        span.segment.name
+        for flat, store in stores
+        for span, values in flat.spans(store)
+        for part in values.split(PIECE_NUMEL)
+        if not is_finite(part.to(units.dtypes[span.segment.name]))
+    }
+    buffers = persistent_buffers(units.model).items()
+    own |= {name for name, values in buffers if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
     return sorted({name for names in units.comm.all(sorted(own)) for name in names})
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from ftkit.divergence import LEAST, WINDOW, LossWindow
 from ftkit.divergence_watch import left_out_after
@@ -153,6 +155,32 @@ def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
 
 
 @pytest.mark.slow
+def test_weights_that_the_dtype_of_the_model_cannot_hold_are_said_in_the_summary(home, worlds):
+    """The base is in fp16; the masters are finite."""
+    shutil.copytree(home / "base", home / "half")
+    AutoModelForCausalLM.from_pretrained(home / "half").half().save_pretrained(home / "half")
+    text = text_of(
+        home,
+        "narrow",
+        "continue",
+        model={"name": str(home / "half")},
+        train={"batch_tokens": 192, "max_steps": 1, "dtype": "fp32"},
+        optimizer={"lr": 1e6, "schedule": "constant"},
+    )
+    with pytest.raises(RankFailure, match=r"training failed: .* is not finite, so that no model is written"):
+        worlds[2].run(job, text)
+    assert "is not finite" in json.loads((home / "narrow" / "summary.json").read_text())["problem"]
+    assert not list((home / "narrow").glob("model/*"))
+
+
+def test_a_run_that_was_ended_and_resumed_is_judged_as_a_whole(home, worlds):
+    text = text_of(home, "parts", "skip")
+    spoiled = dict.fromkeys(range(1, 5), math.nan)
+    worlds[2].run(spoiled_job, text, spoiled, ("train.max_steps=8",))
+    with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss was not finite in 5 of 8 steps"):
+        worlds[2].run(spoiled_job, text, {5: math.nan}, (), str(home / "parts" / "checkpoint-4"))
+
+
 def test_a_resumed_run_judges_as_the_first(home, worlds):
     train = {"batch_tokens": 192, "max_steps": LEAST + 6, "on_divergence": "skip"}
     text = text_of(home, "spike", "skip", train=train, output={"dir": str(home / "spike"), "save_every_steps": LEAST + 2})

@@ -20,6 +20,9 @@ from ftkit.errors import UserError
 BUFFERS = "buffers"
 """The kind, in the name of the file."""
 FILE = f"model.{BUFFERS}.safetensors"
+STATISTICS = ("running_mean", "running_var")
+"""Of norms: infinite ones are a run gone wrong."""
+
 
 def persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
     """Return the buffers that a saved model holds, by name; without `recurse` those of the module itself."""
@@ -29,6 +32,11 @@ def persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[str, T
         for key, buffer in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set
     }
+
+
+def may_be_infinite(name: str) -> bool:
+    """Whether a buffer of this name is saved with infinite values, as masks hold them; NaN never is."""
+    return name.rpartition(".")[2] not in STATISTICS
 
 
 def refuse_unsaved(model: nn.Module) -> None:
@@ -57,7 +65,7 @@ def write_buffers(folder: Path, buffers: dict[str, Tensor]) -> list[Piece]:
     create_file(path, [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()])
     with TensorFile(path, writable=True) as file:
         for name, buffer in buffers.items():
-            file.write(name, 0, buffer.reshape(-1), infinite=True)
+            file.write(name, 0, buffer.reshape(-1), infinite=may_be_infinite(name))
         file.sync()
     pieces, at = [], data_start(path)
     with open(path, "rb") as data:

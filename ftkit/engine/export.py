@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.engine.buffers import may_be_infinite
 from ftkit.engine.durable import all_ranks, rank_zero, sync_folder
 from ftkit.engine.flat import FlatParameter
 from ftkit.engine.optimizer import ShardedOptimizer
@@ -76,7 +77,7 @@ def export_tensors(
                     opened[home[hub]].write(hub, start, values)
         if units.comm.rank == 0:
             for name, value in buffers.items():
-                opened[home[name]].write(name, 0, value.reshape(-1), infinite=True)
+                opened[home[name]].write(name, 0, value.reshape(-1), infinite=may_be_infinite(name))
         for file in opened.values():
             file.sync()
     with rank_zero(units.comm) as first:

@@ -58,7 +58,7 @@ class Guard(Tensor):
         accessed = kind in ("__get__", "__set__", "__delete__")
         name = func.__self__.__name__ if accessed else kind
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "grad":
+            if name == "grad" and accessed:
                 return _grad(func, kind, args)
             if name in ("data", "detach", "detach_"):
                 return _cut(kind, args[0], args[1:])

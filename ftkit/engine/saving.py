@@ -232,7 +232,7 @@ class Saving:
                         create_file(self.temporary / job.file, shapes)
                     if self.buffers:
                         self.written[FILE] = write_buffers(self.temporary, self.buffers)
-                except OSError:
+                except (OSError, UserError):  # the latter for buffers that are not finite
                     shutil.rmtree(self.temporary, ignore_errors=True)
                     raise
 

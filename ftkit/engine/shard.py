@@ -210,6 +210,23 @@ class Units:
         self.transfer.refresh([flat for flat in self.flats if flat.resident])
         self.transfer.settle()
 
+    def be_current(self) -> None:
+        """Wait until whole copies are those of the last update, for somebody who reads them. No collective.
+
+        Raises:
+            UserError: if that would take one: a deferred update has been made, and no forward since.
+        """
+        self.settle()
+        stale = [flat for flat in self.flats if flat.stale]
+        if any(flat.owners > 1 for flat in stale):
+            raise UserError(
+                f"the weights of {stale[0].name} were updated, and this rank has not got the others' parts yet (updates are "
+                "deferred): read them on all ranks within `with ftkit.gathered_parameters(model):`, save with "
+                "trainer.save_model() or ftkit.save_model(), or make updates in the step (ftkit={'update': 'now'})"
+            )
+        self.transfer.refresh(stale)
+        self.transfer.settle()
+
     def rewritten(self) -> None:
         """Take note that shards of any line were written from outside (loaded). Cost as `updated`."""
         for flat in self.flats:
@@ -375,7 +392,7 @@ def shard(
     _allocate(units)
     _make_units(units, blocks, owners, arguments, fingerprint, split)
     _specialise_entries(units, entries)
-    model.register_state_dict_pre_hook(lambda *_: units.transfer.settle())  # whole copies may be on their way
+    model.register_state_dict_pre_hook(lambda *_: units.be_current())
     for module in model.modules():
         for key, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:

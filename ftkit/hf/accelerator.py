@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
+from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.checkpoint import load_checkpoint
 from ftkit.engine.comm import Communicator
 from ftkit.engine.durable import all_ranks, rank_zero
@@ -346,9 +347,9 @@ class Accelerator(accelerate.Accelerator):
         units = units_of(model)
         if units is None:
             return super().get_state_dict(model, unwrap)
-        state, parameters = units.state_dict(), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        state, buffers = units.state_dict(), persistent_buffers(model)
         for name, tensor in state.items():
-            refuse_not_finite(name, tensor.reshape(-1), infinite=name not in parameters)  # masks hold such values
+            refuse_not_finite(name, tensor.reshape(-1), infinite=name in buffers and may_be_infinite(name))
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:

@@ -45,6 +45,7 @@ from ftkit.hf.fusing import Fused, fuse, unusable
 from ftkit.hf.head import attach_head_loss
 from ftkit.hf.in_step import let_generate
 from ftkit.hf.loading import load_weights
+from ftkit.hf.own_saves import look_before_saving
 from ftkit.hf.refused_adapters import refuse_merged, refuse_merging, refuse_prefixes
 from ftkit.hf.replication import named_block_classes, replicated
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
@@ -338,6 +339,7 @@ def shard_as(
         host_adam=host_adam,
     )
     refuse_foreign_optimizers(units)
+    look_before_saving(model)
     return units
 
 

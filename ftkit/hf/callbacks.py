@@ -69,6 +69,9 @@ ELSEWHERE = {
 AFTER_AN_UPDATE = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin")
 """Events between an update and the next forward."""
 
+BEFORE_A_FORWARD = ("log", "get_batch_samples", "training_step", "compute_loss")
+"""Methods of a Trainer that are called there."""
+
 
 def listeners(callbacks: Iterable[Any], events: Iterable[str], known: tuple[str, ...]) -> list[str]:
     """Return the classes of the callbacks that define one of these events.
@@ -86,6 +89,16 @@ def listeners(callbacks: Iterable[Any], events: Iterable[str], known: tuple[str,
         if kind.__module__.partition(".")[0] not in known and any(defined):
             names.append(kind.__name__)
     return names
+
+
+def overriders(trainer: type, methods: Iterable[str], known: tuple[str, ...]) -> list[str]:
+    """Return the classes that define one of these methods.
+
+    Args:
+        trainer: class of a Trainer. methods: their names. known: packages whose classes are left out.
+    """
+    foreign = (each for each in trainer.__mro__ if each.__module__.partition(".")[0] not in known)
+    return [each.__name__ for each in foreign if any(name in vars(each) for name in methods)]
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.engine.buffers import BUFFERS, persistent_buffers
+from ftkit.engine.buffers import BUFFERS, may_be_infinite, persistent_buffers
 from ftkit.engine.checked_file import Places, open_files
 from ftkit.engine.export import cut, publish
 from ftkit.engine.manifest import read_manifest
@@ -96,7 +96,7 @@ def export_checkpoint(
                 file.entries[name].shape,
                 _dtype(dtype, manifest, file, name),
                 partial(pieces, file, name),
-                infinite=name not in manifest["dtypes"],
+                infinite=name not in manifest["dtypes"] and may_be_infinite(name),
             )
             for name, file in sources.items()
             for hub in names.get(name, ())

@@ -8,23 +8,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftkit.engine.comm import Communicator
+from ftkit.errors import UserError
 from ftkit.words import counted
 
 FIRST_ROOM = 1024
 """Steps that a record has room for at first; it doubles."""
 
 
+@dataclass(frozen=True)
+class Before:
+    """The steps that a checkpoint was made of.
+
+    Args:
+        broken: steps whose loss was not finite. last: whether the last one is among them, and counts.
+    """
+
+    steps: int = 0
+    broken: int = 0
+    last: bool = False
+
+
 class LossRecord:
-    """The steps of one call of `train`, and which of them had a loss on this rank that was not finite."""
+    """The steps of one call of `train`, and which of them had a loss on this rank that was not finite.
+
+    Attributes:
+        steps: of this call. before: those that it was resumed from.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.before = Before()
         self._step: int | None = None
         self._broken: Tensor | None = None  # a bool a step, on the device
 
@@ -39,25 +59,62 @@ class LossRecord:
                 self._broken = torch.cat([self._broken, torch.zeros_like(self._broken)])
         self._broken[self.steps - 1] |= broken
 
-    def ended(self, comm: Communicator, *, skips: bool) -> str | None:
-        """Return what is wrong with how the steps ended, alike on all ranks; None if nothing is. A collective.
+    def broken(self, comm: Communicator) -> list[bool]:
+        """Return for each step whether the loss of any rank was not finite: what is logged is their mean. A collective."""
+        own = b"" if self._broken is None else bytes(self._broken[: self.steps].tolist())
+        return [any(ranks) for ranks in zip(*comm.all(own))]
 
-        A step counts if the loss of any rank was not finite: what is logged is their mean.
+    def noted(self, comm: Communicator, *, skips: bool) -> dict[str, Any]:
+        """Return what a checkpoint notes, so that a run in several parts is judged as a whole. A collective.
 
         Args:
             skips: the last step was skipped, because its gradients were not finite (fp16's loss scale).
         """
-        own = b"" if self._broken is None else bytes(self._broken[: self.steps].tolist())
-        broken = [any(ranks) for ranks in zip(*comm.all(own))]
-        return verdict(sum(broken), self.steps, last=bool(broken) and broken[-1] and not skips)
+        broken = self.broken(comm)
+        last = broken[-1] and not skips if broken else self.before.last
+        return asdict(Before(self.before.steps + len(broken), self.before.broken + sum(broken), last))
+
+    def take(self, noted: Any, where: str) -> None:
+        """Take what a checkpoint notes; one of an earlier version notes nothing.
+
+        Args:
+            where: it stands, for messages.
+
+        Raises:
+            UserError: if it is not what `noted` gives.
+        """
+        fields = noted if isinstance(noted, dict) else {}
+        counts = fields.get("steps"), fields.get("broken")
+        if fields.keys() != {"steps", "broken", "last"} or not all(type(n) is int and n >= 0 for n in counts):
+            raise UserError(f"{where}: the numbers of its losses are not numbers")
+        self.before = Before(*counts, last=fields["last"] is True)
+
+    def judged(self, broken: Sequence[bool], *, skips: bool) -> str | None:
+        """Return what is wrong with how the steps ended, those before this call too; None if nothing is.
+
+        Args:
+            broken: see `broken`. skips: see `noted`.
+        """
+        last = broken[-1] and not skips if broken else self.before.last
+        return verdict(self.before.broken + sum(broken), self.before.steps + len(broken), last=last)
 
 
-def last_logged(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what is wrong with a run that has no step left to make, by its log; None if nothing is."""
-    losses = [line["loss"] for line in history if "loss" in line]
-    if not losses or (losses[-1] is not None and math.isfinite(losses[-1])):
+def judged_by_log(history: Sequence[Mapping[str, Any]], after: int) -> str | None:
+    """Return what is wrong with the losses that a Trainer has logged, or their mean where it logged none; else None.
+
+    This is for losses that no record has seen: those of a subclass's own `training_step`, and of another process.
+
+    Args:
+        history: lines of a log; a user's own have no learning rate. after: a step; only later lines count.
+    """
+    lines = [line for line in history if line["step"] > after]
+    losses = [line["loss"] for line in lines if "loss" in line and "learning_rate" in line]
+    losses = losses or [line["train_loss"] for line in lines if "train_loss" in line]
+    broken = [loss is None or not math.isfinite(loss) for loss in losses]
+    if not broken or (not broken[-1] and 2 * sum(broken) <= len(broken)):
         return None
-    return "training failed: the last loss in the log is not finite, and no step was left to make"
+    which = "the last loss" if broken[-1] else f"{sum(broken)} of {len(broken)} losses"
+    return f"training failed: {which} in the log {'is' if broken[-1] else 'are'} not finite"
 
 
 def verdict(broken: int, steps: int, *, last: bool) -> str | None:

@@ -143,6 +143,8 @@ class RunCheckpoints:
         edited = comm.any(trainer.sharded_optimizer.edited)  # before the next step, too, while weights are written
         if self.push_later or read_now or edited or trainer.units.saving is None:
             self.finish()
+        if read_now:
+            trainer.units.freshen()  # they may look at the weights of the model, too
         self.fresh = final if read_now and self.problem is None else None
         if self.fresh is not None:
             if comm.rank == 0:

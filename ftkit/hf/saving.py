@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ftkit.engine.buffers import persistent_buffers, refuse_unsaved
+from ftkit.engine.buffers import may_be_infinite, persistent_buffers, refuse_unsaved
 from ftkit.engine.durable import all_ranks, rank_zero
 from ftkit.engine.export import export_tensors
 from ftkit.engine.finite import refuse_not_finite
@@ -201,6 +201,8 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
     with rank_zero(comm) as first:
         for name, tensor in whole.items() if first else ():
             refuse_not_finite(name, tensor.reshape(-1))
+        for name, buffer in saved_buffers.items() if first else ():
+            refuse_not_finite(name, buffer.reshape(-1), infinite=may_be_infinite(name))
     with rank_zero(comm) as first, names_only(model):
         if first:
             model.save_pretrained(path, state_dict={**{name: whole[line_names[name]] for name in wanted}, **saved_buffers})

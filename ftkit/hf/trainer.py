@@ -15,6 +15,7 @@ resumed from its last step ends there, where stock makes one step more.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ from ftkit.hf.arguments import TrainingArguments
 from ftkit.hf.attention import is_packed
 from ftkit.hf.base import BASE, write_base
 from ftkit.hf.blocks import units_of
-from ftkit.hf.callbacks import AFTER_AN_UPDATE, check_callbacks, listeners
+from ftkit.hf.callbacks import AFTER_AN_UPDATE, BEFORE_A_FORWARD, check_callbacks, listeners, overriders
 from ftkit.hf.in_place import check_order, engine_trainer
 from ftkit.hf.islands import (
     BATCHES,
@@ -58,7 +59,7 @@ from ftkit.hf.islands import (
 )
 from ftkit.hf.loading import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.loss import LossMixin
-from ftkit.hf.nonfinite import LossRecord, last_logged
+from ftkit.hf.nonfinite import LossRecord, judged_by_log
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import load_scheduler
 from ftkit.hf.reading import read_by_all
@@ -69,8 +70,13 @@ from ftkit.hf.together import explained, meet
 
 logger = logging.getLogger(__name__)
 
+KNOWN = ("ftkit", "transformers", "trl")
+"""Packages whose Trainers and callbacks read no weights between an update and the next forward."""
+
 ISLANDS = "islands"
 """Under which a checkpoint notes the fp32 islands of an fp16 model."""
+LOSSES = "losses_of_steps"
+"""Under which it notes how many steps there were, and how many of them had a loss that was not finite."""
 
 
 class EngineCheck(TrainerCallback):
@@ -197,10 +203,18 @@ class TrainerMixin(LossMixin):
 
     def failure(self) -> str | None:
         """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective."""
-        if not self.loss_record.steps:  # resumed at its end
-            return last_logged(self.state.log_history)
+        record, first = self.loss_record, self._initial_global_step
+        made = self.state.global_step > first
+        broken = record.broken(self.units.comm)
+        problem = record.judged(broken, skips=self._skips())
+        if problem is None and not any(broken) and (made or not record.before.steps):
+            problem = judged_by_log(self.state.log_history, first if made else 0)
+        return problem if made or problem is None else f"{problem}, and no step was left to make"
+
+    def _skips(self) -> bool:
+        """Whether the last step was skipped for an overflow, so that its loss is none of the weights that are there."""
         optimizer = self.sharded_optimizer
-        return self.loss_record.ended(self.units.comm, skips=optimizer.loss_scale.dynamic and optimizer.step_was_skipped)
+        return optimizer is not None and optimizer.loss_scale.dynamic and optimizer.step_was_skipped
 
     def take_failure(self, problem: str) -> None:
         """Raise what is wrong with how training ended, unless the best model came back at the end.
@@ -228,6 +242,15 @@ class TrainerMixin(LossMixin):
         with explained(lambda: self.units):
             meet(self.units, "evaluation")
             return super().evaluation_loop(*args, **kwargs)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Judge an evaluation as the Trainer does; one whose loss is not finite is never the best."""
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        broken = [name for name in ("eval_loss", *(f"eval_{each}_loss" for each in sets)) if not _finite(metrics.get(name))]
+        if self.engine_is_on and broken:
+            logger.warning("step %d: %s is not finite: it is no best model", self.state.global_step, broken[0])
+            return False
+        return super()._determine_best_metric(metrics, trial)
 
     @property
     def engine_is_on(self) -> bool:
@@ -264,9 +287,10 @@ class TrainerMixin(LossMixin):
         return self.optimizer
 
     def _update_before_callbacks(self) -> None:
-        """Leave deferred updates out of the plan where callbacks of the user's may read weights before the next forward."""
+        """Leave deferred updates out of the plan where code of the user's may read weights before the next forward."""
         settings = self.accelerator.settings
-        names = listeners(self.callback_handler.callbacks, AFTER_AN_UPDATE, ("ftkit", "transformers", "trl"))
+        names = listeners(self.callback_handler.callbacks, AFTER_AN_UPDATE, KNOWN)
+        names += overriders(type(self), BEFORE_A_FORWARD, KNOWN)
         if names and settings.update == "auto":
             self.accelerator.settings = EngineSettings(**{**vars(settings), "update": "now"})
             logger.info("%s may read weights after a step: updates are made in the step", ", ".join(names))
@@ -499,6 +523,10 @@ class TrainerMixin(LossMixin):
         """End as the Trainer does, which looks at the folders of checkpoints: all have their names then."""
         if self.engine_is_on:
             self.finish_save()
+            self.units.freshen()  # whoever reads weights now reads those of the last step
+            comm = self.units.comm
+            if comm.world_size > 1:  # of the steps since the last log, each rank has its own share
+                self._tr_loss = comm.sum(self._tr_loss.float().clone()) / comm.world_size
         return super()._finalize_training(*args, **kwargs)
 
     def retire_checkpoints(self, newest: Path) -> None:
@@ -547,7 +575,8 @@ class TrainerMixin(LossMixin):
         if not self.engine_is_on:
             return super()._save_optimizer_and_scheduler(output_dir)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
-        noted = {**self.noted, BASE: self.checkpoints.base()}
+        losses = self.loss_record.noted(units.comm, skips=self._skips())
+        noted = {**self.noted, BASE: self.checkpoints.base(), LOSSES: losses}
         if self._needs_islands():
             noted[ISLANDS] = islands_of(units).as_dict()
         Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
@@ -602,6 +631,8 @@ class TrainerMixin(LossMixin):
         if islands is not None and self._needs_islands():
             restore_islands(self.units, Islands.from_dict(islands, str(manifest)))
             self._looked = True
+        if (losses := extra.pop(LOSSES, None)) is not None:
+            self.loss_record.take(losses, str(manifest))
         self.take_noted(manifest, extra)
         scheduler = folder / transformers.trainer.SCHEDULER_NAME
         if not scheduler.is_file():
@@ -637,6 +668,11 @@ def part_of(batch: Any, parts: int) -> Any:
         key: each.tensor_split(parts)[0] if torch.is_tensor(each) and each.dim() and len(each) == rows else each
         for key, each in batch.items()
     }
+
+
+def _finite(value: Any) -> bool:
+    """Return whether a metric is no number that is NaN or infinite."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def narrowed(value: Any, dtype: torch.dtype) -> Any:

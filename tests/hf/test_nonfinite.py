@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import ftkit
 from ftkit.engine.finite import is_finite
 from ftkit.errors import Diverged
 from ftkit.hf.exporting import Outgoing, write_model
-from ftkit.hf.nonfinite import LossRecord, verdict
+from ftkit.hf.nonfinite import LossRecord, judged_by_log, verdict
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base
@@ -245,9 +246,10 @@ def test_how_many_steps_a_record_holds():
     for step in range(3000):
         record.note(step, torch.tensor(math.nan if step % 2 else 1.0))
         record.note(step, torch.tensor(1.0))
-    assert record.ended(Alone(), skips=True) is None
+    assert record.judged(record.broken(Alone()), skips=True) is None
     record.note(3000, torch.tensor(math.inf))
-    assert "in 1501 of 3001 steps" in record.ended(Alone(), skips=True)
+    assert "in 1501 of 3001 steps" in record.judged(record.broken(Alone()), skips=True)
+    assert record.noted(Alone(), skips=True) == {"steps": 3001, "broken": 1501, "last": False}
 
 
 def not_saved_by_accelerate(folder):
@@ -266,6 +268,8 @@ def not_saved_by_accelerate(folder):
 
 def test_accelerate_writes_no_model_that_is_not_finite(worlds, tmp_path):
     assert not worlds[2].run(not_saved_by_accelerate, str(tmp_path))[0]
+
+
 class HugeLoss:
     """Multiplies the loss, so that no float holds the square of its gradient's norm."""
 
@@ -282,3 +286,167 @@ def test_a_gradient_whose_square_no_float_holds_is_clipped(stage, ranks, worlds,
     )
     assert huge.column("grad_norm")[0] == pytest.approx(1e25 * ours.column("grad_norm")[0], rel=1e-5)
     runs.assert_same_weights(huge.weights, ours.weights)
+
+
+class StepOfItsOwn:
+    """A user's Trainer whose `training_step` returns what no record sees."""
+
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs) + math.nan
+
+
+@pytest.mark.parametrize("logging", [{}, {"logging_strategy": "no"}], ids=str)
+def test_a_loss_that_only_a_subclass_returns_is_judged_by_the_log(logging, worlds, tmp_path):
+    run = Run(mixin=StepOfItsOwn, arguments={"max_steps": 2, **logging})
+    worlds[1].run(fails_in, str(tmp_path), run, "the last loss in the log is not finite")
+
+
+def test_losses_are_judged_by_a_log():
+    def log(*losses):
+        return [{"step": step, "loss": loss, "learning_rate": 1.0} for step, loss in enumerate(losses, 1)]
+
+    assert judged_by_log(log(1.0, None, 2.0, 3.0), 0) is None
+    assert "2 of 3 losses in the log are" in judged_by_log(log(math.nan, math.inf, 1.0), 0)
+    assert judged_by_log(log(math.nan, math.inf, 1.0), 2) is None
+    assert "the last loss in the log is" in judged_by_log(log(1.0, 1.0, math.nan), 0)
+    assert judged_by_log([*log(1.0), {"step": 1, "loss": math.nan}], 0) is None, "a user's own line"
+    assert judged_by_log([], 0) is None
+
+
+class Ends(transformers.TrainerCallback):
+    """Ends a run after its third step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = state.global_step == 3
+
+
+class NaNAtFirst(NaNLoss):
+    steps = (1, 2, 3)
+
+
+def test_a_run_in_two_parts_is_judged_as_a_whole(worlds, tmp_path):
+    saving = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "num_train_epochs": 5}
+    run = Run(mixin=NaNAtFirst, arguments=saving, options={"callbacks": [Ends()]}, ftkit=SETTINGS)
+    worlds[2].run(fails_in, str(tmp_path), run, "in 3 of 3 steps")
+    rest = replace(run, options={}, resume=str(tmp_path / "checkpoint-3"))
+    worlds[2].run(fails_in, str(tmp_path), rest, r"the loss was not finite in 3 of 5 steps")
+
+
+def test_what_a_checkpoint_notes_of_losses_is_looked_at():
+    record = LossRecord()
+    record.take({"steps": 4, "broken": 3, "last": False}, "here")
+    assert "in 3 of 4 steps" in record.judged([], skips=False)
+    assert record.judged([False, False], skips=False) is None
+    assert "at the last step, in 4 of 6 steps" in record.judged([False, True], skips=False)
+    last = {"last": False}
+    for wrong in (None, [], {"steps": 4}, {"steps": True, "broken": 1, **last}, {"steps": 4, "broken": -1, **last}):
+        with pytest.raises(ftkit.UserError, match="here: the numbers of its losses"):
+            record.take(wrong, "here")
+
+
+class NaNOfOneRank(NaNLoss):
+    """One rank's loss, which the others' logs would not show."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super(NaNLoss, self).compute_loss(*args, **kwargs)
+        return loss + math.nan if self.state.global_step == 1 and runs.rank() == 1 else loss
+
+
+def test_the_mean_loss_at_the_end_is_that_of_all_ranks(worlds, tmp_path):
+    arguments = {"max_steps": 3, "logging_strategy": "no"}
+    told = worlds[2].run(train, "ours", str(tmp_path / "nan"), Run(mixin=NaNOfOneRank, arguments=arguments))
+    assert all(math.isnan(each.column("train_loss")[-1]) for each in told)
+    ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), Run(arguments=arguments))[0]
+    stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), Run(arguments=arguments))[0]
+    assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)
+
+
+class NaNInEvaluation:
+    """From the second step on: the loss is NaN, and so are the logits, of which `argmax` makes the class 0."""
+
+    def prediction_step(self, *args, **kwargs):
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        return (loss, logits, labels) if self.state.global_step < 2 else (loss * math.nan, logits * math.nan, labels)
+
+
+def share_of_zeros(prediction):
+    return {"zeros": float((prediction.predictions.argmax(-1) == 0).mean())}
+
+
+def best(trainer):
+    return trainer.state.best_global_step
+
+
+def test_an_evaluation_whose_loss_is_nan_is_never_the_best(worlds, tmp_path):
+    arguments = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    arguments |= {"metric_for_best_model": "zeros", "greater_is_better": True}
+    options = {"compute_metrics": share_of_zeros}
+    run = Run(mixin=NaNInEvaluation, arguments=arguments, eval_rows=6, options=options, after=best)
+    outcome = worlds[1].run(train, "ours", str(tmp_path), run)[0]
+    assert outcome.column("eval_zeros")[-1] == 1.0
+    assert outcome.after == 1
+
+
+# --- buffers, and the saves of others
+
+
+class Normed(torch.nn.Module):
+    """A regression with a BatchNorm, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.out = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+
+    def forward(self, x):
+        return self.out(self.norm(x))
+
+
+def saves_statistics(folder, bad):
+    """Return what was saved of a model whose running variance is `bad`."""
+    runs.fresh_state()
+    accelerator = ftkit.Accelerator(cpu=True, ftkit={"stage": 1})
+    model = Normed()
+    model.norm.running_var[3] = bad
+    model = accelerator.prepare(model)
+    units = ftkit.units_of(model)
+    saves = (
+        lambda: ftkit.save_model(units, f"{folder}/model"),
+        lambda: ftkit.save_checkpoint(f"{folder}/checkpoint", units),
+        lambda: accelerator.save_model(model, f"{folder}/accelerate"),
+    )
+    for save in saves:
+        if math.isfinite(bad):
+            save()
+        else:
+            with pytest.raises(ftkit.UserError, match=r"norm\.running_var holds"):
+                save()
+    return files_in(folder)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+def test_statistics_that_are_not_finite_are_not_written_and_masks_are(bad, worlds, tmp_path):
+    assert len(worlds[2].run(saves_statistics, str(tmp_path), bad)[0]) == (0 if not math.isfinite(bad) else 6)
+
+
+def adapted():
+    torch.manual_seed(4)
+    return get_peft_model(runs.llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+def saves_by_itself(folder, build, stage):
+    model = build()
+    units = ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    model.save_pretrained(f"{folder}/good{units.comm.rank}")
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).fill_(math.nan)
+    for given in ({}, {"state_dict": units.state_dict()}):
+        with pytest.raises(ftkit.UserError, match="holds NaN"):
+            model.save_pretrained(f"{folder}/bad", **given)
+    return files_in(f"{folder}/bad")
+
+
+@pytest.mark.parametrize("build, stage", [(runs.llama, 1), (adapted, 3)])
+def test_save_pretrained_writes_nothing_that_is_not_finite(build, stage, worlds, tmp_path):
+    assert not worlds[2].run(saves_by_itself, str(tmp_path), build, stage)[0]

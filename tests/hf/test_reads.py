@@ -237,6 +237,7 @@ VALUES = {
     "subclass": lambda p: p.as_subclass(torch.Tensor),
     "subclass of data": lambda p: p.data.as_subclass(torch.Tensor),
     "new_tensor": lambda p: p.new_tensor(p),
+    "autograd.grad": lambda p: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, [p], allow_unused=True),
     "a hook that reads .grad": lambda p: p.register_post_accumulate_grad_hook(lambda p: p.grad.norm()),
 }
 
@@ -455,3 +456,70 @@ def trained_and_saved(folder, run):
 def refused_to_the_end(folder, run):
     with pytest.raises(ftkit.UserError, match=r"norm\.weight: its \.data is another tensor"):
         trained_and_saved(folder, run)
+
+
+# --- after an update that is deferred
+
+
+class AtTheEnd(transformers.TrainerCallback):
+    """Keeps what it reads when training ends."""
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.seen = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class ReadsBefore:
+    """Adds a penalty that it computes before the model's forward."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        penalty = 0.1 * self.model.model.layers[2].mlp.up_proj.weight.square().sum()
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) + penalty
+
+
+def read_at_the_end(folder, settings):
+    """Return whether whole weights are those of the last update, and what is saved of them on each rank."""
+    callback = AtTheEnd()
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [callback]}, ftkit=settings)
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    assert trainer.units.policy.deferred_update
+    true = trainer.units.state_dict()
+    assert all(torch.equal(value, true[name]) for name, value in callback.seen.items())
+    assert all(torch.equal(value, true[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_weights_are_those_of_the_last_update_when_training_ends(worlds, tmp_path):
+    worlds[2].run(read_at_the_end, str(tmp_path), {"stage": 1, "update": "deferred"})
+
+
+def state_between(ranks):
+    """Read the state of a model between a deferred update and the next forward."""
+    model = runs.llama()
+    units = ftkit.shard(model, {"stage": 1, "kernels": "off", "update": "deferred"})
+    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
+    rows = torch.arange(8).view(2, 4)
+    model(rows, labels=rows).loss.backward()
+    optimizer.step()
+    if ranks > 1:
+        with pytest.raises(ftkit.UserError, match=r"updates are deferred.*gathered_parameters"):
+            model.state_dict()
+        with ftkit.gathered_parameters(model):
+            found = {name: value.clone() for name, value in model.state_dict().items()}
+    else:
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.equal(value, found[name]) for name, value in units.state_dict().items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_between_a_deferred_update_and_a_forward_is_whole_or_refused(ranks, worlds):
+    worlds[ranks].run(state_between, ranks)
+
+
+def test_a_loss_that_reads_weights_before_the_forward_reads_those_of_its_step(worlds, tmp_path):
+    (tmp_path / "nvme").mkdir()
+    settings = {"stage": 1, "activations": "keep", "state": "nvme", "nvme_dir": str(tmp_path / "nvme")}
+    run = Run(arguments=ARGUMENTS, mixin=ReadsBefore, ftkit=settings)
+    stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
+    ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), run)[0]
+    assert_same_history(ours, stock)
+    assert_same_weights(ours.weights, stock.weights)

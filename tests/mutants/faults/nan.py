@@ -20,8 +20,8 @@ FAULTS = (
     fault(
         "in fp16 a last loss that is no number is no failure",
         "ftkit/hf/trainer.py",
-        "skips=optimizer.loss_scale.dynamic and optimizer.step_was_skipped",
-        "skips=optimizer.loss_scale.dynamic",
+        "        return optimizer is not None and optimizer.loss_scale.dynamic and optimizer.step_was_skipped\n",
+        "        return optimizer is not None and optimizer.loss_scale.dynamic\n",
         _NONFINITE + "test_a_last_loss_of_fp16_that_is_nan_fails_where_its_step_was_not_skipped",
     ),
     fault(
