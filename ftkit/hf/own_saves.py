@@ -1,6 +1,6 @@
 """The `save_pretrained` of a sharded model's own class, transformers' or PEFT's: it writes no values that are not finite.
 
-At stages 0 to 2, and for adapters, whole weights are at hand and that method works as always; it looks at no values itself.
+At stages 0 to 2 whole weights are at hand and that method works as always; it looks at no values itself.
 Where weights are in shards it refuses, or is given a `state_dict`. What it costs: one pass over what was trained.
 """
 
