@@ -31,6 +31,7 @@ class Running:
     def __init__(self) -> None:
         self.depth = 0
         self.reading = 0
+        self.shared: dict[FlatParameter, Tensor] = {}  # of parameters whose gradient a hook wants whole
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -40,7 +41,7 @@ class Running:
             yield
         finally:
             self.depth -= 1
-
+            self._forget()
 
     @contextmanager
     def read_by_all(self) -> Iterator[None]:
@@ -50,6 +51,11 @@ class Running:
             yield
         finally:
             self.reading -= 1
+            self._forget()
+
+    def _forget(self) -> None:
+        if not self.gathers:
+            self.shared.clear()
 
     @property
     def gathers(self) -> bool:
@@ -71,13 +77,19 @@ class Leaf:
         self.module = module
         self.attribute = attribute
         self.running = running
+        self.own = module._parameters[attribute]
         self.gathered: Tensor | None = None
         self.whole: Tensor | None = None  # while all weights of the model are held (holding.py)
         self.sharing = False
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
     def read(self) -> Tensor:
-        """Return the parameter's value where it has one to give: held, or gathered while the model runs, else absent."""
+        """Return the parameter's value where it has one to give: held, or gathered while the model runs, else absent.
+
+        What stands in its place for a while (torch.func.functional_call) is returned as it is.
+        """
+        if self.module._parameters.get(self.attribute) is not self.own:
+            return self.parameter
         if self.whole is not None and not torch.is_grad_enabled():
             return self.whole
         if self.sharing:
@@ -104,11 +116,19 @@ class Leaf:
             self.sharing, self.gathered = False, None
 
     def _gather(self) -> Tensor:
-        """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter."""
+        """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter.
+
+        All reads in a call share one where a hook wants the gradient: it is given the sum, as of a tied weight.
+        """
         if torch.is_grad_enabled() and self.parameter.requires_grad:
+            hooks = _hooks_of(self.parameter)
+            if hooks and self.flat in self.running.shared:
+                return self.running.shared[self.flat]
             gathered: Tensor = _Gather.apply(self.flat, self.anchor)
-            for hook in _hooks_of(self.parameter):
+            for hook in hooks:
                 gathered.register_hook(hook)
+            if hooks and self.running.gathers:
+                self.running.shared[self.flat] = gathered
             return gathered
         return gather_whole(self.flat)
 
@@ -124,16 +144,25 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: FlatParameter, anchor: Tensor) -> Tensor:
         ctx.flat = flat
+        ctx.set_materialize_grads(False)
         return gather_whole(flat)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        if ctx.flat.deferred:  # one rank, whose weights are not on the device but whose gradients are
-            ctx.flat.accumulate(0, gradient)
-        else:
-            contribute_tensor(ctx.flat, gradient)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        _bring_home(ctx.flat, 0, gradient)
         return None, None
+
+
+def _bring_home(flat: FlatParameter, index: int, gradient: Tensor | None) -> None:
+    """Put the gradient of tensor `index` onto its line; None where it is cut off on its way here (a `detach` in a block)."""
+    if flat.deferred:
+        if gradient is not None:
+            flat.accumulate(index, gradient)
+    elif gradient is not None:
+        contribute_tensor(flat, gradient)
+    else:  # on this rank; others may have one
+        flat.contribute(torch.zeros(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device))
 
 
 def gather_whole(flat: FlatParameter) -> Tensor:
@@ -190,11 +219,7 @@ def receive(flat: FlatParameter) -> None:
             if own is None:  # its model is gone: this is a tensor like any other
                 return
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            if own.deferred:
-                own.accumulate(index, gradient)
-            else:
-                contribute_tensor(own, gradient)
+            _bring_home(own, index, gradient)
 
         return take
 

@@ -588,6 +588,9 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         units.outside.append(flat)
         if flat.trainable:
             receive(flat)
+        if units.policy.deferred_update:
+            for place in (place for parameter in flat.parameters for place in bindings[id(parameter)]):
+                _specialise_outside(units, place.module)
         return
     if flat.trainable:
         refuse_gradients(flat)
@@ -657,6 +660,21 @@ def _specialise_block(unit: Unit) -> None:
         unit.module.register_state_dict_pre_hook(_refuse_state_dict)
 
 
+def _specialise_outside(units: Units, module: nn.Module) -> None:
+    """Let a module outside blocks, called outside the model's calls (in a method of the user's), wait for its update."""
+    if getattr(type(module), "_ftkit_waits", False):
+        return
+    own = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not units.running.gathers:
+            units.begin_call()
+        return own(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # functions may carry one
+    specialise(module, forward=forward, _ftkit_waits=True)
+
+
 def _specialise_leaf(module: nn.Module, leaf: Leaf, attribute: str) -> None:
     module_forward = type(module).forward
 
@@ -680,11 +698,26 @@ def _specialise_entries(units: Units, entries: Sequence[nn.Module]) -> None:
             with units.running.call():
                 return _entry_call(self, *args, **kwargs)
 
-        methods: dict[str, Any] = {"__call__": call, **refusing_members()}
+        methods: dict[str, Any] = {"__call__": call, "forward": _entry_forward(units, entry), **refusing_members()}
         if entry is units.model:
             methods["zero_grad"] = lambda self, set_to_none=True: units.zero_grad()
             methods["no_sync"] = lambda self: units.no_sync()
         _specialise(entry, units, **methods)
+
+
+def _entry_forward(units: Units, entry: nn.Module) -> Callable[..., Any]:
+    """Return an entry's forward, which may be called by itself, past its hooks."""
+    own = type(entry).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if units.running.depth > 0:
+            return own(self, *args, **kwargs)
+        units.begin_call()
+        with units.running.call():
+            return own(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # functions may carry one
+    return forward
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -21,19 +21,23 @@ What it refuses: double backward, a forward whose weights are updated before its
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import parametrize
 
 from ftkit.engine.block_buffers import BlockBuffers, Noted, as_before
+from ftkit.engine.block_state import BlockState, attributes_as_before, differ, sample
 from ftkit.engine.flat import FlatParameter, add_in_pieces
 from ftkit.engine.resharded import Guard, on_gradient
-from ftkit.engine.tree import put_tensors, take_tensors
+from ftkit.engine.tree import in_objects, put_tensors, take_tensors
 from ftkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,13 +46,13 @@ if TYPE_CHECKING:
 
 
 class World:
-    """What a computation depends on besides its arguments, as it was in forward: random numbers, autocast, train or eval,
-    buffers.
+    """What a computation depends on besides its arguments, as it was in forward: random numbers (torch's, Python's and
+    NumPy's), autocast, buffers, attributes of modules (train or eval is one) and hooks.
 
     Args:
         module: the block.
         fingerprint: of the block's switches that ftkit does not set (active adapters); must be the same in backward.
-        buffers: of the block; None where it will not be computed again.
+        buffers, state: of the block; None where it will not be computed again.
     """
 
     def __init__(
@@ -57,26 +61,32 @@ class World:
         device: torch.device,
         fingerprint: Callable[[nn.Module], Hashable],
         buffers: BlockBuffers | None = None,
+        state: BlockState | None = None,
     ) -> None:
         self.module = module
         self.buffers = buffers
         self.noted: list[Noted] = [] if buffers is None else buffers.note()
+        self.state = state
+        if state is not None:
+            self.attributes = state.note()
+            self.others = random.getstate(), np.random.get_state()
         self.device = device
         self.fingerprint = fingerprint
         self.switches = fingerprint(module)
-        self.training = module.training
         self.cpu_state = torch.get_rng_state()
         self.cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kind = autocast_kind(device)
         self.autocast = torch.is_autocast_enabled(kind)
         self.autocast_dtype = torch.get_autocast_dtype(kind)
 
-    def without_cast_cache(self) -> torch.autocast:
-        """Return forward's autocast as a context; see `uncached_autocast`."""
-        return uncached_autocast(autocast_kind(self.device), self.autocast_dtype, enabled=self.autocast)
+    def without_caches(self) -> AbstractContextManager[None]:
+        """Return forward's autocast as a context, without what would outlive the weights; see `uncached`."""
+        return uncached(autocast_kind(self.device), self.autocast_dtype, enabled=self.autocast)
 
     def ran(self) -> None:
         """Keep of the noted buffers those that the forward has changed; called after it."""
+        if self.state is not None:
+            self.state.ran(self.attributes)
         if self.buffers is not None:
             self.noted = self.buffers.changed(self.noted)
 
@@ -89,19 +99,25 @@ class World:
         """
         if self.fingerprint(self.module) != self.switches:
             raise RuntimeError("adapters were switched between a block's forward and its backward; switch after backward")
-        training = self.module.training
         with ExitStack() as stack:
             devices = [self.device] if self.cuda_state is not None else []
             stack.enter_context(torch.random.fork_rng(devices=devices, device_type="cuda"))
             torch.set_rng_state(self.cpu_state)
             if self.cuda_state is not None:
                 torch.cuda.set_rng_state(self.cuda_state, self.device)
-            if training != self.training:
-                self.module.train(self.training)
-                stack.callback(self.module.train, training)
+            if self.state is not None:
+                stack.callback(_set_others, random.getstate(), np.random.get_state())
+                _set_others(*self.others)
+                stack.enter_context(attributes_as_before(self.attributes))
             stack.enter_context(as_before(self.noted))
-            stack.enter_context(self.without_cast_cache())
+            stack.enter_context(self.without_caches())
             yield
+
+
+def _set_others(python: Any, numpy: Any) -> None:
+    """Set the states of Python's and NumPy's random numbers."""
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 def autocast_kind(device: torch.device) -> str:
@@ -109,9 +125,19 @@ def autocast_kind(device: torch.device) -> str:
     return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
 
 
-def uncached_autocast(kind: str, dtype: torch.dtype, *, enabled: bool) -> torch.autocast:
-    """Return autocast without its weight cache: cached casts would outlive the weights."""
-    return torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+@contextmanager
+def uncached(kind: str, dtype: torch.dtype, *, enabled: bool) -> Iterator[None]:
+    """Compute in the body with autocast, but without its cache of weights and that of `parametrize.cached()`.
+
+    What they keep would outlive the weights, and has no gradient where the first run of a block made it.
+    """
+    cached = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        with torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False):
+            yield
+    finally:
+        parametrize._cache_enabled = cached
 
 
 Split = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], list[bool]]
@@ -232,6 +258,8 @@ class Unit:
         self.name = name
         self.module = module
         self.buffers = BlockBuffers(module)
+        self.state = BlockState(module)
+        self.forwards = 0  # that are to be computed again
         self.flats = list(flats)
         self.gathered = [flat for flat in flats if not flat.resident]
         self.resident = [flat for flat in flats if flat.resident]
@@ -356,8 +384,8 @@ class Unit:
                     parameter.grad = None
                     raise unit._outside(flat.layout.segments[index].name)
                 gradient, parameter.grad = parameter.grad, None
-                assert gradient is not None
-                unit._take(flat, index, gradient)
+                if gradient is not None:  # none where it is cut off on the way here
+                    unit._take(flat, index, gradient)
 
         return receive
 
@@ -414,10 +442,10 @@ class Unit:
         """Call the block's own `function` on these arguments, with weights that are here only meanwhile."""
         if not torch.is_grad_enabled():
             if self.whole is not None:
-                return self._without_cast_cache(function, args, kwargs)
+                return self._without_caches(function, args, kwargs)
             self.enter(graph=False, neighbour=self.after)
             try:
-                return self._without_cast_cache(function, args, kwargs)
+                return self._without_caches(function, args, kwargs)
             finally:
                 self.leave()
         arguments = self.arguments(args, kwargs)
@@ -428,21 +456,59 @@ class Unit:
             return self._guarded(result, arguments)
         tensors: list[Tensor] = []
         tree = take_tensors(arguments, tensors)
+        self._refuse_objects(tree, "is given")
         divided, parts = self._division(arguments, tensors)
         call = Call(function, tree, self._world, divided, parts)
         if self.trains or any(t.requires_grad for t in tensors):
             results = _Use.apply(self, call, self.anchor, *tensors)
+            self._refuse_objects(call.result, "returns")
             return put_tensors(call.result, results)
         with torch.no_grad():
-            return self.use(function, *arguments)
+            return self.use(self._unseen_by(function), *arguments)
 
-    def _without_cast_cache(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _refuse_objects(self, tree: Any, verb: str) -> None:
+        """Raise where a gradient would have to go through a tensor that lies in an object.
+
+        Raises:
+            UserError: naming the block and the object.
+        """
+        for each in in_objects(tree):
+            if each.requires_grad or (verb == "returns" and each.is_floating_point()):
+                raise UserError(
+                    f"the block {self.name} {verb} an object with a tensor of shape {tuple(each.shape)} in it, whose "
+                    "gradient would be lost: hand tensors over by themselves, or in tuples, lists, dictionaries or named "
+                    "tuples; or set ftkit={'stage': 1, 'activations': 'keep'}"
+                )
+
+    def _unseen_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function of a frozen block, whose arguments ask for no gradients, so that nothing asks for one by
+        another way: a tensor in an attribute or a hook.
+        """
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with torch.enable_grad():  # no graph is made where nothing asks
+                result = function(*args, **kwargs)
+            found: list[Tensor] = []
+            take_tensors(result, found)
+            if any(each.requires_grad for each in found):
+                raise UserError(
+                    f"the block {self.name} is frozen, and so is what it is given; but something in it asks for gradients "
+                    "that is neither an argument nor a weight of the block (a tensor that a hook or an attribute brings "
+                    "in), and would get none here. Hand it over as an argument, or set "
+                    "ftkit={'stage': 1, 'activations': 'keep'}"
+                )
+            return result
+
+        return compute
+
+    def _without_caches(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = autocast_kind(self.device)
-        with uncached_autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
+        with uncached(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
             return function(*args, **kwargs)
 
     def _world(self) -> World:
-        return World(self.module, self.device, self.fingerprint, None if self.keep else self.buffers)
+        known = (None, None) if self.keep else (self.buffers, self.state)
+        return World(self.module, self.device, self.fingerprint, *known)
 
     def _division(self, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[list[bool], int]:
         """Return which of a call's tensors are divided, and into how many micro-batches: none has less than a row."""
@@ -483,6 +549,37 @@ class Unit:
                 tensor.register_hook(check)
         return result
 
+    def refuse_written(self, tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+        """Raise if the block has written to an argument in place, which it would be given in backward as it is then.
+
+        Args:
+            versions: of the arguments before; None of those that may be written to.
+
+        Raises:
+            UserError: naming the block.
+        """
+        if any(before is not None and tensor._version != before for tensor, before in zip(tensors, versions)):
+            raise UserError(
+                f"the block {self.name} writes to a tensor that it is given (x.mul_(...), x += ...): it is computed again "
+                "in backward, from what it was given. Let it write to a tensor of its own (x = x * ...), or set "
+                "ftkit={'activations': 'keep', 'stage': 1}"
+            )
+
+    def refuse_other_results(self, first: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Raise if the second run of the block gave other results than the first.
+
+        Raises:
+            UserError: naming the block.
+        """
+        eps = max((torch.finfo(each.dtype).eps for each in results if each.is_floating_point()), default=1.0)
+        if differ(first, sample(results), eps):
+            raise UserError(
+                f"the block {self.name} gives other results in backward, where it is computed again, than in forward: it "
+                "depends on something that is no argument, weight, buffer or attribute of its modules, such as a global "
+                "switch or a random generator of its own. Keep that in an attribute of a module in the block, or set "
+                "ftkit={'activations': 'keep'}"
+            )
+
     def check_version(self, version: int) -> None:
         """Raise if the weights are no more those of the forward that saw `version`."""
         if version != self.version:
@@ -498,13 +595,14 @@ class _Use(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         unit.enter(graph=True, neighbour=unit.after)
         unit.pending += 1
+        versions = [t._version if t.requires_grad and not unit.keep else None for t in tensors]
         parts: list[list[Tensor]] = []
         graphs: list[_Graph] = []
         try:
             with unit.transfer.trace.span("compute", f"forward {unit.number}"):
                 for number in range(call.parts):
                     inputs = call.part(tensors, number)
-                    with call.enter_world().without_cast_cache():
+                    with call.enter_world().without_caches():
                         if unit.keep:
                             inputs = _leaves(inputs)
                             with torch.enable_grad():
@@ -517,9 +615,16 @@ class _Use(torch.autograd.Function):
             unit.leave()
         ctx.graphs = graphs if unit.keep else None
         if not unit.keep:
+            unit.refuse_written(tensors, versions)
+            unit.forwards += 1
+            looks = unit.forwards & (unit.forwards - 1) == 0  # at the 1st, 2nd, 4th, 8th ...
+            ctx.samples = [sample(results) for results in parts] if looks else None
             ctx.tickets = unit.keep_inputs(tensors)
             ctx.save_for_backward(*(t for t, ticket in zip(tensors, ctx.tickets) if ticket is None))
-        returned = tuple(r.detach() for r in call.joined(tensors, parts))
+        given = {
+            id(t) for t in tensors if t.requires_grad
+        }  # handed through, it is a tensor of its own: it may be written to
+        returned = tuple(r.clone() if id(r) in given else r.detach() for r in call.joined(tensors, parts))
         ctx.mark_non_differentiable(*(r for r in returned if not r.is_floating_point()))
         return returned
 
@@ -549,6 +654,8 @@ class _Use(torch.autograd.Function):
             with unit.gradients(), unit.transfer.trace.span("compute", f"backward {unit.number}"):
                 for number in range(call.parts):
                     graph = _again(call, tensors, number) if ctx.graphs is None else ctx.graphs.pop(0)
+                    if ctx.graphs is None and ctx.samples is not None:
+                        unit.refuse_other_results(ctx.samples[number], graph[1])
                     found.append(_walk_back(graph, [call.share(g, number) for g in gradients]))
         except Exception as error:
             error.add_note(f"in the backward of {unit.name}") if hasattr(error, "add_note") else None

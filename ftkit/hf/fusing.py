@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ftkit.engine.seam import specialise
-from ftkit.hf.hooks import EVERY, has_hooks, home_of, hooks_on
+from ftkit.hf.hooks import EVERY, has_global_hooks, has_hooks, home_of, hooks_on
 from ftkit.hf.twins import Chance, agreement, difference, results, same_in_training, twin_of
 from ftkit.kernels.activation import ACTIVATIONS, activation
 from ftkit.kernels.gated import gated
@@ -115,6 +115,8 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
         return Fused(left={"all of it": f"no kernel computes in {str(dtype).removeprefix('torch.')}"})
     if (problem := unusable(device)) is not None:
         return Fused(left={"all of it": problem})
+    if has_global_hooks():
+        return Fused(left={"all of it": "torch's global hooks are on every module"})
     for name, module in model.named_modules():
         if "forward" in vars(module) or id(module) in inside:
             continue  # somebody's own; or what a fused MLP does itself
@@ -192,7 +194,7 @@ def _unseen(module: nn.Module, replaced: tuple[str, ...]) -> str | None:
             return f"{told} has hooks"
         if "forward" in vars(each):
             return f"the forward of {told} is replaced on the instance"
-        if not _is_known(type(each).forward):
+        if not all(map(_is_known, _methods(type(each)))):
             return f"{told} computes by code of the user's own"
         if replaced and (each._buffers or each._parameters):
             return f"{told} has weights or buffers of its own"
@@ -200,6 +202,15 @@ def _unseen(module: nn.Module, replaced: tuple[str, ...]) -> str | None:
         if odd:
             return f"{told} has the attribute {odd[0]}, which may change what it computes"
     return None
+
+
+def _methods(kind: type) -> Iterator[Any]:
+    """Yield the functions of a module's class that its forward may call: those of its bases, too, but for torch's Module."""
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, member in vars(each).items():
+            function = getattr(member, "fget", member)  # of a property
+            if isinstance(getattr(function, "__func__", function), FunctionType) and name != "__init__":
+                yield function
 
 
 def _candidates(module: nn.Module) -> list[Candidate]:
@@ -355,7 +366,8 @@ def _changed(module: nn.Module, act: str) -> Callable[[nn.Module], bool]:
 
     def changed(self: nn.Module) -> bool:
         now = self._modules[act]
-        return now is None or not issubclass(type(now), proved) or "forward" in vars(now) or bool(hooks_on(now, EVERY))
+        other = now is None or not issubclass(type(now), proved) or "forward" in vars(now)
+        return other or bool(hooks_on(now, EVERY)) or has_global_hooks()
 
     return changed
 

@@ -8,7 +8,8 @@ what they always did.
 
 Whether a model is one that can be treated so is not looked up: the exchange is proved on a twin whose body gives random
 hidden states, against the same twin's own loss and gradients. A hook of the user's on the head, or on what returns the
-logits, reads or changes them: then there are logits, whenever the hook came.
+logits, reads or changes them: then there are logits, whenever the hook came. So does a `forward` of the user's own, which
+may do so in training alone, or later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.functional import linear as linear_layer
@@ -30,11 +31,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from ftkit.engine.seam import specialise
 from ftkit.engine.unit import autocast_kind
-from ftkit.hf.hooks import hooks_on
+from ftkit.hf.hooks import AFTER, LIBRARIES, has_global_hooks, home_of, hooks_on
 from ftkit.hf.twins import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
+READERS = LIBRARIES - {"torch"}
+"""Libraries whose hooks leave logits alone; torch's are observers and simulated quantisation."""
+WRITTEN_BY = LIBRARIES | {"transformers_modules"}
+"""Packages whose forwards are what they were proved to be; the last is that of models which bring their own."""
 HIDDEN = 8
 """Width of a twin's hidden states."""
 
@@ -141,7 +146,6 @@ class HeadLoss:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
-
     def _each_token(self, hidden: Tensor, labels: Tensor, ignore_index: int) -> TokenLosses:
         """Return what hidden states (B, T, D) give for labels (B, T), a part of the logits at a time."""
         rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
@@ -208,10 +212,14 @@ def _read_by(model: nn.Module) -> str | None:
     """Return what of the user's reads or changes the logits on their way out of a model; None where nothing does."""
     base = _base(model)
     around = [model, model.base_model, base] if isinstance(model, PeftModel) else [base]
-    if any(hooks_on(each) or "forward" in vars(each) for each in around):
+    if has_global_hooks() or any(hooks_on(each, AFTER, READERS) or "forward" in vars(each) for each in around):
         return "a hook of the model's may read its logits"
+    if any(home_of(type(each).forward).partition(".")[0] not in WRITTEN_BY for each in around):
+        return "its forward is the user's own, and may read its logits"
+    if isinstance(model, PeftModel) and any(each.peft_type == PeftType.CPT for each in model.peft_config.values()):
+        return "context-aware prompt tuning makes its loss of the logits"
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
-    if head is not None and (hooks_on(head) or "forward" in vars(head)):
+    if head is not None and (hooks_on(head, AFTER, READERS) or "forward" in vars(head)):
         return "a hook of its head's may read or change its logits"
     return None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 LIBRARIES = frozenset({"ftkit", "torch", "transformers", "peft", "accelerate"})
 AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -14,10 +16,12 @@ AFTER = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 EVERY = (*AFTER, "_forward_pre_hooks")
 
 
-def hooks_on(module: nn.Module, kinds: tuple[str, ...] = AFTER) -> list[Callable[..., Any]]:
+def hooks_on(
+    module: nn.Module, kinds: tuple[str, ...] = AFTER, libraries: frozenset[str] = LIBRARIES
+) -> list[Callable[..., Any]]:
     """Return the hooks of these kinds that belong to no library: of a user, or of something that ftkit does not know."""
     found = [hook for kind in kinds for hook in vars(module).get(kind, {}).values()]
-    return [hook for hook in found if home_of(hook).partition(".")[0] not in LIBRARIES]
+    return [hook for hook in found if home_of(hook).partition(".")[0] not in libraries]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -25,11 +29,21 @@ def has_hooks(module: nn.Module) -> bool:
     return any(vars(module).get(kind) for kind in EVERY)
 
 
+def has_global_hooks() -> bool:
+    """Return whether hooks are on the calls of all modules (torch's register_module_forward_hook and its like)."""
+    return any(vars(torch_module).get(f"_global{kind}") for kind in EVERY)
+
+
 def home_of(function: Any) -> str:
-    """Return the name of the module in which the code of a function, or of a callable object's class, was written."""
+    """Return the name of the module in which the code of a function, or of a callable object's class, was written.
+
+    What `functools.wraps` copies from the function that is wrapped does not count.
+    """
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)  # of a bound method
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__"))
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 

@@ -41,8 +41,13 @@ def separate(model: nn.Module) -> None:
                 f"{name} has no shape yet, because it belongs to a lazy module: call the model once before it is sharded, "
                 "or use the module that is not lazy (nn.Linear for nn.LazyLinear)"
             )
-        if isinstance(parameter, Guard) or parameter.is_meta or parameter.layout != torch.strided or not parameter.numel():
+        if isinstance(parameter, Guard) or parameter.is_meta or not parameter.numel():
             continue
+        if parameter.layout != torch.strided:
+            raise UserError(
+                f"{name} has the layout {parameter.layout}: only dense parameters are sharded. Make it dense "
+                "(.to_dense()), or register it as a buffer (register_buffer), before the model is sharded"
+            )
         if _overlaps_itself(parameter):
             if parameter.requires_grad:
                 raise UserError(

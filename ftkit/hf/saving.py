@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
@@ -30,6 +31,7 @@ from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
+from ftkit.hf.hooks import LIBRARIES, home_of, name_of
 from ftkit.hf.loading import adapter_names, every_buffer, names_only
 from ftkit.hf.settings import named_dtype
 
@@ -55,11 +57,7 @@ def check_savable(units: Units) -> dict[str, list[str]]:
     refuse_unsaved(units.model)
     if isinstance(units.model, PeftModel):
         return {}
-    if not isinstance(units.model, PreTrainedModel) and _own_state_dict(units.model):
-        raise UserError(
-            f"{type(units.model).__name__} has a state_dict() of its own, and its weights are saved under the names that "
-            "its modules have: leave state_dict() as it is, or rename in the saved file"
-        )
+    _refuse_own_states(units.model)
     _refuse_hidden_adapters(units.model)
     own = [segment.name for flat in units.flats for segment in flat.layout.segments]
     return hub_names(units.model, own, _aliases(units))
@@ -80,9 +78,42 @@ def _aliases(units: Units) -> dict[str, str]:
     return found
 
 
-def _own_state_dict(model: nn.Module) -> bool:
-    """Return whether a user's class says itself what its state is."""
-    return next(each for each in type(model).__mro__ if "state_dict" in vars(each)) is not nn.Module
+def _refuse_own_states(model: nn.Module) -> None:
+    """Raise for modules that say by code of the user's own what their state is, or how it is saved: nobody would call it.
+
+    Raises:
+        UserError: naming the module.
+    """
+    for name, module in model.named_modules():
+        told = name or type(module).__name__
+        if (own := _own_of_saving(module)) is not None:
+            raise UserError(
+                f"{told} has a {own} of its own, and its weights are saved under the names that its modules have, as they "
+                f"are: leave {own} as it is, or change the saved file"
+            )
+        found = [hook for kind in STATE_HOOKS for hook in vars(module).get(kind, {}).values()]
+        if hook := next((each for each in found if home_of(each).partition(".")[0] not in LIBRARIES), None):
+            raise UserError(
+                f"{told} has {name_of(hook)} as a hook of its state_dict(), which nobody calls here: weights are saved "
+                "under the names that modules have, as they are. Remove it, or change the saved file"
+            )
+
+
+STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+SAVING = ("state_dict", "_save_to_state_dict", "save_pretrained")
+"""Methods that make what is saved."""
+
+
+def _own_of_saving(module: nn.Module) -> str | None:
+    """Return the name of the method by which a module makes itself what is saved of it; None where it has none."""
+    for name in SAVING:
+        method = vars(module).get(name) or getattr(type(module), name, None)
+        home = "torch" if method is None else home_of(method).partition(".")[0]
+        if home not in LIBRARIES:
+            return f"{name}()"
+    if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and not isinstance(module, LazyModuleMixin):
+        return "_save_to_state_dict()"
+    return None
 
 
 def _refuse_hidden_adapters(model: nn.Module) -> None:
@@ -239,6 +270,7 @@ def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) 
         UserError: if transformers would have to cut or merge tensors.
     """
     own = [*own, *persistent_buffers(model)]
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     if not isinstance(model, PreTrainedModel):
         named = {name: [name] for name in own}
         for alias, name in aliases.items():
@@ -249,7 +281,7 @@ def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) 
     shared = [alias for alias, name in by_hand.items() if _shared_module(model, alias, name)]
     for alias in _shared_by_code(model, {alias: by_hand[alias] for alias in shared}):
         del by_hand[alias]
-    own += list(by_hand)
+    own = [name for name in (*own, *by_hand) if name not in left_out]
     stand_ins = {name: torch.empty(0, device="meta") for name in own}
     original = {id(tensor): name for name, tensor in stand_ins.items()}
     names: dict[str, list[str]] = {}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+from types import FunctionType
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ftkit.hf.fusing import fuse, is_fused, rotated
@@ -102,7 +107,10 @@ def test_a_model_on_meta_is_proved_too() -> None:
 
 def of_a_family(kind: Any) -> Any:
     """Let a class pass for one of transformers: code of the user's own is not looked at further."""
-    kind.forward.__module__ = "transformers.models.own"
+    own = kind.forward
+    names = {**own.__globals__, "__name__": "transformers.models.own"}
+    kind.forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    kind.forward.__kwdefaults__ = own.__kwdefaults__
     return kind
 
 
@@ -170,6 +178,7 @@ def test_a_forward_that_somebody_replaced_is_left_alone() -> None:
     assert not fuse(nn.Sequential(norm), torch.float32, CPU).done
 
 
+@of_a_family
 class MoreThanAHead(transformers.LlamaForCausalLM):
     def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         found = super().forward(*args, labels=labels, **kwargs)
@@ -183,6 +192,64 @@ def test_a_loss_that_is_more_than_a_heads_keeps_its_logits() -> None:
     assert attach_head_loss(model, torch.float32, CPU) == "its loss is more than a head's"
     assert attach_head_loss(nn.Linear(2, 2), torch.float32, CPU) == "no model of transformers"
     assert attach_head_loss(fusible.build("t5"), torch.float32, CPU) == "its loss is not that of a causal language model"
+
+
+class InTrainingOnly(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        if self.training:
+            found.loss = found.loss + 0.1 * found.logits.float().square().sum()
+        return found
+
+
+class OwnAdapter(peft.PeftModelForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def own_adapter() -> nn.Module:
+    return OwnAdapter(fusible.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("made", [lambda: InTrainingOnly(fusible.build("llama").config), own_adapter])
+def test_a_forward_of_the_users_own_keeps_its_logits(made: Any) -> None:
+    assert "the user's own" in str(attach_head_loss(made(), torch.float32, CPU))
+
+
+def test_what_wraps_copies_does_not_make_code_a_familys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((LlamaMLP, "forward"), (LlamaRMSNorm, "forward"), (modeling_llama, "apply_rotary_pos_emb")):
+        own = getattr(owner, name)
+
+        @functools.wraps(own)
+        def patched(*args: Any, own: Any = own, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, patched)
+    model = fusible.build("llama")
+    left = fuse(model, torch.float32, CPU).left
+    assert {"LlamaMLP", "LlamaRMSNorm", "LlamaAttention"} == {reason.split()[0] for reason in left.values()}
+
+
+class OtherNorm(Gemma2RMSNorm):
+    """A known forward, which calls a method of the user's own."""
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._norm(x) if x.shape[-2] < 100 else x
+
+
+def test_a_method_that_a_known_forward_calls_is_looked_at() -> None:
+    assert fuse(nn.Sequential(Gemma2RMSNorm(8)), torch.float32, CPU).done
+    assert "the user's own" in fuse(nn.Sequential(OtherNorm(8)), torch.float32, CPU).left["0"]
+
+
+def test_nothing_is_exchanged_below_hooks_on_all_modules() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        model = fusible.build("llama")
+        assert not fuse(model, torch.float32, CPU).done
+        assert "hook" in str(attach_head_loss(model, torch.float32, CPU))
+    finally:
+        handle.remove()
 
 
 def test_logits_are_there_unless_only_the_loss_is_wanted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import FunctionType
 
 import pytest
 import torch
@@ -54,8 +55,8 @@ def test_an_overflow_is_looked_for_without_logits() -> None:
     def look(module, args, output):
         shapes.append(tuple(output.shape))
 
-    look.__module__ = "ftkit.look"  # a hook of the user's would get logits
-    model.lm_head.register_forward_hook(look)
+    names = {"__name__": "ftkit.look"}  # a hook of the user's would get logits
+    model.lm_head.register_forward_hook(FunctionType(look.__code__, names, closure=look.__closure__))
     rows = torch.randint(3, families.VOCABULARY, (2, 8))
     assert first_overflow(model, {"input_ids": rows, "labels": rows}) is None
     assert shapes == [(2, 8, 0)]

@@ -77,6 +77,10 @@ def shared_part(model: Any) -> None:
     model.model.layers[0].mlp = model.model.layers[1].mlp
 
 
+def sparse_parameter(model: Any) -> None:
+    model.model.norm.register_parameter("mask", nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False))
+
+
 def in_fp64(model: Any) -> None:
     model.model.norm.double()
 
@@ -113,6 +117,7 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (attribute_of_a_weight, "model.layers.1.mlp.parts shares memory with the parameter model.layers.1.mlp.up_proj.weight"),
     (head_of_values, "lm_head.weight shares memory with the parameter model.embed_tokens.weight"),
     (sparse, "model.embed_tokens has sparse=True"),
+    (sparse_parameter, "model.norm.mask has the layout torch.sparse_coo"),
     (in_fp64, "model.norm.weight has dtype torch.float64"),
 ]
 

@@ -10,6 +10,7 @@ import datasets
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR
 
@@ -99,12 +100,38 @@ def tensor_rate(model: Any) -> Any:
     return optimizer, ConstantLR(optimizer)
 
 
+def with_state_hook() -> Any:
+    model = tiny()
+    model.model.norm.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.clear())
+    return model
+
+
+class OwnSave(transformers.LlamaForCausalLM):
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        super().save_pretrained(*args, **kwargs)
+
+
+def with_own_save() -> Any:
+    model = tiny()
+    model.__class__ = OwnSave
+    return model
+
+
+def with_fake_quantised() -> Any:
+    model = tiny()
+    model.model.norm.fake = torch.ao.quantization.FakeQuantize()
+    return model
+
+
 REFUSED = [
     (with_extra_state, {}, r"model\.norm has a state of its own"),
     (with_complex_buffer, {}, r"the buffer model\.norm\.phases has dtype torch\.complex64"),
     (with_invalid_generation, {}, "GenerationConfig is invalid"),
     (with_object_in_config, {}, "not JSON serializable"),
     (Around, {}, r"Around has a state_dict\(\) of its own"),
+    (with_state_hook, {}, r"model\.norm has with_state_hook.* as a hook of its state_dict\(\)"),
+    (with_own_save, {}, r"OwnSave has a save_pretrained\(\) of its own"),
+    (with_fake_quantised, {}, r"model\.norm\.fake has a _save_to_state_dict\(\) of its own"),
     (tiny, {"processing_class": Broken}, "no template"),
     (tiny, {"optimizers": tensor_rate}, "lr is a tensor"),
 ]

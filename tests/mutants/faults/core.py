@@ -84,7 +84,7 @@ FAULTS = (
     _fault(
         "autocast is not restored in recomputation",
         "ftkit/engine/unit.py",
-        "            stack.enter_context(self.without_cast_cache())\n",
+        "            stack.enter_context(self.without_caches())\n",
         "",
         _PRECISION + "test_autocast_is_restored_in_recomputation[1-recompute-torch.bfloat16]",
     ),

@@ -1,0 +1,169 @@
+"""What a block's modules hold beside parameters and buffers: attributes, hooks, generators of random numbers.
+
+A recomputed block runs twice for one backward, the second time when a counter has counted on, a caller has set its
+next attribute, or a model has taken off the hooks that it put on for one forward (aLoRA and Poly of PEFT). So the
+second run finds attributes and hooks as the first one found them, and afterwards they are those of now. Values are
+compared by identity. Lists, dictionaries and sets are copied before the first forward in train or eval, later those
+that had changed. A `torch.Generator` in an attribute draws the same numbers again.
+
+It does not see a state outside of the modules (a global switch, a generator in a closure). What comes of one is seen:
+after the 1st, 2nd, 4th, 8th ... forward of a block, a sample of its results is compared with those of the second run
+(`differ`). Cost: a walk over the modules of a block for each forward, and one for each backward.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TORCHS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""What is torch's own affair, or that of `block_buffers`."""
+HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")))
+CONTAINERS = (list, dict, set, deque)
+MOST_VALUES = 4096
+"""Values of a container that is copied; a longer one is a data set."""
+SAMPLE = 1024
+"""Elements of a result that are compared."""
+MOST_OFF = 0.05
+"""Share of them that may differ: a router that is torn between two experts may choose otherwise by one rounding."""
+
+_NONE: OrderedDict[int, Any] = OrderedDict()
+_ABSENT = object()
+
+
+@dataclass
+class Noted:
+    """The modules of a block with their attributes, before a forward; hooks and changing containers are copies."""
+
+    modules: list[tuple[nn.Module, dict[str, Any]]]
+    copies: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    generators: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
+
+
+class BlockState:
+    """What is known of the attributes of a block's modules.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.looked: set[bool] = set()  # in train and in eval
+        self.changing: set[tuple[int, str]] = set()
+        self.generators: dict[int, torch.Generator] = {}
+
+    def note(self) -> Noted:
+        """Note the attributes before a forward."""
+        noted = Noted([])
+        for module in self.module.modules():
+            own = vars(module)
+            before = own.copy()
+            for key in HOOKS:
+                before[key] = own[key].copy() if own.get(key) else _NONE
+            noted.modules.append((module, before))
+        if self.module.training not in self.looked:
+            self._note_all(noted)
+        else:
+            for module, own in noted.modules if self.changing else ():
+                for key in own:
+                    if (id(module), key) in self.changing and _is_container(own[key]):
+                        noted.copies[id(module), key] = own[key], own[key].copy()
+        noted.generators = [(each, each.get_state()) for each in self.generators.values()]
+        return noted
+
+    def _note_all(self, noted: Noted) -> None:
+        for module, own in noted.modules:
+            for key, value in own.items():
+                if isinstance(value, torch.Generator):
+                    self.generators[id(value)] = value
+                elif key not in TORCHS and key not in HOOKS and _is_container(value):
+                    noted.copies[id(module), key] = value, value.copy()
+
+    def ran(self, noted: Noted) -> None:
+        """Keep of the copies those of containers that the forward has changed; called after it."""
+        self.looked.add(self.module.training)
+        noted.copies = {place: pair for place, pair in noted.copies.items() if place in self.changing or not _same(*pair)}
+        self.changing.update(noted.copies)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) and 0 <= len(value) <= MOST_VALUES
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two containers hold the same objects."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(first is second for first, second in zip(one, other))
+
+
+@contextmanager
+def attributes_as_before(noted: Noted) -> Iterator[None]:
+    """Let modules have in the body the attributes and hooks of before their forward, and afterwards those of now."""
+    now = [(vars(module), vars(module).copy()) for module, _ in noted.modules]
+    drawn = [(generator, generator.get_state()) for generator, _ in noted.generators]
+    for module, before in noted.modules:
+        _put_back(module, before, noted)
+    for generator, state in noted.generators:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for own, values in now:
+            for key in own.keys() - values.keys():
+                del own[key]
+            own.update(values)
+        for generator, state in drawn:
+            generator.set_state(state)
+
+
+def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted) -> None:
+    own = vars(module)
+    for key, value in before.items():
+        if value is own.get(key, _ABSENT) and (id(module), key) not in noted.copies:
+            continue
+        if key in HOOKS:
+            if (own.get(key) or _NONE) != value:
+                own[key] = value.copy()
+        elif key not in TORCHS:
+            own[key] = noted.copies[id(module), key][1].copy() if (id(module), key) in noted.copies else value
+    for key in own.keys() - before.keys():
+        del own[key]
+
+
+# --- what is not seen before, after
+
+
+def sample(results: Sequence[Tensor]) -> list[Tensor]:
+    """Return some elements of each floating-point result, in fp32."""
+    floats = [result.detach().flatten() for result in results if result.is_floating_point()]
+    return [each[:: max(1, each.numel() // SAMPLE)].float().clone() for each in floats]
+
+
+def differ(first: Sequence[Tensor], second: Sequence[Tensor], eps: float) -> bool:
+    """Return whether samples of two runs are of different computations, and not only rounded otherwise.
+
+    Args:
+        eps: of the dtype of the results.
+    """
+    if len(first) != len(second):
+        return True
+    for one, other in zip(first, second):
+        if one.shape != other.shape:
+            return True
+        known = one.isfinite() & other.isfinite()
+        one, other = one[known], other[known]
+        if one.numel() and float(((one - other).abs() > eps**0.5 * one.abs().max()).float().mean()) > MOST_OFF:
+            return True
+    return False
