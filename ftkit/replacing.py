@@ -88,7 +88,7 @@ def put_back(run_folder: Path) -> None:
 def remove_unfinished(run_folder: Path) -> None:
     """Remove what bears no final name: checkpoints that were not finished, or that were set aside.
 
-    A former one with a file of the user's that its successor cannot have stays.
+    A former one with a file of the user's that its successor cannot have stays, and so does a folder of the user's.
     """
     put_back(run_folder)
     for path, name, kind in _leftovers(run_folder):
@@ -97,7 +97,7 @@ def remove_unfinished(run_folder: Path) -> None:
             continue
         if kind == FORMER and not os.path.lexists(run_folder / name):  # it could not be put back
             continue
-        if kind is None and any(each.name != name for each in path.iterdir()):  # none that a save left
+        if kind is None and any(each.relative_to(path).parts[0] != name for each in strangers_in_checkpoint(path)):
             continue
         try:
             if kind == FORMER:  # what came into it while the other took its place

@@ -140,7 +140,7 @@ class RunCheckpoints:
             self._give_up(told[0])
             return
         read_now = comm.any(is_read_at_once(type(trainer), trainer.callback_handler.callbacks))
-        edited = comm.any(trainer.sharded_optimizer.edited)  # before the next step, too, while weights are written
+        edited = comm.any(getattr(trainer.sharded_optimizer, "edited", False))  # also while weights are written
         if self.push_later or read_now or edited or trainer.units.saving is None:
             self.finish()
         if read_now:
