@@ -51,8 +51,8 @@ def outer_job(environ: Mapping[str, str]) -> dict[str, str] | None:
     tasks_here, rank = _tasks_of_node(on_nodes, node), _number(environ, "SLURM_PROCID")
     if not re.fullmatch("[0-9]{1,18}", tasks) or tasks_here is None or rank >= int(tasks):
         raise UserError(
-            f"Slurm's variables do not fit together: {tasks} tasks, {on_nodes} on each node; this is task {rank} on node "
-            f"{node}. Start the job with srun, or unset SLURM_PROCID to let ftkit start its own ranks"
+            f"Slurm's variables do not fit together: {tasks:.40} tasks, {on_nodes:.40} on each node; this is task {rank} on "
+            f"node {node}. Start the job with srun, or unset SLURM_PROCID to let ftkit start its own ranks"
         )
     return {
         "RANK": str(rank),
