@@ -2,8 +2,8 @@
 
 Two CPU ranks train a small Llama at stage 3. Half of the steps run without the watchdog: their collectives are neither
 recorded nor compared, their waits do not wake up in between, and the watchdog's thread does nothing. The benchmark prints
-the median time of both kinds of steps, and the median ratio of neighbouring steps. It also times the record of a
-collective and a look of the thread by themselves: on a box with other work these figures are the more exact ones.
+the median time of both kinds of steps, and the median ratio of neighbouring steps. It also times the record of a collective
+and a look of the thread by themselves: on a box with other work these figures are the more exact ones.
 """
 
 from __future__ import annotations
