@@ -42,7 +42,7 @@ CONFIG = "config.json"
 LARGEST = 1 << 24
 """No field of a configuration is refused for being larger than the model, up to this: positions are counted in millions."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
-OF_THE_RUN = ("trainer_state.json", "training_args.bin", "scheduler.pt", "optimizer.pt", CONTENTS)
+OF_THE_RUN = ("trainer_state.json", "training_args.bin", "training_args.json", "scheduler.pt", "optimizer.pt", CONTENTS)
 """Files of a checkpoint that belong to the run and not to the model; those of random numbers are left out as well."""
 NOT_COPIED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".safetensors"}
 """Suffixes of pickles, and of weights: these are written anew."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit import cli
 from ftkit.errors import UserError
-from ftkit.hf.exporting import export_checkpoint
+from ftkit.hf.exporting import export_checkpoint, small_files
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +78,7 @@ def test_what_cannot_be_exported_is_refused(checkpoint, tmp_path):
     with pytest.raises(UserError, match=f"{victim}: bytes"):
         export_checkpoint(weights, tmp_path / "other")
     assert not any((tmp_path / "other").glob("*.safetensors")), "no half a model under its name"
+
+
+def test_arguments_are_the_runs_in_either_form():
+    assert small_files(["config.json", "training_args.bin", "training_args.json", "trainer_state.json"]) == ["config.json"]
