@@ -163,7 +163,8 @@ class LossMixin:
         self._was_counted = num_items_in_batch is not None and not hides
         nothing_else = plain and engine and not (self.label_smoother or self.compute_loss_func)
         with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
-            return stock(model, inputs, return_outputs, None if hides else num_items_in_batch)
+            asked = {"return_outputs": True} if return_outputs else {}  # as the Trainer asks: a user's may know no more
+            return stock(model, inputs, **asked, num_items_in_batch=None if hides else num_items_in_batch)
 
     # --- how the loss scales
 
@@ -273,32 +274,37 @@ class LossMixin:
     # --- evaluation
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **others: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would evaluate the batches of all ranks: its loss is that of their rows together."""
         ranks = self.accelerator.num_processes if isinstance(self.accelerator, Accelerator) else 1
         if ranks == 1 or not self._can_try() or not self._gives_loss(inputs):
-            return self._predict(model, inputs, prediction_loss_only, ignore_keys)
+            return self._predict(model, inputs, prediction_loss_only, ignore_keys, **others)
         scaling = self._scaling_by(inputs)
         own, empty = self._without_repeated(inputs, scaling)
         rows, kept = rows_of(inputs, self.label_names), rows_of(own, self.label_names)
         if any(self.accelerator.sharded(self.model).comm.all(kept != rows)):  # the outputs must have the others' shape
-            loss, _, _ = self._predict(model, own, True, ignore_keys)
+            loss, _, _ = self._predict(model, own, True, ignore_keys, **others)
             logits = labels = None
             if not prediction_loss_only:
-                _, logits, labels = self._predict(model, inputs, False, ignore_keys)
+                _, logits, labels = self._predict(model, inputs, False, ignore_keys, **others)
         else:
-            loss, logits, labels = self._predict(model, own, prediction_loss_only, ignore_keys)
+            loss, logits, labels = self._predict(model, own, prediction_loss_only, ignore_keys, **others)
         if loss is not None:
             loss = self._loss_of_all(loss, own, empty, scaling)
         return loss, logits, labels
 
-    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None, **others: Any) -> Any:
         plain = _definer(type(self), "compute_loss") is LossMixin  # somebody else's may look at the outputs
         self._was_counted, self._outputs_unread, self._predicting = not plain, loss_only and plain, True
         try:
             with self._as_if_alone():
-                return super().prediction_step(model, inputs, loss_only, ignore_keys)
+                return super().prediction_step(model, inputs, loss_only, ignore_keys, **others)
         finally:
             self._outputs_unread = self._predicting = False
 

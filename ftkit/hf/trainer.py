@@ -97,6 +97,7 @@ class EngineCheck(TrainerCallback):
         begun.compute_steps(args, state.max_steps)
         for name in ("logging_steps", "eval_steps"):  # 0 in a checkpoint of a run that did not log or evaluate by steps
             setattr(state, name, getattr(state, name) or getattr(begun, name))
+        self.trainer.tell_late_readers()
         self.trainer.checkpoints.check()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -238,7 +239,7 @@ class TrainerMixin(LossMixin):
             RanksDiffer: If a rank does something else.
         """
         if self.engine_is_on:  # planned for what is to follow
-            self.accelerator.sharded(self.model, evaluation=True if self.train_dataset is None else None)
+            self._sharded(evaluation=True if self.train_dataset is None else None)
         with explained(lambda: self.units):
             meet(self.units, "evaluation")
             return super().evaluation_loop(*args, **kwargs)
@@ -274,26 +275,49 @@ class TrainerMixin(LossMixin):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Shard the model, let the Trainer (or the user) make the optimizer, and exchange it for its sharded form."""
+        asked = () if model is None else (model,)  # as the Trainer asks: a user's may take none
         if not self.engine_is_on:
-            return super().create_optimizer(model)
+            return super().create_optimizer(*asked)
         if hasattr(self.model, "activation_checkpointing_disable"):
             self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
-        if self.units is None:
-            self._update_before_callbacks()
-        units = self.accelerator.sharded(self.model, evaluation=False)
+        units = self._sharded(evaluation=False)
         if self.sharded_optimizer is None:
-            super().create_optimizer(model)
+            super().create_optimizer(*asked)
             self.optimizer = sharded_optimizer(self.optimizer, units)
         return self.optimizer
 
+    def _sharded(self, *, evaluation: bool | None = None) -> Units:
+        """Return the units of the model, sharded first if it is not: by a plan that knows of the callbacks.
+
+        Args:
+            evaluation: see `Accelerator.sharded`.
+        """
+        if self.units is None:
+            self._update_before_callbacks()
+        return self.accelerator.sharded(self.model, evaluation=evaluation)
+
     def _update_before_callbacks(self) -> None:
         """Leave deferred updates out of the plan where code of the user's may read weights before the next forward."""
-        settings = self.accelerator.settings
-        names = listeners(self.callback_handler.callbacks, AFTER_AN_UPDATE, KNOWN)
-        names += overriders(type(self), BEFORE_A_FORWARD, KNOWN)
+        settings, names = self.accelerator.settings, self._readers_after_an_update()
         if names and settings.update == "auto":
             self.accelerator.settings = EngineSettings(**{**vars(settings), "update": "now"})
             logger.info("%s may read weights after a step: updates are made in the step", ", ".join(names))
+
+    def _readers_after_an_update(self) -> list[str]:
+        """Return callbacks and methods of the user's that may read weights between an update and the next forward."""
+        names = listeners(self.callback_handler.callbacks, AFTER_AN_UPDATE, ("ftkit", "transformers"))  # TRL's average them
+        return names + overriders(type(self), BEFORE_A_FORWARD, KNOWN)
+
+    def tell_late_readers(self) -> None:
+        """Say which callbacks that may read weights after a step came once the model was sharded with deferred updates."""
+        names, chosen = self._readers_after_an_update(), self.accelerator.settings.update == "auto"
+        if names and chosen and self.units.policy.deferred_update and self.units.comm.rank == 0:
+            logger.warning(
+                "%s came after the model was sharded, and updates are deferred: weights that it reads after a step may be "
+                "those of the step before. Add it before the first training or evaluation, or let it read within "
+                "ftkit.gathered_parameters(model)",
+                ", ".join(names),
+            )
 
     # --- a step
 
@@ -431,13 +455,18 @@ class TrainerMixin(LossMixin):
             )
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **others: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would, with parameters at hand that a loss reads outside their modules."""
         if self.engine_is_on:
             self._tell_labels([inputs])
         with read_by_all(self):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Compute TRL's reference values, for DPO trainers; the model may be asked for them before training prepares it."""
@@ -464,7 +493,7 @@ class TrainerMixin(LossMixin):
         stock = super()._save_checkpoint
         if not self.engine_is_on:
             return stock(model, trial)
-        self.accelerator.sharded(self.model)
+        self._sharded()
 
         def write() -> None:
             self._push_from_checkpoint = self.checkpoints.push_when_named  # also of a subclass that uploads by itself
@@ -550,7 +579,7 @@ class TrainerMixin(LossMixin):
         if not self.engine_is_on:
             return super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
-        units = self.accelerator.sharded(self.model)
+        units = self._sharded()
         pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END  # the hub wants weights at each save
         if not self.checkpoints.sharded or isinstance(self.model, PeftModel) or pushed:
             save_model(units, folder, self.sharded_optimizer)

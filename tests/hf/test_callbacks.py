@@ -92,3 +92,40 @@ def test_a_callback_that_reads_weights_after_a_step_sees_that_steps(worlds, tmp_
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     _, deferred = worlds[2].run(seen, "ours", str(tmp_path / "c"), False)[0]
     assert deferred, "else there is nothing to leave out"
+
+
+def evaluated_first(kind, folder):
+    Path(folder).mkdir(exist_ok=True)
+    run = runs.Run(ftkit={"stage": 1, "state": "nvme", "nvme_dir": folder}, arguments={"max_steps": 3}, eval_rows=6)
+    trainer = runs.make_trainer(kind, folder, run)
+    watching = Watching()
+    trainer.add_callback(watching)
+    trainer.evaluate()
+    trainer.train()
+    return watching.seen
+
+
+def test_an_evaluation_before_training_leaves_a_callback_the_steps_weights(worlds, tmp_path):
+    ours = worlds[2].run(evaluated_first, "ours", str(tmp_path / "a"))[0]
+    stock = worlds[1].run(evaluated_first, "stock", str(tmp_path / "b"))[0]
+    for mine, theirs in zip(ours, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_callbacks_that_come_after_sharding_are_told_of_deferred_updates(tmp_path, caplog):
+    run = runs.Run(ftkit={"state": "nvme", "nvme_dir": str(tmp_path)}, arguments={"max_steps": 1})
+    trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
+    trainer.train()
+    assert trainer.units.policy.deferred_update, "else there is nothing to tell"
+    assert "came after" not in caplog.text
+    trainer.add_callback(Watching())
+    trainer.train()
+    assert "Watching came after the model was sharded, and updates are deferred" in caplog.text
+
+
+def test_callbacks_of_trl_may_read_weights_too(tmp_path):
+    run = runs.Run(ftkit={"state": "nvme", "nvme_dir": str(tmp_path)}, arguments={"max_steps": 1})
+    trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
+    trainer.add_callback(type("BEMA", (Watching,), {"__module__": "trl.trainer.callbacks"})())
+    trainer.train()
+    assert not trainer.units.policy.deferred_update

@@ -70,3 +70,22 @@ def test_arguments_of_the_plain_trainer_are_refused_as_in_stock(tmp_path):
     runs.fresh_state()
     with pytest.raises(AttributeError, match="generation_config"):
         ftkit.Seq2SeqTrainer(runs.t5(), ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+
+
+class Beams:
+    """A user's subclass that hands keywords of generation on, as transformers' own method takes them."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, max_length=5)
+
+
+def test_keywords_of_generation_reach_the_prediction_of_a_batch(worlds, tmp_path):
+    run = replace(PREDICTS, mixin=Beams, after=tokens_of)
+    theirs = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
+    ours = worlds[1].run(train, "ours", str(tmp_path / "ours"), run)[0]
+    assert ours.after == theirs.after
+
+
+def tokens_of(trainer: Any) -> list[list[int]]:
+    """Predict by generation with what the subclass says."""
+    return trainer.predict(sequence_rows(4)).predictions.tolist()

@@ -212,6 +212,31 @@ def test_an_optimizer_made_past_the_trainer_is_exchanged(world2, stock, tmp_path
     assert_same_history(ours, stock(run))
 
 
+class OldTrainer(transformers.Trainer):
+    """A user's Trainer, under the mixin: its methods take what the Trainer gives them, by name, and no more."""
+
+    def create_optimizer(self):
+        return super().create_optimizer()
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OldTrainerOnTheEngine(ftkit.TrainerMixin, OldTrainer):
+    """The same on the engine."""
+
+
+def test_methods_of_a_users_trainer_under_the_mixin_are_given_what_the_trainer_gives(world2, stock, tmp_path):
+    run = replace(
+        changed(SHORT, eval_strategy="epoch"),
+        eval_rows=6,
+        stock_classes=(OldTrainer, transformers.TrainingArguments),
+        our_classes=(OldTrainerOnTheEngine, ftkit.TrainingArguments),
+    )
+    assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
+
+
 def unsupported(model):
     return torch.optim.AdamW(model.parameters(), amsgrad=True), None
 

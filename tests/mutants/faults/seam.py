@@ -49,4 +49,25 @@ FAULTS = (
         "",
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
     ),
+    fault(
+        "an evaluation before training shards the model as if no callback read weights",
+        "ftkit/hf/trainer.py",
+        "            self._sharded(evaluation=True if self.train_dataset is None else None)\n",
+        "            self.accelerator.sharded(self.model, evaluation=True if self.train_dataset is None else None)\n",
+        "tests/hf/test_callbacks.py::test_an_evaluation_before_training_leaves_a_callback_the_steps_weights",
+    ),
+    fault(
+        "a file is known by its content alone, which another suffix reads otherwise",
+        "ftkit/hf/rows.py",
+        'f"{file.name}\\0{digest_of_file(file)}"',
+        "digest_of_file(file)",
+        "tests/hf/test_files_of_rows.py::test_a_file_with_another_suffix_is_read_anew",
+    ),
+    fault(
+        "a lost rank is told as a lost checkpoint",
+        "ftkit/hf/run_checkpoints.py",
+        "        except (LostRank, RanksDiffer):  # no word of the checkpoint: training does not go on\n            raise\n",
+        "",
+        "tests/hf/test_bookkeeping.py::test_of_a_lost_rank_nothing_is_said_as_if_a_checkpoint_were_lost",
+    ),
 )
