@@ -621,9 +621,7 @@ class _Use(torch.autograd.Function):
             ctx.samples = [sample(results) for results in parts] if looks else None
             ctx.tickets = unit.keep_inputs(tensors)
             ctx.save_for_backward(*(t for t, ticket in zip(tensors, ctx.tickets) if ticket is None))
-        given = {
-            id(t) for t in tensors if t.requires_grad
-        }  # handed through, it is a tensor of its own: it may be written to
+        given = {id(t) for t in tensors if t.requires_grad}  # handed through, it is one of its own: it may be written to
         returned = tuple(r.clone() if id(r) in given else r.detach() for r in call.joined(tensors, parts))
         ctx.mark_non_differentiable(*(r for r in returned if not r.is_floating_point()))
         return returned

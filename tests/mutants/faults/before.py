@@ -81,7 +81,7 @@ FAULTS = (
     fault(
         "a chunked loss passes over a user's hook on the head",
         "ftkit/hf/head.py",
-        "    if head is not None and (hooks_on(head) ",
+        "    if head is not None and (hooks_on(head, AFTER, READERS) ",
         "    if head is not None and (False ",
         "tests/hf/test_head.py::test_a_users_hook_around_the_head_gets_logits_before_the_proof_and_after[halved]",
     ),

@@ -215,7 +215,7 @@ FAULTS = (
     _fault(
         "masters are not restored",
         "ftkit/engine/checkpoint.py",
-        "            if state.master is not flat.weights:\n",
+        "            if own.master is not flat.weights:\n",
         "            if False:\n",
         _CHECKPOINT + "test_narrow_weights_come_back_from_masters[dtype0]",
     ),
@@ -959,8 +959,8 @@ FAULTS = (
     _fault(
         "a longer run begins at the end of the old schedule",
         "ftkit/hf/plain.py",
-        '            group["lr"] = base * rule(inner.last_epoch)',
-        '            group["lr"] = group["lr"]',
+        '                if group["lr"] == last:',
+        "                if False:",
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
     _fault(
