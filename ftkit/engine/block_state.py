@@ -146,8 +146,9 @@ def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted) -> None:
 
 
 def sample(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return some elements of each floating-point result, in fp32."""
-    floats = [result.detach().flatten() for result in results if result.is_floating_point()]
+    """Return some elements of each floating-point result, in fp32; none of one that holds no values, as in a dry run."""
+    plain = [result for result in results if type(result) is Tensor and not result.is_meta]
+    floats = [result.detach().flatten() for result in plain if result.is_floating_point()]
     return [each[:: max(1, each.numel() // SAMPLE)].float().clone() for each in floats]
 
 

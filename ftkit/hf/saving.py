@@ -107,10 +107,11 @@ SAVING = ("state_dict", "_save_to_state_dict", "save_pretrained")
 def _own_of_saving(module: nn.Module) -> str | None:
     """Return the name of the method by which a module makes itself what is saved of it; None where it has none."""
     for name in SAVING:
-        method = vars(module).get(name) or getattr(type(module), name, None)
-        home = "torch" if method is None else home_of(method).partition(".")[0]
-        if home not in LIBRARIES:
-            return f"{name}()"
+        for method in (vars(module).get(name), getattr(type(module), name, None)):
+            while method is not None and home_of(method).startswith("ftkit."):  # ours asks the model's own
+                method = getattr(method, "__wrapped__", None)
+            if method is not None and home_of(method).partition(".")[0] not in LIBRARIES:
+                return f"{name}()"
     if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and not isinstance(module, LazyModuleMixin):
         return "_save_to_state_dict()"
     return None

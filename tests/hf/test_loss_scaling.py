@@ -322,7 +322,7 @@ def own_loss() -> nn.Module:
 @pytest.mark.parametrize("kind", [OwnLoss, Penalised])
 def test_a_model_that_reads_its_logits_has_no_chunked_loss(kind):
     model = kind(runs.llama().config)
-    assert proven_head_loss(model, torch.float32, torch.device("cpu")) == "its loss is more than a head's"
+    assert "may read its logits" in str(proven_head_loss(model, torch.float32, torch.device("cpu")))
 
 
 def test_a_causal_model_with_its_own_mean_trains_as_on_one_rank(world2, stock, tmp_path):
