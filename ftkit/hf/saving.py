@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -146,7 +147,9 @@ def _as_json(arguments: TrainingArguments) -> str:
     try:
         return str(arguments.to_json_string())
     except TypeError:  # a field that JSON has no form for
-        return json.dumps(vars(arguments), default=repr, indent=2)
+        known = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+        hidden = {name: f"<{name.upper()}>" for name, value in known.items() if name.endswith("_token") and value}
+        return json.dumps(known | hidden, default=repr, indent=2)  # tokens hidden as to_json_string hides them
 
 
 def save_model(

@@ -28,6 +28,7 @@ from ftkit.engine.saving import Saving
 from ftkit.errors import UserError
 from ftkit.hf.plain import read_trainer_state
 from ftkit.hf.run_checkpoints import check_folder
+from ftkit.hf.saving import save_arguments
 from tests.hf import runs
 from tests.hf.runs import Run
 
@@ -627,6 +628,21 @@ def test_arguments_that_cannot_be_pickled_cost_no_checkpoint(world1, tmp_path):
     assert "training_args.json" in files
     assert "training_args.bin" not in files
     assert json.loads((tmp_path / "checkpoint-3" / "training_args.json").read_text())["max_steps"] == 3
+
+
+def test_no_token_is_written_in_them(tmp_path):
+    """Whether JSON has a form for all of them or not."""
+
+    class Mine(ftkit.TrainingArguments):
+        pass
+
+    arguments = Mine(str(tmp_path), hub_token="hf_secret", use_cpu=True)
+    for optimizer in (None, {"betas": torch.ones(2)}):
+        arguments.optim_args = optimizer
+        save_arguments(arguments, tmp_path)
+        told = (tmp_path / "training_args.json").read_text()
+        assert "<HUB_TOKEN>" in told
+        assert "hf_secret" not in told
 
 
 # --- modules around a model
