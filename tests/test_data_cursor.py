@@ -261,7 +261,7 @@ def check_plain(ranks: int, how: str, step: int, trained: Any, worlds: Worlds, o
 PLAIN_ROWS = [(2, "step", 22), (3, "step", 21), (2, "unit", 23), (1, "unit", 4)]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks, how, step", PLAIN_ROWS)
 def test_the_plain_trainer_goes_on_with_its_own_order(ranks, how, step, trained, worlds, tmp_path):
     check_plain(ranks, how, step, trained, worlds, tmp_path)

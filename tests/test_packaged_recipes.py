@@ -100,6 +100,7 @@ def test_a_recipe_that_cannot_fit_is_refused() -> None:
         plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, box("8xv100-16gb"))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "goal", "bound"),
     [("llama-2-13b-full-8xv100-16gb", 4200, 5100), ("gpt-10b-full-8xv100-16gb", 5800, 6600)],

@@ -237,7 +237,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_16_bits_train_as_in_plain_pytorch(worlds, setting):
     ours, plain = worlds[setting.world].run(train, setting)[0], train_plain(setting)

@@ -115,7 +115,7 @@ def trainers(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return run
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind, writer, reader, step", ROWS, ids=str)
 def test_a_trainers_run_goes_on_elsewhere(kind, writer, reader, step, trainers, worlds, stock, tmp_path):
     run = replace(WHOLE, model=MODELS[kind])
