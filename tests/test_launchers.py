@@ -23,7 +23,7 @@ TOLD = {
     "raises": "LookupError: a user's mistake",
     "row": "row 20 cannot be read",
     "leaves": r"rank 1 \(pid \d+ on .*\) (has ended|is gone)",
-    "uneven": r"rank 1 waits in torch\.distributed\.\w+ \(standing\.py, line \d+, in train\)[\s\S]*equally many batches",
+    "uneven": r"rank 1 is in sum \(standing\.py, line \d+, in train\)[\s\S]*equally many batches",
     "skips": r"rank 0 to \S+ of model\.layers\.\d; rank 1 to \S+ of model\.layers\.\d",
     "generates": "`generate` runs on rank 0 only",
     "loop": r"rank 1 \(pid \d+ on .*\) has ended its part while others still work with the model",

@@ -7,7 +7,7 @@ changed before. A large one that is written to for the first time in a later for
 recomputation raises. A block without buffers costs nothing, one whose large buffers stay as they are a look at their
 versions.
 
-It does not see a state that is no buffer (a number or a tensor in a plain attribute): such a state counts each run.
+A state that is no buffer (a number or a tensor in a plain attribute) is the affair of block_state.py.
 """
 
 from __future__ import annotations

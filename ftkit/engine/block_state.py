@@ -57,6 +57,7 @@ class BlockState:
         self.module = module
         self.looked: set[bool] = set()  # in train and in eval
         self.changing: set[tuple[int, str]] = set()
+        self.on_graph: dict[tuple[int, str], bool] = {}  # of tensors that forwards leave there (left_tensors.py)
         self.generators: dict[int, torch.Generator] = {}
 
     def note(self) -> Noted:
@@ -113,8 +114,9 @@ def attributes_as_before(noted: Noted) -> Iterator[None]:
     """Let modules have in the body the attributes and hooks of before their forward, and afterwards those of now."""
     now = [(vars(module), vars(module).copy()) for module, _ in noted.modules]
     drawn = [(generator, generator.get_state()) for generator, _ in noted.generators]
+    fresh: dict[int, Any] = {}  # several modules may share a container
     for module, before in noted.modules:
-        _put_back(module, before, noted)
+        _put_back(module, before, noted, fresh)
     for generator, state in noted.generators:
         generator.set_state(state)
     try:
@@ -128,7 +130,7 @@ def attributes_as_before(noted: Noted) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted) -> None:
+def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted, fresh: dict[int, Any]) -> None:
     own = vars(module)
     for key, value in before.items():
         if value is own.get(key, _ABSENT) and (id(module), key) not in noted.copies:
@@ -137,7 +139,10 @@ def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted) -> None:
             if (own.get(key) or _NONE) != value:
                 own[key] = value.copy()
         elif key not in TORCHS:
-            own[key] = noted.copies[id(module), key][1].copy() if (id(module), key) in noted.copies else value
+            own[key] = value
+            if (id(module), key) in noted.copies:
+                container, copied = noted.copies[id(module), key]
+                own[key] = fresh.setdefault(id(container), copied.copy())
     for key in own.keys() - before.keys():
         del own[key]
 

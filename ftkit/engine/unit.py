@@ -36,6 +36,7 @@ from torch.nn.utils import parametrize
 from ftkit.engine.block_buffers import BlockBuffers, Noted, as_before
 from ftkit.engine.block_state import BlockState, attributes_as_before, differ, sample
 from ftkit.engine.flat import FlatParameter, add_in_pieces
+from ftkit.engine.left_tensors import Place, left
 from ftkit.engine.resharded import Guard, on_gradient
 from ftkit.engine.tree import in_objects, put_tensors, take_tensors
 from ftkit.errors import UserError
@@ -52,7 +53,8 @@ class World:
     Args:
         module: the block.
         fingerprint: of the block's switches that ftkit does not set (active adapters); must be the same in backward.
-        buffers, state: of the block; None where it will not be computed again.
+        state: of the block.
+        buffers: of the block; None where it will not be computed again.
     """
 
     def __init__(
@@ -60,15 +62,15 @@ class World:
         module: nn.Module,
         device: torch.device,
         fingerprint: Callable[[nn.Module], Hashable],
+        state: BlockState,
         buffers: BlockBuffers | None = None,
-        state: BlockState | None = None,
     ) -> None:
         self.module = module
         self.buffers = buffers
         self.noted: list[Noted] = [] if buffers is None else buffers.note()
         self.state = state
-        if state is not None:
-            self.attributes = state.note()
+        self.attributes = state.note()
+        if buffers is not None:
             self.others = random.getstate(), np.random.get_state()
         self.device = device
         self.fingerprint = fingerprint
@@ -84,9 +86,8 @@ class World:
         return uncached(autocast_kind(self.device), self.autocast_dtype, enabled=self.autocast)
 
     def ran(self) -> None:
-        """Keep of the noted buffers those that the forward has changed; called after it."""
-        if self.state is not None:
-            self.state.ran(self.attributes)
+        """Keep of what was noted that which the forward has changed; called after it."""
+        self.state.ran(self.attributes)
         if self.buffers is not None:
             self.noted = self.buffers.changed(self.noted)
 
@@ -105,10 +106,9 @@ class World:
             torch.set_rng_state(self.cpu_state)
             if self.cuda_state is not None:
                 torch.cuda.set_rng_state(self.cuda_state, self.device)
-            if self.state is not None:
-                stack.callback(_set_others, random.getstate(), np.random.get_state())
-                _set_others(*self.others)
-                stack.enter_context(attributes_as_before(self.attributes))
+            stack.callback(_set_others, random.getstate(), np.random.get_state())
+            _set_others(*self.others)
+            stack.enter_context(attributes_as_before(self.attributes))
             stack.enter_context(as_before(self.noted))
             stack.enter_context(self.without_caches())
             yield
@@ -167,6 +167,8 @@ class Call:
         self.parts = parts
         self.worlds: list[World] = []
         self.result: Any = None
+        self.left: list[tuple[Place, Any]] = []  # with trees as of the result
+        self.cut_off: list[Place] = []
 
     def enter_world(self) -> World:
         """Note the world in which the next micro-batch is computed."""
@@ -179,6 +181,22 @@ class Call:
         found: list[Tensor] = []
         self.result = take_tensors(self.function(*args, **kwargs), found)
         return found
+
+    # --- what it leaves in attributes
+
+    def take_left(self, places: Sequence[Place], found: list[Tensor]) -> None:
+        """Count the tensors in `places` as results, which are appended to `found`."""
+        self.left = [(place, take_tensors(place.get(), found)) for place in places]
+
+    def put_left(self, results: Sequence[Tensor]) -> None:
+        """Put results where the block has left them."""
+        for place, tree in self.left:
+            place.put(put_tensors(tree, results))
+
+    def left_again(self, found: list[Tensor]) -> None:
+        """Append to `found` what another run has left in the same places."""
+        for place, _ in self.left:
+            take_tensors(place.get(), found)
 
     # --- micro-batches
 
@@ -462,6 +480,7 @@ class Unit:
         if self.trains or any(t.requires_grad for t in tensors):
             results = _Use.apply(self, call, self.anchor, *tensors)
             self._refuse_objects(call.result, "returns")
+            call.put_left(results)
             return put_tensors(call.result, results)
         with torch.no_grad():
             return self.use(self._unseen_by(function), *arguments)
@@ -507,8 +526,56 @@ class Unit:
             return function(*args, **kwargs)
 
     def _world(self) -> World:
-        known = (None, None) if self.keep else (self.buffers, self.state)
-        return World(self.module, self.device, self.fingerprint, *known)
+        return World(self.module, self.device, self.fingerprint, self.state, None if self.keep else self.buffers)
+
+    def add_left(self, call: Call, tensors: Sequence[Tensor], results: list[Tensor]) -> None:
+        """Add to a forward's results the tensors on its graph that it has left in attributes.
+
+        Which are on the graph is asked of a run with one, once for each attribute.
+
+        Raises:
+            UserError: if the batch is divided in the block: an attribute holds what one micro-batch left.
+        """
+        places = left(call.worlds[-1].attributes, call.worlds[-1].noted)
+        known = {} if self.keep else self.state.on_graph
+        if any(place.key not in known for place in places):
+            if self.keep:
+                known = _on_graph(places)
+            else:
+                result = call.result
+                with call.worlds[-1].restored(), torch.enable_grad():
+                    call.run(_leaves(call.part(tensors, len(call.worlds) - 1)))
+                    known.update(_on_graph(places))
+                call.result = result
+        chosen = [place for place in places if known[place.key]]
+        if chosen and call.parts > 1:
+            raise UserError(
+                f"the block {self.name} leaves a tensor with a gradient in its attribute {chosen[0].attribute}, and its "
+                "batch is divided inside the block: set engine.accumulate_in: step"
+            )
+        call.cut_off = [place for place in places if not known[place.key]]
+        call.take_left(chosen, results)
+
+    def refuse_other_left(self, call: Call, results: Sequence[Tensor], expected: int) -> None:
+        """Raise if the second run has left other tensors in attributes than the first, or some on the graph that were not.
+
+        Raises:
+            UserError: naming the block and the attribute.
+        """
+        if len(results) != expected:
+            names = ", ".join(sorted({place.attribute for place, _ in call.left})) or "its results"
+            raise UserError(
+                f"the block {self.name} gives another number of tensors in backward, where it is computed again, than in "
+                f"forward ({names}): let it do the same each time, or set ftkit={{'activations': 'keep'}}"
+            )
+        for key, is_on_graph in _on_graph(call.cut_off).items():
+            if is_on_graph:
+                name = next(place.attribute for place in call.cut_off if place.key == key)
+                raise UserError(
+                    f"the block {self.name} leaves a tensor with a gradient in its attribute {name}, where it left one "
+                    "without before: a loss on it would not train the block. Give it one each time (x.sum() * 0), or "
+                    "detach() it"
+                )
 
     def _division(self, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[list[bool], int]:
         """Return which of a call's tensors are divided, and into how many micro-batches: none has less than a row."""
@@ -611,6 +678,7 @@ class _Use(torch.autograd.Function):
                         else:
                             parts.append(call.run(inputs))
                     call.worlds[-1].ran()
+                    unit.add_left(call, tensors, parts[-1])
         finally:
             unit.leave()
         ctx.graphs = graphs if unit.keep else None
@@ -621,8 +689,10 @@ class _Use(torch.autograd.Function):
             ctx.samples = [sample(results) for results in parts] if looks else None
             ctx.tickets = unit.keep_inputs(tensors)
             ctx.save_for_backward(*(t for t, ticket in zip(tensors, ctx.tickets) if ticket is None))
-        given = {id(t) for t in tensors if t.requires_grad}  # handed through, it is one of its own: it may be written to
-        returned = tuple(r.clone() if id(r) in given else r.detach() for r in call.joined(tensors, parts))
+        joined = call.joined(tensors, parts)
+        returned = tuple(r.detach() for r in joined)
+        if joined and any(joined[0] is t and t.requires_grad for t in tensors):
+            returned = (joined[0].clone(), *returned[1:])  # handed through, it is one of its own: a hook may write to it
         ctx.mark_non_differentiable(*(r for r in returned if not r.is_floating_point()))
         return returned
 
@@ -651,7 +721,7 @@ class _Use(torch.autograd.Function):
         try:
             with unit.gradients(), unit.transfer.trace.span("compute", f"backward {unit.number}"):
                 for number in range(call.parts):
-                    graph = _again(call, tensors, number) if ctx.graphs is None else ctx.graphs.pop(0)
+                    graph = _again(unit, call, tensors, number, len(gradients)) if ctx.graphs is None else ctx.graphs.pop(0)
                     if ctx.graphs is None and ctx.samples is not None:
                         unit.refuse_other_results(ctx.samples[number], graph[1])
                     found.append(_walk_back(graph, [call.share(g, number) for g in gradients]))
@@ -667,11 +737,24 @@ _Graph = tuple[list[Tensor], list[Tensor]]
 """Inputs, cut from the graph they came from, and results that hang on them."""
 
 
-def _again(call: Call, tensors: Sequence[Tensor], number: int) -> _Graph:
+def _again(unit: Unit, call: Call, tensors: Sequence[Tensor], number: int, expected: int) -> _Graph:
     """Compute micro-batch `number` once more, in forward's world, with a graph."""
     inputs = _leaves(call.part(tensors, number))
     with call.worlds[number].restored(), torch.enable_grad():
-        return inputs, call.run(inputs)
+        results = call.run(inputs)
+        call.left_again(results)
+        unit.refuse_other_left(call, results, expected)
+        return inputs, results
+
+
+def _on_graph(places: Sequence[Place]) -> dict[tuple[int, str], bool]:
+    """Return of each attribute whether a tensor in it asks for a gradient."""
+    found: dict[tuple[int, str], bool] = {}
+    for place in places:
+        tensors: list[Tensor] = []
+        take_tensors(place.get(), tensors)
+        found[place.key] = found.get(place.key, False) or any(each.requires_grad for each in tensors)
+    return found
 
 
 def _walk_back(graph: _Graph, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -355,3 +355,132 @@ def test_tensors_in_objects_between_blocks_are_refused(frozen):
     ftkit.shard(model, STAGE3)
     with pytest.raises(UserError, match=r"blocks\.0 (returns|is given) an object with a tensor of shape \(2, 8\)"):
         model(torch.ones(2, 8))
+
+
+# --- what a forward leaves in attributes, for a loss
+
+
+class Leaves(Around):
+    """Leaves a penalty on what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        self.leave(out.square().mean(), x)
+        return out
+
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.penalty = penalty
+
+
+class LeavesInList(Leaves):
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.seen.append(penalty)
+
+
+class LeavesInSharedList(LeavesInList):
+    """The model empties the list that its modules share."""
+
+
+class LeavesInTuple(Leaves):
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.penalty = {"first": (penalty * 0.5, x.detach().mean()), "second": [penalty * 0.5]}
+
+
+class LeavesInBuffer(Leaves):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.register_buffer("penalty", torch.zeros(()), persistent=False)
+
+
+class LeavesRandom(Leaves):
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.penalty = penalty * random.random() + nn.functional.dropout(x, 0.5, True).square().mean()
+
+
+class LeavesResult(Leaves):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.inner(x)
+        return self.penalty
+
+
+def with_penalties(model: Any, rows: Tensor) -> Tensor:
+    mlps = [layer.mlp for layer in model.model.layers]
+    for mlp in mlps:
+        mlp.seen.clear()
+    loss = loss_of(model, rows)
+    for mlp in mlps:
+        left = mlp.seen if isinstance(mlp, LeavesInList) else [mlp.penalty]
+        left = [*mlp.penalty["first"], *mlp.penalty["second"]] if isinstance(mlp, LeavesInTuple) else left
+        loss = loss + sum(each.square().mean() * 2.0 for each in left)
+    return loss
+
+
+def leaving(kind: type[Around]) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        shared: list[Tensor] = []
+        for layer in around(kind)(model).model.layers:
+            if kind is LeavesInSharedList:
+                layer.seen = layer.mlp.seen = shared
+        return model
+
+    return change
+
+
+LEAVING = [Leaves, LeavesInList, LeavesInSharedList, LeavesInTuple, LeavesInBuffer, LeavesRandom, LeavesResult]
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+def test_a_loss_on_what_a_block_leaves_in_an_attribute_trains_it(kind):
+    compare(leaving(kind), with_penalties, parameters="host", gradients="host")
+
+
+@pytest.mark.parametrize("kind", [Leaves, LeavesInSharedList, LeavesResult])
+def test_a_loss_on_what_a_block_that_keeps_its_graph_leaves_trains_it(kind):
+    compare(leaving(kind), with_penalties, activations="keep", parameters="host")
+
+
+def left_and_read(rank_rows: int) -> list[float]:
+    """Train on two ranks with a penalty; return the losses."""
+    torch.manual_seed(8)
+    model = leaving(Leaves)(tiny()).train()
+    units = ftkit.shard(model, STAGE3)
+    optimizer = ftkit.ShardedSGD(units, lr=0.1)
+    losses = []
+    for rows in IDS:
+        loss = with_penalties(model, rows)
+        optimizer.scale(loss).backward()
+        losses += [float(loss.detach()), float(optimizer.grad_norm())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_penalty_trains_on_two_ranks_as_on_one(worlds):
+    expected = left_and_read(0)
+    for found in worlds[2].run(left_and_read, 0):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+class LeavesLate(Leaves):
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.calls += 1
+        self.penalty = penalty if self.calls > 1 else penalty.detach()
+
+
+def test_a_tensor_that_is_left_on_the_graph_only_later_is_refused():
+    with pytest.raises(UserError, match=r"model\.layers\.\d leaves a tensor with a gradient in its attribute penalty"):
+        compare(leaving(LeavesLate), with_penalties)
+
+
+def test_what_is_left_for_somebody_to_look_at_costs_no_gradient():
+    """Nobody reads it: the block's backward is that of its results."""
+    compare(leaving(Leaves))
+    compare(leaving(LeavesResult), activations="keep")
+
+
+def test_a_batch_that_is_divided_in_a_block_leaves_no_penalty():
+    units = ftkit.shard(leaving(Leaves)(tiny()).train(), STAGE3)
+    for unit in units.units:
+        unit.parts, unit.split = 2, lambda module, args, kwargs: [True] + [False] * 3
+    with pytest.raises(UserError, match=r"attribute penalty, and its batch is divided inside the block"):
+        with_penalties(units.model, IDS[0])

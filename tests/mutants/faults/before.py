@@ -72,6 +72,20 @@ FAULTS = (
         "tests/hf/test_own_memory.py::test_a_recomputed_block_counts_its_batch_once",
     ),
     fault(
+        "what a block leaves in an attribute for a loss stays off the graph",
+        "ftkit/engine/unit.py",
+        "            call.put_left(results)\n",
+        "",
+        "tests/hf/test_second_run.py::test_a_loss_on_what_a_block_leaves_in_an_attribute_trains_it[Leaves]",
+    ),
+    fault(
+        "a running mean in an attribute is put on the graph",
+        "ftkit/engine/unit.py",
+        "        chosen = [place for place in places if known[place.key]]\n",
+        "        chosen = list(places)\n",
+        "tests/hf/test_second_run.py::test_random_numbers_and_attributes_are_those_of_forward[Means]",
+    ),
+    fault(
         "a fused MLP passes over a hook on its activation",
         "ftkit/hf/fusing.py",
         "        if has_hooks(each):\n",
