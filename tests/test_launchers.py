@@ -34,9 +34,8 @@ QUICKER = {
     ("torchrun", "killed"): GONE,
     ("accelerate", "killed"): GONE,
     ("spawn", "killed"): r"process 1 terminated with signal SIGKILL",
-    ("spawn", "raises"): r"rank 1 \(pid \d+ on .*\) (has ended|is gone)",
 }
-"""What the launcher says where it has ended the others, or taken their error, before they could tell."""
+"""What the launcher says where it has ended the others before they could tell: it names the rank and the signal itself."""
 LAUNCHERS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2"],
     "accelerate": [

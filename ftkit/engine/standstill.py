@@ -165,6 +165,9 @@ def judge(
     furthest = max(stand.entered for stand in stands if stand.inside) if any(stand.inside for stand in stands) else 0
     vain = any(stand.outside.startswith(COLLECTIVES) and stand.still_s >= patience.stuck for stand in stands)
     for stand in stands:
+        seconds, state = silent.get(stand.rank, (patience.leave, ""))
+        if seconds < patience.leave and state not in ("gone", "zombie"):
+            continue  # its process may be about to end with an error of its own, which a launcher is to see first
         if stand.ended and (stand.entered < furthest or (stand.exit and vain)):
             return lost(stand, stand.exit or ENDED)
     together = all(stand.waits and stand.still_s >= patience.stuck for stand in stands)

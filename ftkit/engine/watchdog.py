@@ -113,7 +113,7 @@ class Watchdog:
     def _await_verdict(self, frame: FrameType, otherwise: str, *, lost_rank: bool) -> UserError:
         _, line, calls = look_at(frame)
         own = self._stand(line=line, calls=calls, still_s=self.patience.stuck, codes=self.ledger.recent())
-        patience = Patience(**{**vars(self.patience), "stopped": 2 * self.patience.beat})
+        patience = Patience(**{**vars(self.patience), "stopped": 2 * self.patience.beat, "leave": 0.0})
         began = time.monotonic()
         deadline, left = began + 5 * self.patience.beat, began + self.patience.leave
         while True:
@@ -282,9 +282,12 @@ class Watchdog:
         return [own if rank == self.rank else self._stands[rank] for rank in sorted({*self._stands, self.rank})], silent
 
     def _last_sign(self, rank: int, state: str, now: float) -> float:
-        """Return when a rank last published, or was last seen to work where this machine knows its process."""
+        """Return when a rank last published, or was last seen to work where this machine knows its process.
+
+        Of one that has ended its part it is the former: its work is no longer for the others.
+        """
         beats_at = self._seen[rank][1]
-        if state in ("", "stopped", "gone", "zombie") or now - beats_at < 3 * self.patience.beat:
+        if self._stands[rank].ended or state in ("", "stopped", "gone", "zombie") or now - beats_at < 3 * self.patience.beat:
             return beats_at
         try:
             times = psutil.Process(self._stands[rank].pid).cpu_times()

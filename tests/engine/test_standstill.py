@@ -36,7 +36,7 @@ from ftkit.launch import loopback_store
 from tests.worlds import World, Worlds
 
 CPU = torch.device("cpu")
-SHORT = Patience(beat=0.1, look=0.3, stuck=1.0, stopped=1.0, silent=9.0, grace=1.0, remind=60.0)
+SHORT = Patience(beat=0.1, look=0.3, stuck=1.0, stopped=1.0, silent=9.0, leave=0.5, grace=1.0, remind=60.0)
 
 
 @pytest.fixture
@@ -380,18 +380,29 @@ def test_who_gives_no_sign_of_life_is_lost():
 
 def test_who_ended_with_less_is_lost():
     waits = stand(0, ("a", "b"), inside=True)
-    assert "rank 1 (pid 8 on host) has ended its part" in verdict(waits, stand(1, ("a",), ended=True, codes=b""))
-    assert verdict(waits, stand(1, ("a", "b"), ended=True, codes=b"")) == "", "it was there"
+    less, left = stand(1, ("a",), ended=True, codes=b""), {1: (6.0, "sleeping")}
+    assert "rank 1 (pid 8 on host) has ended its part" in verdict(waits, less, silent=left)
+    assert verdict(waits, stand(1, ("a", "b"), ended=True, codes=b""), silent=left) == "", "it was there"
+
+
+@pytest.mark.parametrize("state", ["running", "gone", "zombie"])
+def test_a_process_may_end_before_others_tell_of_it(state):
+    """Its launcher sees it end first, and shows its own error."""
+    fell = stand(1, ("a",), ended=True, codes=b"", exit="has ended with LookupError: a row")
+    text = verdict(stand(0, ("a", "b"), inside=True), fell, silent={1: (4.0, state)})
+    assert bool(text) == (state != "running")
 
 
 def test_who_left_its_process_is_told_with_its_error():
     fell = {"ended": True, "codes": b"", "exit": "has ended with LookupError: a row"}
-    text = verdict(stand(0, ("a", "b"), inside=True), stand(1, ("a",), **fell))
+    left = {1: (6.0, "sleeping")}
+    text = verdict(stand(0, ("a", "b"), inside=True), stand(1, ("a",), **fell), silent=left)
     assert text.startswith("LostRank: rank 1 (pid 8 on host) has ended with LookupError: a row. It was last in")
-    waits = stand(0, ("a",), outside="barrier", codes=b"")
-    assert "has ended with LookupError: a row" in verdict(waits, stand(1, ("a",), **fell)), "in others' collectives, too"
-    assert verdict(stand(0, ("a",), outside="barrier", codes=b"", still_s=5.0), stand(1, ("a",), **fell)) == ""
-    assert verdict(waits, stand(1, ("a",), **{**fell, "exit": ""})) == "", "it let its model go, and its process goes on"
+    waits, other = stand(0, ("a",), outside="barrier", codes=b""), stand(1, ("a",), **fell)
+    assert "has ended with LookupError: a row" in verdict(waits, other, silent=left), "in others' collectives, too"
+    assert verdict(stand(0, ("a",), outside="barrier", codes=b"", still_s=5.0), other, silent=left) == ""
+    alive = stand(1, ("a",), **{**fell, "exit": ""})
+    assert verdict(waits, alive, silent=left) == "", "it let its model go, and its process goes on"
 
 
 def test_a_verdict_is_everybodys():

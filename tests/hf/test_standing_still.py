@@ -22,7 +22,7 @@ from ftkit.errors import UserError
 from tests.hf.runs import Run, fresh_state, llama, make_trainer, rank, token_rows
 from tests.worlds import World, Worlds
 
-SHORT = Patience(beat=0.1, look=0.3, stuck=1.5, stopped=2.0, silent=15.0, grace=1.0, remind=60.0)
+SHORT = Patience(beat=0.1, look=0.3, stuck=1.5, stopped=2.0, silent=15.0, leave=0.5, grace=1.0, remind=60.0)
 """An order of magnitude below a run's."""
 
 SHARDED = {"stage": 3}
