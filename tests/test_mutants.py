@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants.__main__ import USUAL_SECONDS, WORKERS, fitting
+from tests.mutants.__main__ import USUAL_SECONDS, WORKERS, fitting, main
 from tests.mutants.fault import Fault, fault
 from tests.mutants.faults import collect
 from tests.mutants.selection import Green, digest, in_order
@@ -49,3 +49,9 @@ def test_a_limited_run_takes_as_many_as_fit():
 def test_names_of_faults_are_unique():
     names = [each.name for each in collect()]
     assert len(names) == len(set(names))
+
+
+def test_words_that_choose_no_fault_are_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["nothing that a fault is called"])
+    assert "no fault has one of these in its name: nothing that a fault is called" in capsys.readouterr().err

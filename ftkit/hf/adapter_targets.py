@@ -94,7 +94,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
 
 
 def check_kinds(config: Any) -> None:
-    """Raise for what is no configuration, and for a text where PEFT reads a list: it would take its letters for names.
+    """Raise for what is no configuration, for X-LoRA, and for a text where PEFT reads a list: it would take its letters.
 
     Raises:
         UserError: with what is needed.
@@ -104,6 +104,11 @@ def check_kinds(config: Any) -> None:
             f"adapter: {str(config)[:60]!r} is no configuration of peft: give load_model an object, such as "
             "peft.LoraConfig(r=8, target_modules='all-linear'). A trained adapter's folder is added with "
             "peft.PeftModel.from_pretrained(model, folder, is_trainable=True)"
+        )
+    if config.peft_type == PeftType.XLORA:
+        raise UserError(
+            "adapter: X-LoRA runs the model twice for one forward, the first time to choose among adapters, and is not "
+            "supported. Use LoRA"
         )
     for field in ("modules_to_save", "target_parameters"):
         value = getattr(config, field, None)

@@ -19,6 +19,7 @@ from peft import (
     TaskType,
     TrainableTokensConfig,
     WaveFTConfig,
+    XLoraConfig,
     get_peft_model,
     inject_adapter_in_model,
 )
@@ -26,7 +27,7 @@ from peft.tuners.lora.config import BdLoraConfig
 from torch import nn
 
 import ftkit
-from ftkit.hf.adapter_targets import check_names
+from ftkit.hf.adapter_targets import check_kinds, check_names
 from tests.hf import runs
 
 
@@ -302,3 +303,8 @@ def test_a_pattern_of_fewer_modules_may_stand_first(folder):
     model = ftkit.load_model(folder, adapter=lora(rank_pattern=pattern))
     ranks = {name.partition(".self_attn.")[2]: len(each) for name, each in model.named_parameters() if "layers.1" in name}
     assert [ranks[f"{name}.lora_A.default.weight"] for name in ("q_proj", "v_proj")] == [8, 6]
+
+
+def test_x_lora_is_refused_by_name():
+    with pytest.raises(ftkit.UserError, match="X-LoRA runs the model twice"):
+        check_kinds(XLoraConfig(adapters={"a": "folder"}, hidden_size=32))

@@ -159,6 +159,8 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     until = start + options.minutes * 60 if options.minutes else float("inf")
     faults, skipped = choose(options.minutes, options.words), []
+    if not faults:
+        parser.error(f"no fault has one of these in its name: {' '.join(options.words)}")
     if options.minutes:
         faults, skipped = fitting(faults, options.minutes * 60 * SHARE)
     outcomes = plant_all(faults, until)
