@@ -72,7 +72,7 @@ FAULTS = (
             ("ftkit/engine/unit.py", "            place[flat.layout.numel :].zero_()\n", ""),
             ("ftkit/engine/optimizer.py", "flat.grad[: flat.own_numel]", "flat.grad"),
         ),
-        (f"{_TRAINS}[two forwards-{_RECOMPUTE}",),
+        (f"{_TRAINS}_in_all_settings[two forwards-{_RECOMPUTE}",),
     ),
     _fault(
         "random numbers are not restored in recomputation",
@@ -112,7 +112,7 @@ FAULTS = (
         "ftkit/engine/unit.py",
         "self.transfer.slots[self.number % 2]",
         "self.transfer.slots[0]",
-        f"{_TRAINS}[two forwards-{_RECOMPUTE}",
+        f"{_TRAINS}_in_all_settings[two forwards-{_RECOMPUTE}",
     ),
     _fault(
         "the wrong neighbour is gathered in backward",
@@ -140,7 +140,7 @@ FAULTS = (
         "ftkit/engine/leaf.py",
         "    flat.touched[0] = True\n    flat.contribute(full)\n",
         "    if not flat.touched[0]:\n        flat.contribute(full)\n    flat.touched[0] = True\n",
-        f"{_TRAINS}[tied by hand-{_RECOMPUTE}",
+        f"{_TRAINS}_in_all_settings[tied by hand-{_RECOMPUTE}",
     ),
     _fault(
         "the second micro-batch overwrites the first",
@@ -154,7 +154,7 @@ FAULTS = (
         "ftkit/engine/unit.py",
         "                    place[segment.start : segment.stop].zero_()\n",
         "                    pass\n",
-        f"{_TRAINS}[parameters never used-{_RECOMPUTE}",
+        f"{_TRAINS}_in_all_settings[parameters never used-{_RECOMPUTE}",
     ),
     _fault(
         "an overflow is ignored",
