@@ -69,7 +69,11 @@ ELSEWHERE = {
 AFTER_AN_UPDATE = ("on_optimizer_step", "on_step_end", "on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin")
 """Events between an update and the next forward."""
 
-BEFORE_A_FORWARD = ("log", "get_batch_samples", "training_step", "compute_loss")
+BEFORE_A_FORWARD = (
+    "log", "get_batch_samples", "training_step", "compute_loss", "_prepare_inputs", "_maybe_log_save_evaluate", "_evaluate",
+    "evaluate", "predict", "evaluation_loop", "prediction_loop", "prediction_step", "get_eval_dataloader",
+    "get_test_dataloader", "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler",
+)  # fmt: skip
 """Methods of a Trainer that are called there."""
 
 

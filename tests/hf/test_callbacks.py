@@ -129,3 +129,48 @@ def test_callbacks_of_trl_may_read_weights_too(tmp_path):
     trainer.add_callback(type("BEMA", (Watching,), {"__module__": "trl.trainer.callbacks"})())
     trainer.train()
     assert not trainer.units.policy.deferred_update
+
+
+def overriding(name):
+    """Return a user's Trainer class that overrides a method, and may read weights there."""
+
+    def method(self, *args, **kwargs):
+        return getattr(super(reads, self), name)(*args, **kwargs)
+
+    reads = type("Reads", (), {name: method})
+    return reads
+
+
+@pytest.mark.parametrize("name", ["_save_checkpoint", "save_model", "evaluate", "evaluation_loop", "_prepare_inputs"])
+def test_a_trainer_that_may_read_weights_before_a_forward_updates_in_the_step(name, tmp_path):
+    run = runs.Run(
+        ftkit={"state": "nvme", "nvme_dir": str(tmp_path)}, arguments={"max_steps": 1}, mixin=overriding(name)
+    )
+    trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
+    trainer.train()
+    assert not trainer.units.policy.deferred_update
+
+
+class ReadsInEvaluate:
+    """A user's Trainer that looks at a norm before each evaluation."""
+
+    def evaluate(self, *args, **kwargs):
+        self.seen = [*getattr(self, "seen", []), self.model.model.norm.weight.detach().clone()]
+        return super().evaluate(*args, **kwargs)
+
+
+def seen_in_evaluate(kind, folder):
+    Path(folder).mkdir(exist_ok=True)
+    arguments = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+    settings = {"stage": 1, "state": "nvme", "nvme_dir": folder}
+    run = runs.Run(ftkit=settings, arguments=arguments, mixin=ReadsInEvaluate, eval_rows=6)
+    trainer = runs.make_trainer(kind, folder, run)
+    trainer.train()
+    return trainer.seen
+
+
+def test_a_trainer_that_reads_weights_before_an_evaluation_sees_that_steps(worlds, tmp_path):
+    stock = worlds[1].run(seen_in_evaluate, "stock", str(tmp_path / "b"))[0]
+    for ours in worlds[2].run(seen_in_evaluate, "ours", str(tmp_path / "a")):
+        for mine, theirs in zip(ours, stock, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
