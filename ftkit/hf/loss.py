@@ -55,6 +55,7 @@ class LossMixin:
     scaling: Scaling | None = None
     """How the loss scales, once that is known."""
     _trials = 0
+    _trial_problem = ""  # why the last trial's loss could not be computed
     _trying = False  # whether the loss is computed for a trial
     _reached_stock = False  # whether the last loss was computed by the Trainer's own compute_loss
     _hides_count = False  # whether the Trainer's own loss is asked for without the count
@@ -213,8 +214,10 @@ class LossMixin:
         if settings.loss_reduction != "auto":
             found = Scaling(settings.loss_reduction, shifted=shifts)
         else:
+            self._trial_problem = ""
             found = trial.kind(given)
             self._trials += 1
+            self._tell_trial(found)
         found = replace(found, multiplied=multiplied, certain=found.certain or self._trials >= TRIALS)
         if self._reached_stock and found.kind not in (COUNTED, SUM):
             self._hides_count = True
@@ -229,6 +232,19 @@ class LossMixin:
             )
         return found
 
+    def _tell_trial(self, found: Scaling) -> None:
+        """Say once that how the loss scales was guessed, because a loss of the user's cannot be tried. A collective."""
+        comm = self.accelerator.sharded(self.model).comm
+        problems = [each for each in comm.all(self._trial_problem) if each]
+        if problems and not found.certain and self._trials == 1 and comm.rank == 0:
+            logger.warning(
+                "how the loss scales with its batch was not found, because it cannot be computed without gradients (%s): it "
+                "is taken for %s. If it is something else, say so: ftkit={'loss_reduction': 'sum', 'mean-rows', "
+                "'mean-tokens' or 'mean-ranks'}",
+                problems[0].splitlines()[0],
+                found.kind,
+            )
+
     def _is_stock_beneath(self) -> bool:
         stock: Any = super().compute_loss
         return stock.__func__ is transformers.Trainer.compute_loss
@@ -236,7 +252,7 @@ class LossMixin:
     def _tried_loss(self, batch: Mapping[str, Any], count: Tensor | None, ranks: int | None = None) -> float:
         """Return the loss of a batch, leaving no trace; NaN where it cannot be computed. See `loss_scaling.Loss`."""
         things = [self, self.state, self.accelerator, *([self.compute_loss_func] if self.compute_loss_func else [])]
-        self._trying, reached = True, self._reached_stock
+        self._trying, reached, problem = True, self._reached_stock, ""
         told = nullcontext() if ranks is None else self.accelerator.telling_ranks(ranks)
         with untouched(self.model, self.accelerator.device, *things), told:
             try:
@@ -246,10 +262,11 @@ class LossMixin:
             except torch.OutOfMemoryError:
                 raise
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                logger.debug("the loss of a trial batch: %s", error)
+                problem = f"{type(error).__name__}: {error}"
+                logger.debug("the loss of a trial batch: %s", problem)
                 value = math.nan
             reached = reached or self._reached_stock
-        self._trying, self._reached_stock = False, reached
+        self._trying, self._reached_stock, self._trial_problem = False, reached, problem
         return value
 
     # --- samples that are repeated to fill the last batch

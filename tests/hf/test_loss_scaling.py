@@ -408,3 +408,23 @@ def places_of(folder: str) -> list[Any]:
 def test_a_second_call_of_train_numbers_its_micro_batches_anew(world2, tmp_path):
     seen = world2.run(places_of, str(tmp_path))[0]
     assert [place for place, _ in seen][-4:] == [(0, 0), (0, 1)] * 2
+
+
+class Adversarial:
+    """A user's loss that looks at a gradient: it cannot be computed without gradients."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        embedded = self.model.get_input_embeddings()(inputs["input_ids"])
+        loss = model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+        (gradient,) = torch.autograd.grad(loss, embedded, retain_graph=True)
+        return loss + model(inputs_embeds=embedded + gradient.detach(), labels=inputs["labels"]).loss
+
+
+@pytest.mark.parametrize("given, told", [({}, True), ({"loss_reduction": "mean-rows"}, False)], ids=str)
+def test_a_loss_that_cannot_be_tried_is_told(given, told, tmp_path, caplog):
+    settings = {"stage": 1, "activations": "keep", **given}
+    arguments = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    run = Run(runs.classifier, losses.labelled, mixin=Adversarial, ftkit=settings, arguments=arguments)
+    runs.make_trainer("ours", str(tmp_path), run).train()
+    assert caplog.text.count("how the loss scales with its batch was not found") == told
+    assert ("does not require grad" in caplog.text) == told
