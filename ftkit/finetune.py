@@ -31,17 +31,13 @@ from transformers import PrinterCallback, TrainerCallback
 from ftkit.arguments import compute_dtype, training_arguments
 from ftkit.divergence_watch import DivergenceWatch
 from ftkit.dry_run import DryCommunicator
-from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.comm import Communicator
-from ftkit.engine.finite import is_finite
-from ftkit.engine.flatfile import PIECE_NUMEL
-from ftkit.engine.optimizer import ShardedOptimizer
-from ftkit.engine.shard import Units
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, check_isolation
 from ftkit.hf.faults import stops_of
 from ftkit.hf.generation import generate
+from ftkit.hf.nonfinite import weights_not_finite
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -283,25 +279,6 @@ class Job:
         ways = ["Lower optimizer.lr"]
         ways += ["set train.on_divergence to skip or rollback"] if self.recipe.train.on_divergence == "continue" else []
         return " ".join([*told, f"{', '.join(ways)}, or look at the data of the last steps"])
-
-
-def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
-    """Return the names of tensors and buffers that `save_model` would not write, alike on all ranks. A collective.
-
-    Cost: one pass over each rank's weights.
-    """
-    optimizer.settle()
-    stores = [(flat, optimizer.line(flat).master if flat.trainable else flat.weights) for flat in units.flats]
-    own = {
-        span.segment.name
-        for flat, store in stores
-        for span, values in flat.spans(store)
-        for part in values.split(PIECE_NUMEL)
-        if not is_finite(part.to(units.dtypes[span.segment.name]))
-    }
-    buffers = persistent_buffers(units.model).items()
-    own |= {name for name, values in buffers if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
-    return sorted({name for names in units.comm.all(sorted(own)) for name in names})
 
 
 def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.comm import Communicator
+from ftkit.engine.finite import is_finite
+from ftkit.engine.flatfile import PIECE_NUMEL
+from ftkit.engine.optimizer import ShardedOptimizer
+from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.words import counted
 
@@ -127,3 +132,22 @@ def verdict(broken: int, steps: int, *, last: bool) -> str | None:
         return None
     when = "at the last step, " if last else ""
     return f"training failed: the loss was not finite {when}in {broken} of {counted(steps, 'step')}"
+
+
+def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
+    """Return the names of tensors and buffers that `save_model` would not write, alike on all ranks. A collective.
+
+    Cost: one pass over each rank's weights.
+    """
+    optimizer.settle()
+    stores = [(flat, optimizer.line(flat).master if flat.trainable else flat.weights) for flat in units.flats]
+    own = {
+        span.segment.name
+        for flat, store in stores
+        for span, values in flat.spans(store)
+        for part in values.split(PIECE_NUMEL)
+        if not is_finite(part.to(units.dtypes[span.segment.name]))
+    }
+    buffers = persistent_buffers(units.model).items()
+    own |= {name for name, values in buffers if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
+    return sorted({name for names in units.comm.all(sorted(own)) for name in names})

@@ -1,4 +1,4 @@
-"""The `save_pretrained` of a sharded model's own class, transformers' or PEFT's: it writes no values that are not finite.
+"""The `save_pretrained` of a sharded model and of models inside it (a backbone): it writes no values that are not finite.
 
 At stages 0 to 2 whole weights are at hand and that method works as always; it looks at no values itself.
 Where weights are in shards it refuses, or is given a `state_dict`. What it costs: one pass over what was trained.
@@ -19,7 +19,12 @@ from ftkit.engine.seam import specialise
 
 
 def look_before_saving(model: nn.Module) -> None:
-    """Let `model.save_pretrained`, if there is one, raise UserError for values that are not finite."""
+    """Let each `save_pretrained` of a model and of the models inside it raise UserError for values that are not finite."""
+    for each in model.modules():
+        _look_before_saving(each)
+
+
+def _look_before_saving(model: nn.Module) -> None:
     own: Any = getattr(type(model), "save_pretrained", None)
     if own is None:
         return

@@ -59,7 +59,7 @@ from ftkit.hf.islands import (
 )
 from ftkit.hf.loading import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.loss import LossMixin
-from ftkit.hf.nonfinite import LossRecord, judged_by_log
+from ftkit.hf.nonfinite import LossRecord, judged_by_log, weights_not_finite
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import load_scheduler
 from ftkit.hf.reading import read_by_all
@@ -183,7 +183,7 @@ class TrainerMixin(LossMixin):
 
         Raises:
             UserError: if it is not.
-            Diverged: at the end, if the last loss or most losses were not finite, and no best model came back.
+            Diverged: at the end, if the last loss, most losses or a weight were not finite, and no best model came back.
         """
         checks = any(isinstance(callback, EngineCheck) for callback in self.callback_handler.callbacks)
         if self.args.ftkit is not None and not checks:
@@ -203,13 +203,18 @@ class TrainerMixin(LossMixin):
         return result
 
     def failure(self) -> str | None:
-        """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective."""
+        """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective.
+
+        Cost: one pass over each rank's weights.
+        """
         record, first = self.loss_record, self._initial_global_step
         made = self.state.global_step > first
         broken = record.broken(self.units.comm)
         problem = record.judged(broken, skips=self._skips())
         if problem is None and not any(broken) and (made or not record.before.steps):
             problem = judged_by_log(self.state.log_history, first if made else 0)
+        if problem is None and made and (names := weights_not_finite(self.units, self.sharded_optimizer)):
+            problem = f"training failed: {names[0]} is not finite after the last step, whose loss was"
         return problem if made or problem is None else f"{problem}, and no step was left to make"
 
     def _skips(self) -> bool:

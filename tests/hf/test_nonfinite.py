@@ -450,3 +450,40 @@ def saves_by_itself(folder, build, stage):
 @pytest.mark.parametrize("build, stage", [(runs.llama, 1), (adapted, 1)])
 def test_save_pretrained_writes_nothing_that_is_not_finite(build, stage, worlds, tmp_path):
     assert not worlds[2].run(saves_by_itself, str(tmp_path), build, stage)[0]
+
+
+def saves_a_part(folder):
+    model = runs.llama()
+    units = ftkit.shard(model, {"stage": 1, "kernels": "off"})
+    model.model.save_pretrained(f"{folder}/good{units.comm.rank}")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    with pytest.raises(ftkit.UserError, match="holds NaN"):
+        model.model.save_pretrained(f"{folder}/bad")
+    return files_in(f"{folder}/good{units.comm.rank}"), files_in(f"{folder}/bad")
+
+
+def test_a_model_inside_the_model_writes_nothing_that_is_not_finite(worlds, tmp_path):
+    good, bad = worlds[2].run(saves_a_part, str(tmp_path))[0]
+    assert "model.safetensors" in good
+    assert not bad
+
+
+class NaNGradient:
+    """The last step's loss is finite and its gradient is not: the root of 0 has none."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        last = self.state.global_step + 1 == self.args.max_steps
+        return loss + (self.model.model.norm.weight * 0).sum().sqrt() if last else loss
+
+
+@pytest.mark.parametrize("stage, ranks", [(3, 2), (1, 1)])
+def test_a_run_whose_last_gradient_is_nan_fails(stage, ranks, worlds, tmp_path):
+    run = Run(mixin=NaNGradient, arguments={"max_steps": 2}, ftkit={"stage": stage})
+    worlds[ranks].run(fails_in, str(tmp_path), run, "is not finite after the last step, whose loss was")
+
+
+def test_in_fp16_a_last_step_that_was_skipped_leaves_finite_weights(worlds, tmp_path):
+    run = Run(mixin=NaNGradient, arguments={"max_steps": 2}, ftkit={**SETTINGS, "dtype": "fp16"})
+    assert worlds[1].run(train, "ours", str(tmp_path), run)[0].weights
