@@ -60,7 +60,7 @@ def export_tensors(
     files = cut(wanted, shard_bytes)
     with all_ranks(units.comm):
         (optimizer or units).settle()
-        (optimizer or units).take_edits()
+        optimizer.take_edits(unseen=True) if optimizer is not None else units.take_edits()
     with rank_zero(units.comm) as first:
         if first:
             for stale in _unfinished(folder):

@@ -101,9 +101,14 @@ class Leaf:
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter as the module has it registered: absent, with its true shape and dtype."""
-        parameter = self.module._parameters[self.attribute]
-        assert parameter is not None
+        """The parameter as the module has it registered: absent, with its true shape and dtype.
+
+        Raises:
+            AttributeError: if somebody took it out of the module, as pruning does while it looks at it.
+        """
+        parameter = self.module._parameters.get(self.attribute)
+        if parameter is None:
+            raise AttributeError(f"{type(self.module).__name__} has no {self.attribute}: it was taken out after sharding")
         return parameter
 
     @contextmanager

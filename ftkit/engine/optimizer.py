@@ -232,21 +232,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.origin = None
 
     @torch.no_grad()
-    def take_edits(self) -> None:
+    def take_edits(self, *, unseen: bool = False) -> None:
         """Let masters that lie apart take over what was written in place to whole weights since the last time.
 
         Called before an update, which would undo the edit, and before a save. Elements that the edit left as they are keep
-        their masters. What was written through `.data` is not seen.
+        their masters. What was written through `.data` leaves no trace, and is found by comparing.
+
+        Args:
+            unseen: look for that, too: before a model is written.
 
         Raises:
             UserError: if the `.data` of a parameter was replaced, or an update ran while a weight was edited.
 
-        Cost: under a microsecond a resident parameter; where one was edited, one read of its line's weights and masters.
+        Cost: under a microsecond a resident parameter; where one was edited, and of all with `unseen`, one read of its
+            line's weights and masters.
         """
         self.units.take_edits()
         for flat in self.units.trainable:
             edits = flat.edits()
             if edits == flat.edits_taken:
+                if unseen and flat.resident and not flat.stale:
+                    self._take_edit(flat)
                 continue
             if self.updater.deferred and self.updater.last is not None:
                 name = flat.layout.segments[0].name
@@ -263,15 +269,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master = self.line(flat).master
         if master is flat.weights:
             return
-        if flat.captured is not None:
-            flat.captured.wait()  # a checkpoint that is being written has the values before
         for start, stop in ranges(master, flat.weights):
-            piece = master.read(start, stop)
+            piece, edited = master.read(start, stop), False
             for low in range(start, stop, CUDA_PIECE_NUMEL):
                 part = piece[low - start : low - start + CUDA_PIECE_NUMEL]
                 weights = flat.weights.read(low, low + part.numel()).to(part.device)
-                part.copy_(torch.where(part.to(weights.dtype) == weights, part, weights.float()))
-            master.write(start, piece)
+                if not torch.equal(part.to(weights.dtype), weights):
+                    if flat.captured is not None and not edited:
+                        flat.captured.wait()  # a checkpoint that is being written has the values before
+                    part.copy_(torch.where(part.to(weights.dtype) == weights, part, weights.float()))
+                    edited = True
+            if edited:
+                master.write(start, piece)
 
     def settle(self) -> None:
         """Wait for updates under way, and until all state can be read.

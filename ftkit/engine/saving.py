@@ -108,6 +108,7 @@ class Saving:
         if optimizer is not None:
             optimizer.prepare()
         with all_ranks(units.comm):
+            units.check_savable()
             (optimizer or units).take_edits()
         self.updater = optimizer.updater if optimizer is not None else None
         self.update = self.updater.running if self.updater is not None else None  # that of the last step, if deferred

@@ -98,6 +98,7 @@ class Units:
         self.unsynced = 0  # `no_sync` contexts that are open, one inside the other
         self.replaced: list[weakref.ref[Tensor]] = []  # parameters on meta, in whose places others stand now
         self._registered: frozenset[object] = frozenset()
+        self._names: frozenset[str] = frozenset()  # of its parameters, tied ones' too
 
     @property
     def trainable(self) -> list[FlatParameter]:
@@ -240,6 +241,7 @@ class Units:
 
         The tensor is only valid until the next one is asked for. Cost: one all-gather a line, and its buffer.
         """
+        self.check_savable()
         self.take_edits()
         self.transfer.settle()
         for flat in self.flats if flats is None else flats:
@@ -279,17 +281,42 @@ class Units:
             UserError: if a parameter was tied, replaced, added, cast, moved or unfrozen since. (Freezing one is fine, and
                 so is thawing it again: that is how adapters are switched off and on.)
         """
-        if self._registration() != self._registered:
-            raise UserError(
-                "the model's parameters changed after sharding (tied, resized, replaced, added, cast or moved); make such "
-                "changes before ftkit.shard() or before the Trainer is built"
-            )
+        self._check_same()
         for flat in self.flats if torch.is_grad_enabled() else ():  # a reference pass may switch another adapter on
             if not flat.trainable and any(parameter.requires_grad for parameter in flat.parameters):
                 raise UserError(
                     f"a parameter of {flat.name} was frozen when the model was sharded and asks for gradients now: set "
                     "requires_grad before ftkit.shard() or before the Trainer is built"
                 )
+
+    def _check_same(self) -> None:
+        if self._registration() != self._registered:
+            raise UserError(
+                "the model's parameters changed after sharding (tied, resized, replaced, added, cast or moved); make such "
+                "changes before ftkit.shard() or before the Trainer is built"
+            )
+
+    def check_savable(self) -> None:
+        """Compare the model's parameters, and their names, with those that were sharded, before they are saved.
+
+        Raises:
+            UserError: if a parameter was tied, replaced, added, cast or moved since, or has another name
+                (`torch.nn.utils.prune`, a parametrization): what the model computes with is made from it then, and would
+                not be in what is saved.
+
+        Cost: a walk over the model's names.
+        """
+        self._check_same()
+        if gone := sorted(self._names - (now := self._present_names())):
+            came = ", ".join(sorted(now - self._names)) or "nothing"
+            raise UserError(
+                f"{gone[0]} is no parameter of the model since it was sharded, and {came} came: pruned or parametrized, the "
+                "model computes with other values than would be saved. Prune and parametrize before ftkit.shard() or before "
+                "the Trainer is built; or take it back before a save"
+            )
+
+    def _present_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_parameters(remove_duplicate=False))
 
     def take_edits(self) -> None:
         """Make sure that the lines hold what the model computes with, before they are updated or saved.
@@ -399,7 +426,7 @@ def shard(
                 setattr(module, key, buffer.to(comm.device))
     for flat in units.flats:
         flat.agree()
-    units._registered = units._registration()
+    units._registered, units._names = units._registration(), units._present_names()
     return units
 
 
@@ -641,8 +668,9 @@ def _specialise(module: nn.Module, owner: object, **methods: Any) -> None:
 
     def refuse(self: nn.Module, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded {name} cannot be copied or pickled: its weights lie on several ranks. Copy before sharding, or save "
-            "it with trainer.save_model() / ftkit.save_model() and load the folder"
+            f"a sharded {name} cannot be copied or pickled: ftkit's engine holds its weights. Copy before sharding (a "
+            "Trainer: when it is built), or save it with trainer.save_model() / ftkit.save_model() and load the folder. For "
+            "an average of weights copy the values (p.detach().clone()) within ftkit.gathered_parameters(model)"
         )
 
     specialise(module, _ftkit=owner, __reduce_ex__=refuse, **methods)

@@ -52,9 +52,10 @@ def check_savable(units: Units) -> dict[str, list[str]]:
     An adapter's are PEFT's affair: none.
 
     Raises:
-        UserError: if transformers cannot turn the weights back into the form in which they are stored, or would look for an
-            adapter in them.
+        UserError: if parameters are others than those that were sharded, or transformers cannot turn the weights back into
+            the form in which they are stored, or would look for an adapter in them.
     """
+    units.check_savable()
     refuse_unsaved(units.model)
     if isinstance(units.model, PeftModel):
         return {}
@@ -217,6 +218,7 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
     PEFT itself says what belongs in it: adapters, modules trained whole, embeddings where they were resized.
     """
     model, comm = units.model, units.comm
+    units.check_savable()
     line_names = {}  # every name of a tensor, also those that lead through a module which several others have
     for name, parameter in model.named_parameters(remove_duplicate=False):
         flat, index = units.places[id(parameter)]
@@ -247,7 +249,7 @@ def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) ->
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
     (optimizer or units).settle()
     with all_ranks(units.comm):
-        (optimizer or units).take_edits()
+        optimizer.take_edits(unseen=True) if optimizer is not None else units.take_edits()
     units.transfer.settle()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]

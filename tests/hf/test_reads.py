@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils import prune
 
 import ftkit
 from tests.hf import runs
@@ -438,6 +439,81 @@ def test_an_edit_in_place_is_trained_and_saved(settings, step, worlds, tmp_path)
     for used, saved in worlds[2].run(saves_an_edit, str(tmp_path), settings, step, arguments):
         assert used == pytest.approx(0.5 * 32**0.5, rel=1e-2)
         assert saved == pytest.approx(used, rel=1e-2)
+
+
+def halve_data(weight):
+    weight.data.mul_(0.5)
+
+
+class HalvesAtTheEnd(transformers.TrainerCallback):
+    """Edits the final norm through `.data` once training is over, as one who swaps an average of weights in."""
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        halve_data(model.model.norm.weight)
+
+
+def saves_at_the_end(folder, settings):
+    run = Run(arguments={**ARGUMENTS, "max_steps": 2}, options={"callbacks": [HalvesAtTheEnd()]}, ftkit=settings)
+    trainer = runs.make_trainer("ours", folder, run)
+    trainer.train()
+    trainer.save_model(f"{folder}/model")
+    return trainer.model.model.norm.weight.detach().float(), load_file(f"{folder}/model/model.safetensors")
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1, "dtype": "bf16"}, {"stage": 3, "dtype": "fp16"}], ids=str)
+def test_an_edit_through_data_is_in_a_model_that_is_saved(settings, worlds, tmp_path):
+    used, saved = worlds[2].run(saves_at_the_end, str(tmp_path), settings)[0]
+    assert float(used.norm()) == pytest.approx(0.5 * 32**0.5, rel=5e-2)
+    torch.testing.assert_close(saved["model.norm.weight"].float(), used)
+
+
+class Prunes(transformers.TrainerCallback):
+    """Prunes a layer after the first step: its weight is made of another parameter and a mask then."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            prune.l1_unstructured(model.get_submodule(self.name), "weight", 0.3)
+
+
+def prunes(folder, name, stage):
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [Prunes(name)]}, ftkit={"stage": stage})
+    trainer = runs.make_trainer("ours", folder, run)
+    if stage == 3:
+        with pytest.raises(ftkit.UserError, match=rf"{name}\.weight is resharded"):
+            trainer.train()
+        return
+    trainer.train()
+    writers = (lambda: trainer.save_model(f"{folder}/model"), trainer.units.state_dict)
+    writers += (lambda: ftkit.save_checkpoint(f"{folder}/checkpoint", trainer.units),)
+    for write in writers:
+        with pytest.raises(ftkit.UserError, match=rf"{name}\.weight is no parameter.* {name}\.weight_orig came: pruned"):
+            write()
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize("name, stage", [("lm_head", 3), (UP, 3), (UP, 1)])
+def test_a_layer_that_is_pruned_after_sharding_is_not_saved_as_it_was(name, stage, worlds, tmp_path):
+    worlds[2].run(prunes, str(tmp_path), name, stage)
+
+
+def adds(folder):
+    trainer = runs.make_trainer("ours", folder, Run(arguments=ARGUMENTS, ftkit={"stage": 1}))
+    trainer.train()
+    trainer.model.extra = nn.Linear(2, 2)
+    with pytest.raises(ftkit.UserError, match="parameters changed after sharding"):
+        trainer.save_model(f"{folder}/model")
+    del trainer.model.extra, trainer.model.model.layers[2]
+    with pytest.raises(ftkit.UserError, match="parameters changed after sharding"):
+        trainer.save_model(f"{folder}/model")
+
+
+def test_a_model_that_was_changed_after_training_is_not_saved_as_it_was(worlds, tmp_path):
+    worlds[2].run(adds, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
