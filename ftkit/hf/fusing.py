@@ -25,6 +25,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -90,7 +91,8 @@ class Candidate:
     Args:
         kind: for the report. members: what the subclass gets. linears: of the twin (see `twin_of`).
         leaves: arguments of the twin's forward, fp32. mixed: whether the input may be fp32 where weights are not.
-        replaced: children that are not called any more. expected: whether it is worth telling that it does not fit.
+        replaced: children that are not called any more. weighed: the child whose weight is asked for its dtype.
+        expected: whether it is worth telling that it does not fit.
     """
 
     kind: str
@@ -99,6 +101,7 @@ class Candidate:
     linears: dict[str, tuple[int, int]] | None = None
     mixed: bool = False
     replaced: tuple[str, ...] = ()
+    weighed: str | None = None
     expected: bool = True
 
 
@@ -123,7 +126,7 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
         candidates = _candidates(module)
         if not candidates:
             continue
-        if (reason := _unseen(module, candidates[0].replaced)) is not None:
+        if (reason := _unseen(module, candidates[0].replaced, candidates[0].weighed)) is not None:
             found.left[name] = reason
             continue
         key = _key(module)
@@ -184,7 +187,7 @@ def _is_known(function: Any) -> bool:
     return home_of(function).partition(".")[0] in (*FAMILIES, "math")
 
 
-def _unseen(module: nn.Module, replaced: tuple[str, ...]) -> str | None:
+def _unseen(module: nn.Module, replaced: tuple[str, ...], weighed: str | None) -> str | None:
     """Return why a proof for a module would not say all that it does, or would not stay true; None where it would."""
     kind = type(module).__name__
     parts = [(module, kind)]
@@ -201,7 +204,18 @@ def _unseen(module: nn.Module, replaced: tuple[str, ...]) -> str | None:
         odd = [name for name, value in vars(each).items() if name not in ANY_MODULE and not _is_seen(value)]
         if odd:
             return f"{told} has the attribute {odd[0]}, which may change what it computes"
+    if weighed is not None and not _has_weight(module._modules[weighed]):
+        return f"{kind}'s {weighed} has no weight, or computes it at each read"
     return None
+
+
+def _has_weight(module: nn.Module | None) -> bool:
+    """Return whether a module's weight is a parameter of its own, or of the module that PEFT's layer adapts.
+
+    To read another one may draw random numbers or move a power iteration on.
+    """
+    base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return base is not None and base._parameters.get("weight") is not None
 
 
 def _methods(kind: type) -> Iterator[Any]:
@@ -321,7 +335,8 @@ def _gated(module: nn.Module) -> Iterator[Candidate]:
             linears = {gate: (INNER, WIDTH), up: (INNER, WIDTH), down: (WIDTH, INNER)}
             for kind in ACTIVATIONS:
                 members = {"forward": _gated_apart(gate, up, down, kind, module, act), "_fused": True}
-                yield Candidate(f"gated MLP ({kind})", members, _input(module, 3, 5, WIDTH), linears, replaced=(act,))
+                leaves = _input(module, 3, 5, WIDTH)
+                yield Candidate(f"gated MLP ({kind})", members, leaves, linears, replaced=(act,), weighed=down)
     for both, down, act in GATED_TOGETHER:
         if {both, down, act} == children.keys():
             linears = {both: (2 * INNER, WIDTH), down: (WIDTH, INNER)}

@@ -167,6 +167,37 @@ def weight_norm(model: Any) -> nn.Module:
     return model
 
 
+def spectral_norms(model: Any) -> nn.Module:
+    """Weights of which each read moves a power iteration on."""
+    for layer in model.model.layers:
+        parametrizations.spectral_norm(layer.mlp.down_proj)
+    return model
+
+
+class OwnLora(nn.Module):
+    """A low-rank adapter as people write it themselves."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(4, base.in_features) / 10)
+        self.up = nn.Parameter(torch.randn(base.out_features, 4) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def own_lora(model: Any) -> nn.Module:
+    """Every linear layer of the blocks has an adapter of the user's."""
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for inside in (layer.self_attn, layer.mlp):
+            for name, child in list(inside.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(inside, name, OwnLora(child))
+    return model
+
+
 def extra_parameter(model: Any) -> nn.Module:
     """A parameter of a hook's."""
     model.model.norm.register_parameter("extra", nn.Parameter(torch.full((model.config.hidden_size,), 0.1)))
@@ -215,6 +246,8 @@ CHANGES = {
             more_tokens,
             frozen,
             weight_norm,
+            spectral_norms,
+            own_lora,
             extra_parameter,
             double_buffer,
             two_adapters,
@@ -234,6 +267,7 @@ QUICK = [
     "first_deleted",
 ]
 QUICK += ["turned", "doubled", "written_in_place", "more_tokens", "weight_norm", "two_adapters", "merged"]
+QUICK += ["spectral_norms", "own_lora"]
 
 
 @pytest.fixture(scope="module")

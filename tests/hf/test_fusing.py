@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils import parametrizations
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
@@ -366,6 +367,14 @@ def with_graph(mlp: Any) -> None:
     mlp.last = mlp.up_proj.weight * 2
 
 
+def computed_weight(mlp: Any) -> None:
+    parametrizations.spectral_norm(mlp.down_proj)
+
+
+def no_weight(mlp: Any) -> None:
+    mlp.down_proj = nn.Sequential(nn.Linear(mlp.down_proj.in_features, 4), nn.Linear(4, mlp.down_proj.out_features))
+
+
 LEFT = {
     hooked: "LlamaMLP's act_fn has hooks",
     hooked_before: "LlamaMLP's act_fn has hooks",
@@ -377,6 +386,8 @@ LEFT = {
     own_activation: "LlamaMLP's act_fn computes by code of the user's own",
     with_lock: "LlamaMLP has the attribute lock, which may change what it computes",
     with_graph: "LlamaMLP has the attribute last, which may change what it computes",
+    computed_weight: "LlamaMLP's down_proj has no weight, or computes it at each read",
+    no_weight: "LlamaMLP's down_proj has no weight, or computes it at each read",
 }
 
 
@@ -385,6 +396,7 @@ def test_what_a_proof_does_not_see_is_left_alone_and_told(change: Any) -> None:
     """Of the second layer only: the first one's proof does not count for it."""
     model = fusible.build("llama")
     change(model.model.layers[1].mlp)
+    model.eval()  # a power iteration stands still
     inputs = fusible.batch("llama", 2, 6, 0)
     before = model(**inputs).logits
     report = fuse(model, torch.float32, CPU)
@@ -393,6 +405,12 @@ def test_what_a_proof_does_not_see_is_left_alone_and_told(change: Any) -> None:
     assert is_fused(model.model.layers[0].mlp)
     assert not is_fused(model.model.layers[1].mlp)
     torch.testing.assert_close(model(**inputs).logits, before)
+
+
+def test_a_layer_of_peft_below_a_gated_mlp_is_no_hindrance() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(fusible.build("llama"), config)
+    assert fuse(model, torch.float32, CPU).done["gated MLP (silu)"]
 
 
 def test_an_activation_that_is_changed_after_the_exchange_is_called() -> None:
