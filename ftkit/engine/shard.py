@@ -39,7 +39,7 @@ from ftkit.engine.seam import specialise
 from ftkit.engine.tiers import Tiers
 from ftkit.engine.transfer import Transfer
 from ftkit.engine.unit import Split, Unit
-from ftkit.engine.wrappers import refuse_compiled, refusing_members
+from ftkit.engine.wrappers import refuse_compiled, refuse_wrapped, refusing_members
 from ftkit.errors import UserError
 
 WHOLE_SHARE = 0.002
@@ -390,6 +390,8 @@ def shard(
     """
     units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
+    alone = comm.world_size == 1 and policy.placement.parameters == "device"
+    refuse_wrapped(model, blocks, gathers=policy.stage == 3 and not alone)
     _refuse(model, blocks, policy)
     units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

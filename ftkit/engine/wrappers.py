@@ -1,4 +1,4 @@
-"""Wrappers of others around a sharded model: refused when they are made, or at the model's next call.
+"""Wrappers of others around a model: refused when they are made, at the model's next call, or when what is sharded has one.
 
 DistributedDataParallel would reduce gradients that were reduced already, DataParallel would copy weights that are not there,
 and a compiled graph would remember the addresses of weights that come and go. Each of them asks something of the module that
@@ -8,6 +8,7 @@ nobody else asks; the generated subclass of a sharded model (seam.py) answers th
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,37 @@ def refusing_members() -> dict[str, Any]:
         "_ddp_params_and_buffers_to_ignore": property(ddp, ignore),
         "_replicate_for_data_parallel": replicate,
     }
+
+
+def refuse_wrapped(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], *, gathers: bool) -> None:
+    """Raise where a model that is to be sharded, or a part of it with blocks inside, has a wrapper of others around it.
+
+    Args:
+        model: to be sharded.
+        blocks: (name, module) of its blocks.
+        gathers: whether blocks' weights come and go. Where they stay, a compiled block computes as any other.
+
+    Raises:
+        UserError: naming the wrapper, and what to give instead.
+    """
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    own = {id(block) for _, block in blocks}
+    for name, module in model.named_modules():
+        if not (module is model or any(id(inner) in own for inner in module.modules())):
+            continue
+        told = name or type(module).__name__
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise UserError(
+                f"{told} is wrapped by {type(module).__name__}, and the engine shares the work among the ranks itself: give "
+                "the model that is inside (model.module)"
+            )
+        is_compiled = isinstance(module, compiled) or module._compiled_call_impl is not None
+        if is_compiled and (gathers or id(getattr(module, "_orig_mod", module)) not in own):
+            raise UserError(
+                f"{told} cannot be wrapped by torch.compile before it is sharded: gathered weights come and go, and a graph "
+                "would remember their addresses. Leave torch.compile and .compile() off for the model and its blocks; a "
+                "module inside a block may be compiled"
+            )
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -228,6 +228,52 @@ def test_a_wrapper_around_a_sharded_model_is_refused(stage, worlds):
     worlds[2].run(wrapped, stage)
 
 
+def all_compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_inside(model):
+    model.model.compile(backend="eager")
+    return nn.Sequential(model)
+
+
+def compiled_blocks(model):
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = torch.compile(layer, backend="eager")
+    return model
+
+
+def compiled_calls(model):
+    model.model.layers[1].compile(backend="eager")
+    return model
+
+
+WRAPPED = [
+    (nn.DataParallel, r"DataParallel is wrapped by DataParallel.*model\.module"),
+    (all_compiled, r"cannot be wrapped by torch\.compile"),
+    (compiled_inside, r"0\.model cannot be wrapped by torch\.compile"),
+    (compiled_blocks, r"model\.layers\.0 cannot be wrapped by torch\.compile"),
+    (compiled_calls, r"model\.layers\.1 cannot be wrapped by torch\.compile"),
+]
+
+
+@pytest.mark.parametrize("wrap, told", WRAPPED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_wrapper_around_what_is_to_be_sharded_is_refused(wrap, told):
+    runs.fresh_state()
+    with pytest.raises(ftkit.UserError, match=told):
+        ftkit.shard(wrap(runs.llama()), {"stage": 3, "parameters": "host"})
+
+
+def test_a_compiled_module_inside_a_block_computes_and_so_does_a_block_whose_weights_stay():
+    runs.fresh_state()
+    model = runs.llama()
+    expected = model(ROWS).logits
+    model.model.layers[0].mlp.compile(backend="eager")
+    compiled_calls(model)
+    ftkit.shard(model, {"stage": 3})
+    torch.testing.assert_close(model(ROWS).logits, expected)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_is_refused():
     model = runs.llama()
