@@ -18,10 +18,10 @@ PREFIXES = {"PREFIX_TUNING": "prefix tuning", "CARTRIDGE": "a cartridge"}
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Let the methods that merge an adapter raise on a sharded PEFT model: its base's weights are in shards."""
-    if not isinstance(model, PeftModel):
-        return
-    for module in (model, model.base_model):
+    """Let the methods that merge an adapter raise on sharded PEFT models, also inside a module of the user's: their bases'
+    weights are in shards.
+    """
+    for module in model.modules():
         if isinstance(module, (PeftModel, BaseTuner)):
             specialise(module, **{name: _refusal(name) for name in MERGING})
 
@@ -38,15 +38,23 @@ def _refusal(name: str) -> Any:
 
 
 def refuse_prefixes(model: nn.Module) -> None:
-    """Raise for prefix tuning that trains, and for cartridges, which are its kind.
+    """Raise for adapters that train in a way which the engine cannot follow, also inside a module of the user's.
 
     Raises:
-        UserError: they hand blocks their prefix in a key/value cache; a recomputed block would add to the cache twice.
+        UserError: for prefix tuning, and cartridges, which are its kind: they hand blocks their prefix in a key/value cache,
+            and a recomputed block would add to the cache twice. For CPT, which gives its weights new memory in each forward.
     """
-    configs = model.peft_config.values() if isinstance(model, PeftModel) else ()
-    for config in configs:
-        kind = PREFIXES.get(str(getattr(config.peft_type, "value", config.peft_type)))
-        if kind is not None and not config.inference_mode:
+    adapted = [module for module in model.modules() if isinstance(module, PeftModel)]
+    for config in (each for module in adapted for each in module.peft_config.values() if not each.inference_mode):
+        named = str(getattr(config.peft_type, "value", config.peft_type))
+        kind = PREFIXES.get(named)
+        if named == "CPT":
+            raise UserError(
+                "adapter: CPT replaces the .data of its weights in each forward, which the optimizer would not update nor a "
+                "save write. Use prompt tuning or p-tuning (PromptTuningConfig, PromptEncoderConfig), or train without the "
+                "engine (ftkit=None)"
+            )
+        if kind is not None:
             raise UserError(
                 f"adapter: {kind} trains through the key/value cache, in which it hands its prefix to every block. "
                 "Blocks that run again in backward would fill the cache twice, so gradients through it are not supported. "

@@ -155,6 +155,26 @@ def test_a_cartridge_is_refused_as_prefix_tuning_is():
         ftkit.shard(get_peft_model(tiny(), config), STAGE3)
 
 
+def test_prefix_tuning_inside_a_module_of_the_users_is_refused_before_the_first_step():
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UserError, match="prefix tuning trains through the key/value cache"):
+        ftkit.shard(nn.Sequential(get_peft_model(tiny(), config)), STAGE3)
+
+
+@pytest.mark.skipif(not hasattr(peft, "CPTConfig"), reason="an older PEFT")
+def test_an_adapter_that_gives_its_weights_new_memory_is_refused_before_the_first_step():
+    config = peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[5, 6], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
+    with pytest.raises(UserError, match=r"CPT replaces the \.data of its weights"):
+        ftkit.shard(get_peft_model(tiny(), config), STAGE3)
+
+
+def test_an_adapter_inside_a_module_of_the_users_is_not_merged_after_sharding():
+    inner = adapted(tiny())
+    ftkit.shard(nn.Sequential(inner), STAGE3)
+    with pytest.raises(UserError, match="ftkit export ADAPTER OUT --merge-adapter"):
+        inner.merge_adapter()
+
+
 def test_an_optimizer_that_was_made_before_the_head_is_refused_with_the_way_out():
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters())
