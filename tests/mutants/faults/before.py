@@ -93,6 +93,27 @@ FAULTS = (
         "tests/hf/test_fusing.py::test_what_a_proof_does_not_see_is_left_alone_and_told[hooked]",
     ),
     fault(
+        "an exchanged MLP reads a weight that is computed at each read",
+        "ftkit/hf/fusing.py",
+        "    if weighed is not None and not _has_weight(",
+        "    if False and not _has_weight(",
+        "tests/hf/test_fusing.py::test_what_a_proof_does_not_see_is_left_alone_and_told[computed_weight]",
+    ),
+    fault(
+        "a block that was compiled before is sharded",
+        "ftkit/engine/wrappers.py",
+        "        if is_compiled and (gathers ",
+        "        if is_compiled and (False ",
+        "tests/hf/test_engine_in_place.py::test_a_wrapper_around_what_is_to_be_sharded_is_refused",
+    ),
+    fault(
+        "prefix tuning is looked for in the outermost module only",
+        "ftkit/hf/refused_adapters.py",
+        "    adapted = [module for module in model.modules() ",
+        "    adapted = [module for module in (model,) ",
+        "tests/hf/test_own_memory.py::test_prefix_tuning_inside_a_module_of_the_users_is_refused_before_the_first_step",
+    ),
+    fault(
         "a chunked loss passes over a user's hook on the head",
         "ftkit/hf/head.py",
         "    if head is not None and (hooks_on(head, AFTER, READERS) ",
