@@ -58,14 +58,15 @@ class BlockState:
         self.looked: set[bool] = set()  # in train and in eval
         self.changing: set[tuple[int, str]] = set()
         self.on_graph: dict[tuple[int, str], bool] = {}  # of tensors that forwards leave there (left_tensors.py)
-        self.generators: dict[int, torch.Generator] = {}
 
     def note(self) -> Noted:
         """Note the attributes before a forward."""
         noted = Noted([])
+        generators: dict[int, torch.Generator] = {}
         for module in self.module.modules():
             own = vars(module)
             before = own.copy()
+            generators.update((id(value), value) for value in own.values() if type(value) is torch.Generator)
             for key in HOOKS:
                 before[key] = own[key].copy() if own.get(key) else _NONE
             noted.modules.append((module, before))
@@ -76,15 +77,13 @@ class BlockState:
                 for key in own:
                     if (id(module), key) in self.changing and _is_container(own[key]):
                         noted.copies[id(module), key] = own[key], own[key].copy()
-        noted.generators = [(each, each.get_state()) for each in self.generators.values()]
+        noted.generators = [(each, each.get_state()) for each in generators.values()]
         return noted
 
     def _note_all(self, noted: Noted) -> None:
         for module, own in noted.modules:
             for key, value in own.items():
-                if isinstance(value, torch.Generator):
-                    self.generators[id(value)] = value
-                elif key not in TORCHS and key not in HOOKS and _is_container(value):
+                if key not in TORCHS and key not in HOOKS and _is_container(value):
                     noted.copies[id(module), key] = value, value.copy()
 
     def ran(self, noted: Noted) -> None:

@@ -171,10 +171,14 @@ class Units:
                 raise RuntimeError("the weights were updated while they are held: leave the `hold` context before a step")
             return
         self.check_unchanged()
-        self.transfer.refresh(self.outside)
-        self._await_outside()
+        self.be_ready_outside()
         if self.units:
             self.transfer.read_ahead([unit.gathered for unit in self.units[:2]])
+
+    def be_ready_outside(self) -> None:
+        """Make whole copies outside blocks ready to be used."""
+        self.transfer.refresh(self.outside)
+        self._await_outside()
 
     def stop_holding(self) -> None:
         """Take note that weights come and go again, block by block."""
@@ -388,6 +392,7 @@ def shard(
 
     Cost: this rank's shards and two slots of the widest block; the model's own storage is let go tensor by tensor.
     """
+    inside = {id(each) for _, block in blocks for each in block.modules()}
     units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
     alone = comm.world_size == 1 and policy.placement.parameters == "device"
@@ -416,7 +421,7 @@ def shard(
         if kind == "block":
             owners[owner].append(flat)
         else:
-            _outside(units, flat, bindings)
+            _outside(units, flat, bindings, inside)
     units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
     _allocate(units)
     _make_units(units, blocks, owners, arguments, fingerprint, split)
@@ -611,15 +616,20 @@ def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]], whole: Set[int])
     return found
 
 
-def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]]) -> None:
-    """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves."""
+def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]], inside: Set[int]) -> None:
+    """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves.
+
+    Args:
+        inside: ids of the modules in blocks, which wait for their weights by themselves (adapters have such lines, too).
+    """
     if flat.resident:
         units.outside.append(flat)
         if flat.trainable:
             receive(flat)
         if units.policy.deferred_update:
             for place in (place for parameter in flat.parameters for place in bindings[id(parameter)]):
-                _specialise_outside(units, place.module)
+                if id(place.module) not in inside:
+                    _specialise_outside(units, place.module)
         return
     if flat.trainable:
         refuse_gradients(flat)
@@ -698,7 +708,7 @@ def _specialise_outside(units: Units, module: nn.Module) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not units.running.gathers:
-            units.begin_call()
+            units.be_ready_outside()
         return own(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # functions may carry one

@@ -643,8 +643,8 @@ class Unit:
             raise UserError(
                 f"the block {self.name} gives other results in backward, where it is computed again, than in forward: it "
                 "depends on something that is no argument, weight, buffer or attribute of its modules, such as a global "
-                "switch or a random generator of its own. Keep that in an attribute of a module in the block, or set "
-                "ftkit={'activations': 'keep'}"
+                "switch or a random generator of Python's or NumPy's. Keep that in an attribute of a module in the block, a "
+                "generator as a torch.Generator, or set ftkit={'activations': 'keep'}"
             )
 
     def check_version(self, version: int) -> None:

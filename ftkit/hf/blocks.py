@@ -339,7 +339,7 @@ def shard_as(
         host_adam=host_adam,
     )
     refuse_foreign_optimizers(units)
-    look_before_saving(model)
+    look_before_saving(model, units)
     return units
 
 

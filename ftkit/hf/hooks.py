@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -37,11 +37,24 @@ def has_global_hooks() -> bool:
 def home_of(function: Any) -> str:
     """Return the name of the module in which the code of a function, or of a callable object's class, was written.
 
-    What `functools.wraps` copies from the function that is wrapped does not count.
+    What `functools.wraps` copies from the function that is wrapped does not count. Of a user's function in a library's
+    decorator (`torch.no_grad()`) it is the user's, and of a library's in a user's likewise.
     """
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "__func__", function)  # of a bound method
+    homes = [_written_in(each) for each in _unwrapped(function)]
+    return next((home for home in homes if home.partition(".")[0] not in LIBRARIES), homes[0])
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """Yield a function, and those that it wraps, from the outside in."""
+    while function is not None:
+        while isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)  # of a bound method
+        yield function
+        function = vars(function).get("__wrapped__") if isinstance(function, FunctionType) else None
+
+
+def _written_in(function: Any) -> str:
     if isinstance(function, FunctionType):
         return str(function.__globals__.get("__name__"))
     return str(getattr(function, "__module__", None) or type(function).__module__)

@@ -112,10 +112,10 @@ def judged_by_log(history: Sequence[Mapping[str, Any]], after: int) -> str | Non
     Args:
         history: lines of a log; a user's own have no learning rate. after: a step; only later lines count.
     """
-    lines = [line for line in history if line["step"] > after]
+    lines = [line for line in history if line.get("step", 0) > after]
     losses = [line["loss"] for line in lines if "loss" in line and "learning_rate" in line]
     losses = losses or [line["train_loss"] for line in lines if "train_loss" in line]
-    broken = [loss is None or not math.isfinite(loss) for loss in losses]
+    broken = [loss is None or not math.isfinite(loss) for loss in losses if loss is None or isinstance(loss, (int, float))]
     if not broken or (not broken[-1] and 2 * sum(broken) <= len(broken)):
         return None
     which = "the last loss" if broken[-1] else f"{sum(broken)} of {len(broken)} losses"

@@ -16,15 +16,16 @@ from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.finite import refuse_not_finite
 from ftkit.engine.resharded import Guard
 from ftkit.engine.seam import specialise
+from ftkit.engine.shard import Units
 
 
-def look_before_saving(model: nn.Module) -> None:
+def look_before_saving(model: nn.Module, units: Units) -> None:
     """Let each `save_pretrained` of a model and of the models inside it raise UserError for values that are not finite."""
     for each in model.modules():
-        _look_before_saving(each)
+        _look_before_saving(each, units)
 
 
-def _look_before_saving(model: nn.Module) -> None:
+def _look_before_saving(model: nn.Module, units: Units) -> None:
     own: Any = getattr(type(model), "save_pretrained", None)
     if own is None:
         return
@@ -34,6 +35,7 @@ def _look_before_saving(model: nn.Module) -> None:
         given = inspect.signature(own).bind(self, *args, **kwargs).arguments
         state, buffers = given.get("state_dict", kwargs.get("state_dict")), persistent_buffers(self)
         if state is None:
+            units.be_current()
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad and not isinstance(p, Guard)}
             state = {**trained, **buffers}
         for name, tensor in state.items():

@@ -41,7 +41,7 @@ from ftkit.hf.base import Note, check_base, note_of
 from ftkit.hf.callbacks import listeners
 from ftkit.hf.plain import check_state, readable
 from ftkit.hf.saving import check_savable
-from ftkit.ownership import ENGINE_FOLDER
+from ftkit.ownership import ENGINE_FOLDER, is_list
 from ftkit.replacing import UNFINISHED, remove_unfinished, replace
 
 logger = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ def publish(temporary: Path, final: Path) -> None:
     Raises:
         UserError: if code of others wrote a file under the name of the list.
     """
-    if os.path.lexists(temporary / CONTENTS):
+    if os.path.lexists(temporary / CONTENTS) and not is_list(temporary / CONTENTS):  # ours, of a save that was broken off
         raise UserError(f"{CONTENTS}, which a subclass wrote into the checkpoint, is a name that ftkit needs: take another")
     write_contents(temporary, apart=(ENGINE_FOLDER,))
     sync_tree(temporary)

@@ -309,6 +309,9 @@ def write_meanwhile(folder: str, policy: Policy, slow: float) -> tuple[list[floa
             losses += train(units, optimizer, step, 1)
             if units.saving is not None:
                 polls.append(saving.poll())
+        deadline = time.monotonic() + 20
+        while not slow and units.saving is not None and not polls[-1] and time.monotonic() < deadline:
+            polls.append(saving.poll())  # the drive may be slow by itself
         if units.saving is not None:
             saving.wait()
     optimizer.settle()

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ftkit.hf.fusing import fuse, is_fused, rotated
 from ftkit.hf.head import attach_head_loss, only_loss
+from ftkit.hf.hooks import home_of
 from tests import fusible
 
 CPU = torch.device("cpu")
@@ -430,3 +431,16 @@ def test_a_function_in_a_module_of_the_family_is_proved_for_itself() -> None:
     second.act = nn.functional.silu
     report = fuse(nn.Sequential(first, second), torch.float32, CPU)
     assert list(report.done.values()) == [["0"], ["1"]]
+
+
+def test_a_users_hook_in_a_librarys_decorator_is_the_users() -> None:
+    @torch.no_grad()
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None: ...
+
+    @functools.wraps(LlamaMLP.forward)
+    def around(self: Any, *args: Any) -> Any:
+        return LlamaMLP.forward(self, *args)
+
+    assert home_of(hook) == home_of(around) == __name__
+    assert home_of(torch.no_grad()(LlamaMLP.forward)).startswith("torch.")
+    assert home_of(functools.partial(hook)) == __name__

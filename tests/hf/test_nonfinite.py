@@ -311,6 +311,7 @@ def test_losses_are_judged_by_a_log():
     assert "the last loss in the log is" in judged_by_log(log(1.0, 1.0, math.nan), 0)
     assert judged_by_log([*log(1.0), {"step": 1, "loss": math.nan}], 0) is None, "a user's own line"
     assert judged_by_log([], 0) is None
+    assert judged_by_log([*log(1.0), {"note": 1}, {"step": 2, "loss": "low", "learning_rate": 1.0}], 0) is None
 
 
 class Ends(transformers.TrainerCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import peft
@@ -226,6 +227,20 @@ def test_what_a_link_leads_to_stays_where_it_is(tmp_path):
     assert (other / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "elsewhere"]
     assert not final.is_symlink()
+
+
+def test_a_publication_that_was_broken_off_goes_on(tmp_path):
+    folder, final = tmp_path / "new", tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    with mock.patch("ftkit.hf.run_checkpoints.sync_tree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        publish(folder, final)
+    publish(folder, final)
+    assert (final / "a.txt").read_text() == "a"
+    folder.mkdir()
+    (folder / "contents.json").write_text("mine")
+    with pytest.raises(UserError, match=r"contents\.json, which a subclass wrote"):
+        publish(folder, final)
 
 
 class Decays:

@@ -484,3 +484,26 @@ def test_a_batch_that_is_divided_in_a_block_leaves_no_penalty():
         unit.parts, unit.split = 2, lambda module, args, kwargs: [True] + [False] * 3
     with pytest.raises(UserError, match=r"attribute penalty, and its batch is divided inside the block"):
         with_penalties(units.model, IDS[0])
+
+
+def renewed(model: Any, rows: Tensor) -> Tensor:
+    """Give modules a generator of their own before the third forward."""
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.calls += 1
+        if layer.mlp.calls == 3:
+            layer.mlp.chance = torch.Generator().manual_seed(number)
+    return loss_of(model, rows)
+
+
+def test_a_generator_that_is_exchanged_between_forwards_draws_the_same_twice():
+    compare(around(OwnChance), renewed)
+
+
+def test_adapters_in_blocks_wait_for_no_call_of_the_model(monkeypatch):
+    """With late updates, modules outside blocks wait for theirs wherever they are called; blocks do so by themselves."""
+    model = get_peft_model(tiny(), LoraConfig(target_modules="all-linear", r=2)).train()
+    units = ftkit.shard(model, {**STAGE3, "update": "deferred"})
+    optimizer = ftkit.ShardedSGD(units, lr=0.1)
+    loss = optimizer.scale(loss_of(model, IDS[0]))
+    monkeypatch.setattr(units, "be_ready_outside", lambda: pytest.fail("a module in a block asks for what is outside"))
+    loss.backward()
