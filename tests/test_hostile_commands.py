@@ -107,7 +107,7 @@ def nothing_harmed(place):
     assert (place / "loop").is_symlink()
 
 
-@examples(12, 400)
+@examples(8, 300)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_any_options(command, count, capsys, place):
     def check(arguments):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from ftkit.errors import UserError
@@ -72,6 +72,27 @@ def check_file(fields: Mapping[str, Any], model_type: str, file: str) -> None:
     _check(fields, AutoConfig.for_model(model_type), file, unread)
     if unread:
         logger.warning("%s: read by nobody: %s", file, ", ".join(unread))
+
+
+def check_generation(config: GenerationConfig, source: str) -> None:
+    """Compare the fields of a model's generation configuration with those that transformers reads.
+
+    Args:
+        config: as transformers loaded it, with every field of the file. source: the folder or name of the hub.
+
+    Raises:
+        UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
+    """
+    names, given, unread = vars(GenerationConfig()), config.to_diff_dict(), list[str]()
+    for name in (each for each in vars(config) if each[0] != "_"):
+        if name not in names and not _is_passed(name, names, given, unread):
+            (close,) = difflib.get_close_matches(name, names, 1)
+            raise UserError(
+                f"{source}: generation_config.json has a field {name!r}, which nobody reads; did you mean {close!r}? "
+                "Correct the name or remove it."
+            )
+    if unread:
+        logger.warning("%s: generation_config.json has fields that nobody reads: %s", source, ", ".join(unread))
 
 
 def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:

@@ -39,7 +39,7 @@ from ftkit.engine.storage import TensorFile
 from ftkit.errors import UserError
 from ftkit.hf.adapter_targets import check_kinds, check_names
 from ftkit.hf.adapting import with_adapter
-from ftkit.hf.config_names import check_changes
+from ftkit.hf.config_names import check_changes, check_generation
 from ftkit.hf.initialising import fill_weights, initialise
 from ftkit.hf.model_config import base_of_adapter, check_buffers, check_layers, config_file, read_config, reading
 from ftkit.hf.narrowing import Narrowing
@@ -552,7 +552,7 @@ def generation_config(
     """Return how `load_model` lets a model generate, without the model; the arguments are the same.
 
     Raises:
-        UserError: there is no configuration that can be read
+        UserError: there is no configuration that can be read; a field of `generation_config.json` is misspelled
     """
     source = None if folder is None else os.fspath(folder)
     return _generation_config(
@@ -566,7 +566,10 @@ def _generation_config(
     """Return what the weights' folder says of generation; where it says nothing, what follows from the configuration."""
     if source is not None:
         try:
-            return transformers.GenerationConfig.from_pretrained(source, revision=revision)
+            found = transformers.GenerationConfig.from_pretrained(source, revision=revision)
         except OSError:
             pass
+        else:
+            check_generation(found, source)
+            return found
     return transformers.GenerationConfig.from_model_config(config)

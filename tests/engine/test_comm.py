@@ -79,7 +79,7 @@ def reduces(transport: str, dtype: torch.dtype) -> None:
     assert large.isfinite().all()
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize("case", [gathers, reduces])

@@ -341,7 +341,7 @@ EDITED = [
 ]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("policy", EDITED, ids=str)
 def test_an_edit_in_place_of_a_whole_weight_is_kept(worlds, policy, steps_before, tmp_path):

@@ -351,7 +351,7 @@ def reference(folder: str, change: Callable[[Any], nn.Module]) -> Any:
     return in_pytorch(change(transformers.AutoModelForCausalLM.from_pretrained(folder).eval()))
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("change", QUICK)
 def test_what_is_done_before_sharding_is_kept(change, folder, worlds):
     ours = worlds[2].run(on_the_engine, folder, CHANGES[change], 11, {})

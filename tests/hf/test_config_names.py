@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.hf.loading import load_model
+from ftkit.hf.loading import generation_config, load_model
 from ftkit.hf.rendering import Rendering
 from ftkit.recipe import Model
 from ftkit.run_rows import load_tokenizer
@@ -235,3 +235,22 @@ def test_a_chat_template_in_a_file_that_is_not_read_stops(tmp_path, file):
     assert f"the tokenizer has no chat template, and {file} is not read" in refused(tmp_path)
     (tmp_path / file).unlink()
     assert load_tokenizer(Model(name=str(tmp_path))).chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [({"eos_token_idd": 2}, "eos_token_id"), ({"temprature": 0.5}, "temperature"), ({"max_new_token": 4}, "max_new_tokens")],
+)
+def test_a_misspelled_field_of_a_generation_configuration_stops(written, meant, tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(written))
+    with pytest.raises(UserError, match=f"{next(iter(written))!r}, which nobody reads; did you mean {meant!r}"):
+        generation_config(tmp_path, config=LLAMA)
+    file.write_text(json.dumps({meant: next(iter(written.values()))}))
+    generation_config(tmp_path, config=LLAMA)
+
+
+def test_a_field_of_a_generation_configuration_that_resembles_none_is_named(tmp_path, caplog):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "house_style": 1}))
+    assert generation_config(tmp_path, config=LLAMA).eos_token_id == 2
+    assert "fields that nobody reads: house_style" in caplog.text

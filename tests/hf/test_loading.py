@@ -79,7 +79,7 @@ def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None
 # --- every form of a folder
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
@@ -243,6 +243,7 @@ def from_scratch(config: dict[str, Any], task: str, settings: Any) -> dict[str, 
     return ftkit.shard(ftkit.load_model(None, config=config, task=task), settings).state_dict()
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_a_configuration_every_tensor_has_the_spread_that_transformers_gives_it(family, stage, world2):

@@ -63,6 +63,7 @@ def check(name: str, ranks: int, worlds: Any, stock: Any, folder: str) -> None:
         assert_same_weights(ours.weights, stock(run).weights, limit=1e-3)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_loss_of_two_ranks_is_that_of_one(name, worlds, stock, tmp_path):
     check(name, 2, worlds, stock, str(tmp_path))

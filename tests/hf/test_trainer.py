@@ -51,7 +51,7 @@ def changed(run: Run, **arguments: Any) -> Run:
 # --- the log
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     "ranks, settings",
     [

@@ -181,7 +181,7 @@ def test_evaluation_of_sft_is_that_of_one_rank(outcomes, world1, tmp_path):
     assert outcomes("ours", "sft")[0].column("eval_loss") == pytest.approx(alone.column("eval_loss"), rel=1e-5)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "given" in name or "tied" in name else name for name in RUNS]
 )
