@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftkit.errors import UserError
+
 TORCHS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What is torch's own affair, or that of `block_buffers`."""
 HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")))
@@ -132,18 +134,50 @@ def attributes_as_before(noted: Noted) -> Iterator[None]:
 def _put_back(module: nn.Module, before: dict[str, Any], noted: Noted, fresh: dict[int, Any]) -> None:
     own = vars(module)
     for key, value in before.items():
-        if value is own.get(key, _ABSENT) and (id(module), key) not in noted.copies:
-            continue
         if key in HOOKS:
             if (own.get(key) or _NONE) != value:
                 own[key] = value.copy()
         elif key not in TORCHS:
-            own[key] = value
-            if (id(module), key) in noted.copies:
-                container, copied = noted.copies[id(module), key]
-                own[key] = fresh.setdefault(id(container), copied.copy())
+            container, contents = noted.copies.get((id(module), key), (value, None))
+            if id(container) in fresh:
+                value = fresh[id(container)]
+            else:
+                value = _without_graphs(value if contents is None else contents.copy(), module, key)
+                if value is not container:
+                    fresh[id(container)] = value
+            if value is not own.get(key, _ABSENT):
+                own[key] = value
     for key in own.keys() - before.keys():
         del own[key]
+
+
+def _without_graphs(value: Any, module: nn.Module, key: str) -> Any:
+    """Return an attribute's value for a second run, which must not walk on into the graph of somebody else's forward."""
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else _cut(value, module, key)
+    if type(value) not in (list, tuple, dict, deque) or not 0 < len(value) <= MOST_VALUES:
+        return value
+    values = value.values() if type(value) is dict else value
+    if not any(isinstance(each, Tensor) and each.grad_fn is not None for each in values):
+        return value
+    if type(value) is dict:
+        return {at: _without_graphs(each, module, key) for at, each in value.items()}
+    return type(value)(_without_graphs(each, module, key) for each in value)
+
+
+def _cut(tensor: Tensor, module: nn.Module, key: str) -> Tensor:
+    """Return a leaf of the same values; whoever would have to hand a gradient on through it is refused."""
+
+    def refuse(gradient: Tensor) -> None:
+        raise UserError(
+            f"a block reads a tensor with a graph in {type(module).__name__}.{key}, which another forward has left there, "
+            "and it is computed again in backward, where that tensor would get no gradient. Hand it over as an argument of "
+            "the block, read it with detach(), or set ftkit={'stage': 1, 'activations': 'keep'}"
+        )
+
+    leaf = tensor.detach().requires_grad_()
+    leaf.register_hook(refuse)
+    return leaf
 
 
 # --- what is not seen before, after

@@ -682,7 +682,9 @@ class _Use(torch.autograd.Function):
         finally:
             unit.leave()
         ctx.graphs = graphs if unit.keep else None
-        if not unit.keep:
+        if unit.keep:
+            call.worlds.clear()
+        else:
             unit.refuse_written(tensors, versions)
             unit.forwards += 1
             looks = unit.forwards & (unit.forwards - 1) == 0  # at the 1st, 2nd, 4th, 8th ...
@@ -706,10 +708,9 @@ class _Use(torch.autograd.Function):
                 f"gradients of chosen inputs (torch.autograd.grad, backward(inputs=...)) through {unit.name}: those of its "
                 "parameters would be added up all the same. Call backward(), or keep activations on one rank"
             )
-        if ctx.graphs == []:
-            raise RuntimeError(
-                f"a second backward through {unit.name}: its kept graph is gone after the first; recompute activations"
-            )
+        if ctx.graphs == [] or (ctx.graphs is None and not call.worlds):
+            way_out = "recompute activations" if unit.keep else "call the first with retain_graph=True"
+            raise RuntimeError(f"a second backward through {unit.name}: what it needs is gone after the first; {way_out}")
         unit.pending = max(unit.pending - 1, 0)  # zero_grad may have come between
         tensors: list[Tensor] = []
         if ctx.graphs is None:
@@ -730,6 +731,10 @@ class _Use(torch.autograd.Function):
             raise
         finally:
             unit.leave()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A tensor that was left in an attribute holds this context, whose worlds hold what the attribute held before:
+            # tensor would hold tensor back to the first step
+            call.worlds.clear()
         return (None, None, None, *call.summed(found))
 
 

@@ -88,7 +88,7 @@ def _refuse_own_states(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         told = name or type(module).__name__
-        if (own := _own_of_saving(module)) is not None:
+        if (own := _own_of_saving(module, SAVING if name == "" else SAVING_A_PART)) is not None:
             raise UserError(
                 f"{told} has a {own} of its own, and its weights are saved under the names that its modules have, as they "
                 f"are: leave {own} as it is, or change the saved file"
@@ -102,17 +102,20 @@ def _refuse_own_states(model: nn.Module) -> None:
 
 
 STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-SAVING = ("state_dict", "_save_to_state_dict", "save_pretrained")
-"""Methods that make what is saved."""
+SAVING_A_PART = ("state_dict", "_save_to_state_dict")
+SAVING = (*SAVING_A_PART, "save_pretrained")
+"""Methods that make what is saved: nobody calls `save_pretrained` of a part when the whole is saved."""
+THEIRS = LIBRARIES | {"huggingface_hub"}
+"""Whose methods save what the modules hold: `PyTorchModelHubMixin` gives any module a `save_pretrained`."""
 
 
-def _own_of_saving(module: nn.Module) -> str | None:
+def _own_of_saving(module: nn.Module, methods: Sequence[str]) -> str | None:
     """Return the name of the method by which a module makes itself what is saved of it; None where it has none."""
-    for name in SAVING:
+    for name in methods:
         for method in (vars(module).get(name), getattr(type(module), name, None)):
             while method is not None and home_of(method).startswith("ftkit."):  # ours asks the model's own
                 method = getattr(method, "__wrapped__", None)
-            if method is not None and home_of(method).partition(".")[0] not in LIBRARIES:
+            if method is not None and home_of(method).partition(".")[0] not in THEIRS:
                 return f"{name}()"
     if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict and not isinstance(module, LazyModuleMixin):
         return "_save_to_state_dict()"

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from huggingface_hub import PyTorchModelHubMixin
 from peft import IA3Config, LoraConfig, RandLoraConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -729,3 +730,38 @@ def test_a_module_that_the_code_registers_twice_is_saved_once(tmp_path):
     assert "model.layers.0.post_attention_layernorm.weight" not in load_file(tmp_path / "model.safetensors")
     again = SharedByCode.from_pretrained(tmp_path)
     assert again.model.layers[0].input_layernorm is again.model.layers[0].post_attention_layernorm
+
+
+class Shared(nn.Module, PyTorchModelHubMixin):
+    """A model of somebody's own that the hub's mixin saves and loads."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.net = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.net(x)[:, 0] - labels).square().mean()}
+
+
+class AroundShared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Shared()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.inner(x, labels)
+
+
+@pytest.mark.parametrize("kind", [Shared, AroundShared])
+def test_a_model_with_the_hubs_mixin_is_saved_as_by_stock(kind, tmp_path):
+    rows = [{"x": torch.full((8,), 0.1 * n), "labels": float(n)} for n in range(8)]
+    for module in (ftkit, transformers):
+        torch.manual_seed(1)
+        options = {"max_steps": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        place = tmp_path / module.__name__
+        trainer = module.Trainer(kind(), module.TrainingArguments(str(place), **options), train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+    ours, stocks = (load_file(tmp_path / name / "model.safetensors") for name in ("ftkit", "transformers"))
+    assert ours.keys() == stocks.keys()
+    assert all(torch.allclose(ours[key], stocks[key], atol=1e-6) for key in stocks)

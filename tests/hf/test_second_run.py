@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -437,6 +439,70 @@ def test_a_loss_on_what_a_block_leaves_in_an_attribute_trains_it(kind):
 @pytest.mark.parametrize("kind", [Leaves, LeavesInSharedList, LeavesResult])
 def test_a_loss_on_what_a_block_that_keeps_its_graph_leaves_trains_it(kind):
     compare(leaving(kind), with_penalties, activations="keep", parameters="host")
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("kind", [Leaves, LeavesResult])
+def test_what_a_block_leaves_does_not_hold_the_steps_before(kind, activations):
+    torch.manual_seed(8)
+    model = leaving(kind)(tiny()).train()
+    optimizer = ftkit.ShardedSGD(ftkit.shard(model, {**STAGE3, "activations": activations}), lr=0.1)
+    left = []
+    for rows in IDS:
+        optimizer.scale(with_penalties(model, rows)).backward()
+        left.append(weakref.ref(model.model.layers[0].mlp.penalty))
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert [each() is None for each in left] == [True] * (len(IDS) - 1) + [False]
+
+
+class Adds(Leaves):
+    """Adds its penalty to what the blocks before it have left."""
+
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.store.penalty = self.store.penalty + penalty
+
+
+class AddsFromList(Leaves):
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.store.seen.append(self.store.seen[-1] * 2 + penalty)
+
+
+class AddsToValues(Leaves):
+    """Leaves only its values, made from those of the blocks before it."""
+
+    def leave(self, penalty: Tensor, x: Tensor) -> None:
+        self.store.penalty = penalty + self.store.penalty.detach() * 0.5
+
+
+def in_one_store(kind: type[Leaves]) -> Callable[[Any], Any]:
+    """Return a change that gives all blocks' modules one store."""
+
+    def change(model: Any) -> Any:
+        model, store = leaving(kind)(model), nn.Module()
+        for layer in model.model.layers:
+            layer.mlp.store = store
+        return model
+
+    return change
+
+
+def with_the_stores_penalty(model: Any, rows: Tensor) -> Tensor:
+    store = model.model.layers[0].mlp.store
+    store.penalty, store.seen = torch.zeros(()), [torch.zeros(())]
+    loss = loss_of(model, rows)
+    return loss + store.penalty + store.seen[-1]
+
+
+@pytest.mark.parametrize("kind", [Adds, AddsFromList])
+def test_a_block_that_reads_what_another_left_with_a_graph_is_refused(kind):
+    with pytest.raises(UserError, match=r"a block reads a tensor with a graph in Module\.(penalty|seen), which another"):
+        compare(in_one_store(kind), with_the_stores_penalty)
+
+
+def test_a_block_may_read_the_values_of_what_another_left():
+    compare(in_one_store(AddsToValues), with_the_stores_penalty)
 
 
 def left_and_read(rank_rows: int) -> list[float]:

@@ -79,6 +79,20 @@ FAULTS = (
         "tests/hf/test_second_run.py::test_a_loss_on_what_a_block_leaves_in_an_attribute_trains_it[Leaves]",
     ),
     fault(
+        "a tensor that a block left holds those of all steps before",
+        "ftkit/engine/unit.py",
+        "            call.worlds.clear()\n        return (None",
+        "            pass\n        return (None",
+        "tests/hf/test_second_run.py::test_what_a_block_leaves_does_not_hold_the_steps_before[Leaves-recompute]",
+    ),
+    fault(
+        "a block that is computed again gives no gradient to what another block left",
+        "ftkit/engine/block_state.py",
+        "    leaf.register_hook(refuse)\n",
+        "",
+        "tests/hf/test_second_run.py::test_a_block_that_reads_what_another_left_with_a_graph_is_refused[Adds]",
+    ),
+    fault(
         "a running mean in an attribute is put on the graph",
         "ftkit/engine/unit.py",
         "        chosen = [place for place in places if known[place.key]]\n",
