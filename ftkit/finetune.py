@@ -195,7 +195,8 @@ class Job:
         faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
         sequences, step_sequences = len(trainer.order.order), trainer.order.step_sequences
         known = positions_of(trainer.model)
-        for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known, asked):
+        left_out = rows.left_out(trainer.order.order)
+        for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known, asked, left_out):
             say.print(literal(line))
         if trainer.is_world_process_zero():
             folder.write_recipe(recipe.dump())
@@ -460,6 +461,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
     positions = positions_of(model)
-    for line in notices(recipe, rows.prepared.report, len(order), step_sequences, faults, positions, parts.asked):
+    left_out, report = rows.left_out(order), rows.prepared.report
+    for line in notices(recipe, report, len(order), step_sequences, faults, positions, parts.asked, left_out):
         say.print(literal(line))
     say.print("nothing was trained (--dry-run)")

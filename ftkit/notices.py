@@ -22,6 +22,7 @@ def notices(
     faults: Sequence[Fault] = (),
     positions: int | None = None,
     asked: Sequence[Question] = (),
+    left_out: Sequence[str] = (),
 ) -> list[str]:
     """Return the lines to show before the first step.
 
@@ -33,6 +34,7 @@ def notices(
         faults: What is wrong with the rows, though they can be trained on.
         positions: That the model's configuration names; None where it names none.
         asked: The questions of `show`.
+        left_out: Which rows are not trained on.
     """
     lines = [f"warning: {fault}" for fault in faults if fault.kind != "unusable"]  # those the report names
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
@@ -41,6 +43,7 @@ def notices(
     if rest := sequences % step_sequences:
         of = f"{rest} of {counted(sequences, 'sequence')} {'is' if rest == 1 else 'are'}"
         lines.append(f"{of} left over in each epoch: a step takes {step_sequences}")
+    lines += left_out
     steps = steps_of(recipe, sequences, step_sequences)
     warmup_steps = recipe.optimizer.warmup_steps
     if warmup_steps >= steps > 0:

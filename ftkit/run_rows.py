@@ -12,12 +12,14 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from ftkit.hf.batches import StepOrder
 from ftkit.hf.columns import refuse_marks, refuse_unmatched
 from ftkit.hf.config_names import check_special_tokens, check_template_files, check_tokenizer_fields
 from ftkit.hf.data import Prepared, prepare, prepare_section, split
 from ftkit.hf.faults import Fault
 from ftkit.hf.model_config import check_folder, read_config, reading
 from ftkit.recipe import Model, Recipe
+from ftkit.words import counted
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Rows:
         held_out: Data set to evaluate on, or None.
         prepared: What `train` was made of, with its report and its order.
         prepared_held_out: What `held_out` was made of, where that is another file.
+        spare: Held-out rows of `eval.share` that `eval.max_rows` leaves out: neither trained on nor measured.
     """
 
     train: Any
     held_out: Any
     prepared: Prepared
     prepared_held_out: Prepared | None = None
+    spare: int = 0
 
     def faults(self, tokenizer: Any, stops: Collection[int]) -> list[Fault]:
         """Return what is wrong with them, though they can be trained on; see `Prepared.faults`.
@@ -48,6 +52,24 @@ class Rows:
             overlap = self.prepared.overlap(apart)
             found += [overlap] if overlap is not None else []
         return found
+
+    def left_out(self, order: StepOrder) -> list[str]:
+        """Return which rows, though handed in, an epoch does not come to, or nothing does; one line each.
+
+        Args:
+            order: Of the samples to train on.
+        """
+        lines = []
+        if self.spare:
+            spare = counted(self.spare, "row")
+            lines.append(f"eval.max_rows leaves out {spare} of eval.share, neither trained on nor measured")
+        for source, members, count in zip(self.prepared.report.sources, order.members, order.counts()):
+            if count < len(members):
+                lines.append(
+                    f"{source.label}: by the weights an epoch takes {count} of its {counted(len(members), 'sequence')}, and "
+                    "others the next time"
+                )
+        return lines
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -82,7 +104,7 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
     """
     data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
     prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task, must_match=False)
-    train, evaluation, apart = prepared.dataset, None, None
+    train, evaluation, apart, spare = prepared.dataset, None, None, 0
     if held_out is not None and held_out.share is not None:
         train, evaluation = split(train, held_out.share, seed)
     elif held_out is not None:
@@ -104,5 +126,7 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
     refuse_unmatched(data.ignore_columns, reports)
     refuse_marks(data.loss_on, reports)
     if held_out is not None and held_out.max_rows is not None:
-        evaluation = evaluation.select(range(min(held_out.max_rows, len(evaluation))))
-    return Rows(train, evaluation, replace(prepared, dataset=train), apart)
+        kept = min(held_out.max_rows, len(evaluation))
+        spare = len(evaluation) - kept if apart is None else 0
+        evaluation = evaluation.select(range(kept))
+    return Rows(train, evaluation, replace(prepared, dataset=train), apart, spare)

@@ -83,15 +83,19 @@ class StepOrder(torch.utils.data.Sampler):
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the sample numbers of an epoch, (rows,) int64."""
+        drawn = [
+            self.draw(members, count, [epoch, source + 1])
+            for source, (members, count) in enumerate(zip(self.members, self.counts()))
+        ]
+        return np.concatenate(drawn)[self.random([epoch, 0]).permutation(self.rows)]
+
+    def counts(self) -> list[int]:
+        """Return how many samples of an epoch each source gives."""
         shares = np.asarray(self.weights) / sum(self.weights) * self.rows
         counts = np.floor(shares).astype(np.int64)
         largest_remainders = np.argsort(counts - shares, kind="stable")
         counts[largest_remainders[: self.rows - counts.sum()]] += 1
-        drawn = [
-            self.draw(members, int(count), [epoch, source + 1])
-            for source, (members, count) in enumerate(zip(self.members, counts))
-        ]
-        return np.concatenate(drawn)[self.random([epoch, 0]).permutation(self.rows)]
+        return [int(count) for count in counts]
 
     def draw(self, members: np.ndarray, count: int, salt: list[int]) -> np.ndarray:
         """Return `count` of the members in random order, none again before all have come."""
