@@ -2,16 +2,20 @@
 
 They change in a forward and not in an update, so a save takes a copy of them when it is asked for. Rank 0 writes its own.
 What it costs: a copy of them in host memory while a save is under way.
+
+Each rank's forward writes from its own rows (running means, moving averages, codebooks). Ranks would part, and train for
+other buffers than those that are saved. DDP sends rank 0's before the next forward; here they are sent after the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ftkit.engine.comm import Communicator
 from ftkit.engine.pieces import PIECE_BYTES, Piece
 from ftkit.engine.seal import checksum
 from ftkit.engine.storage import NAMES, TensorFile, create_file, data_start
@@ -32,6 +36,65 @@ def persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[str, T
         for key, buffer in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set
     }
+
+
+class CommonBuffers:
+    """Makes persistent buffers that forwards have written to the same on all ranks again: rank 0's.
+
+    Args:
+        model: whose buffers are the same now. comm: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.comm = comm
+        modules = list(model.modules()) if comm.world_size > 1 else []
+        self.slots = [(module, key) for module in modules for key in persistent_buffers(module, recurse=False)]
+        self.seen = [_seen(module._buffers.get(key)) for module, key in self.slots]
+
+    def written(self) -> list[float]:
+        """Return a number a buffer, whose sum over ranks is positive where some rank wrote to it, so that it is to be sent.
+
+        One that has another shape or dtype than before on any rank, or is gone, stays that rank's own.
+
+        Cost: a look at each, and at up to 4096 of its values (what is written through `.data` leaves no other trace).
+        """
+        now = [_seen(module._buffers.get(key)) for module, key in self.slots]
+        own = -float(self.comm.world_size)
+        return [float(seen[1:] != before[1:]) if seen[0] == before[0] else own for seen, before in zip(now, self.seen)]
+
+    @torch.no_grad()
+    def send(self, written: Sequence[float]) -> None:
+        """Take rank 0's. A collective where there are any to send.
+
+        Args:
+            written: the sums over ranks of what `written` returned.
+
+        Cost: one broadcast of all that were written to.
+        """
+        places = [(number, *self.slots[number]) for number, count in enumerate(written) if count > 0]
+        sent = [(number, buffer) for number, module, key in places if (buffer := module._buffers[key]) is not None]
+        if not sent:
+            return
+        rows = [buffer.to(self.comm.device).contiguous().view(-1).view(torch.uint8) for _, buffer in sent]
+        values = torch.cat(rows)
+        self.comm.broadcast(values, "buffers")
+        for (number, buffer), row in zip(sent, values.split([len(row) for row in rows])):
+            buffer.copy_(row.clone().view(buffer.dtype).view(buffer.shape))  # a row may begin at an odd byte
+            self.seen[number] = _seen(buffer)
+
+
+def _seen(buffer: Tensor | None) -> tuple[object, ...]:
+    """Return a buffer's form, and what changes when it is written to or replaced."""
+    if buffer is None:
+        return (None,)
+    values = buffer.detach().reshape(-1)
+    sample = values[:: max(1, -(-values.numel() // SAMPLE))].cpu().contiguous()
+    version = 0 if buffer.is_inference() else buffer._version
+    return (buffer.shape, buffer.dtype), id(buffer), version, checksum(sample.view(torch.uint8).numpy().tobytes())
+
+
+SAMPLE = 4096
+"""Values of a buffer that are looked at."""
 
 
 def may_be_infinite(name: str) -> bool:

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ftkit.engine.arena import arena_bytes
+from ftkit.engine.buffers import CommonBuffers
 from ftkit.engine.flat import FlatParameter, store_bytes
 from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.shard import Units
@@ -120,6 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units = units
         self.host = units.host_adam(torch.get_num_threads())
         self.lines: dict[str, LineState] = {}
+        self.buffers = CommonBuffers(units.model, units.comm)
         narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
         self.loss_scale = loss_scale or LossScale.for_dtype(torch.float16 if narrow else None)
         self.step_was_skipped = False
@@ -127,6 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.edited = False  # whether a weight was ever edited in place by others
         self._left_out = False
         self._norm: float | None = None
+        self._written: list[float] = []  # sums over ranks of `CommonBuffers.written`
         self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
         self._clip = 1.0
         self.hyper_parameters = frozenset(defaults)  # `defaults` may have more: those of an optimizer that this one replaces
@@ -396,12 +399,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 squares[number] = flat.square / share
             elif flat.has_gradient and flat.grad is not None:
                 squares[number] = self._square(flat.grad[: flat.own_numel]) / share
-        touched = [float(t) for flat in flats for t in flat.touched]
+        touched = [float(t) for flat in flats for t in flat.touched] + self.buffers.written()
         with self.units.transfer.trace.span("collectives", "norm"):
             told = self.units.comm.totals(torch.cat([squares, squares.new_tensor(touched)]), "the gradient norm")
         marks: Iterator[float] = iter(told[len(flats) :])
         for flat in flats:
             flat.touched = [next(marks) > 0 for _ in flat.parameters]
+        self._written = list(marks)
         self.overflowed = tuple(flat.name for flat, square in zip(flats, told) if not math.isfinite(square))
         self._norm = math.sqrt(sum(told[: len(flats)])) / self.loss_scale.value
         if self.loss_scale.dynamic and math.isnan(self._norm):
@@ -468,6 +472,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steps = [self._line_step(flat, noted, factor) for flat in self.units.trainable]
             self.updater.submit([step for step in steps if step is not None])
             self.units.updated()
+        self.buffers.send(self._written)
         self._norm, self._clip = None, 1.0
 
     def _line_step(self, flat: FlatParameter, noted: list[dict[str, Any]], factor: float) -> LineStep | None:

@@ -86,6 +86,60 @@ def test_a_changed_byte_of_them_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "save", units, optimizer)
 
 
+class Averaging(nn.Module):
+    """Moves averages in a forward, by several ways, and computes with them; one is too large to be looked at whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("centre", torch.zeros(8))
+        self.register_buffer("book", torch.zeros(3000, 8))
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("replaced", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(x)
+        y = self.last(self.norm(inner) + self.centre + self.book[7] + self.replaced)
+        mean = inner.detach().mean(0)
+        self.centre.lerp_(mean, 0.1)
+        self.book.data.lerp_(mean, 0.2)
+        self.seen.fill_(True)
+        self.replaced = self.replaced + mean
+        return y
+
+
+def averaged(ours: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Return a rank's losses on rows of its own, and its buffers after a step: by plain DDP, or by ours."""
+    model: nn.Module = Averaging()
+    comm = Communicator(torch.device("cpu"))
+    if ours:
+        blocks = [("first", model.first), ("last", model.last)]
+        units = shard(model, blocks, comm=comm, policy=Policy(stage=3, activations="keep"))
+        optimizer: torch.optim.Optimizer = ShardedAdamW(units, None, lr=1e-2, eps=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    called = model if ours else nn.parallel.DistributedDataParallel(model)
+    losses = []
+    for step in range(5):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        loss = called(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: buffer.clone() for name, buffer in persistent_buffers(model).items()}
+
+
+def test_ranks_go_on_with_the_buffers_of_rank_0_as_under_ddp(world2: World) -> None:
+    truth, ours = world2.run(averaged, False), world2.run(averaged, True)
+    assert ours[0][0] != ours[1][0]
+    for rank in (0, 1):
+        assert ours[rank][0] == pytest.approx(truth[rank][0], rel=1e-5)
+        for name, buffer in truth[0][1].items():
+            torch.testing.assert_close(ours[rank][1][name], buffer, rtol=1e-5, atol=1e-6)
+
+
 class Late(nn.Module):
     """Changes its scale in the third forward for the first time."""
 

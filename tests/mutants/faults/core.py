@@ -38,6 +38,20 @@ _KEEP = "W2-stage3-keep-free-acc2-2groups-adamw-prefetch-clip]"
 
 FAULTS = (
     _fault(
+        "each rank goes on with buffers of its own",
+        "ftkit/engine/optimizer.py",
+        "        self.buffers.send(self._written)\n",
+        "",
+        "tests/engine/test_buffers.py::test_ranks_go_on_with_the_buffers_of_rank_0_as_under_ddp",
+    ),
+    _fault(
+        "what is written to a buffer through .data is not seen",
+        "ftkit/engine/buffers.py",
+        "checksum(sample.view(torch.uint8).numpy().tobytes())",
+        '""',
+        "tests/engine/test_buffers.py::test_ranks_go_on_with_the_buffers_of_rank_0_as_under_ddp",
+    ),
+    _fault(
         "sum over ranks is not divided by their number",
         "ftkit/engine/stage.py",
         "            torch.div(total, world, out=total)\n",
