@@ -87,10 +87,12 @@ def _seen(buffer: Tensor | None) -> tuple[object, ...]:
     """Return a buffer's form, and what changes when it is written to or replaced."""
     if buffer is None:
         return (None,)
+    if buffer.layout != torch.strided:  # a sparse one is refused where it would be saved, and is a rank's own
+        return ((buffer.shape, buffer.dtype, buffer.layout),)
     values = buffer.detach().reshape(-1)
     sample = values[:: max(1, -(-values.numel() // SAMPLE))].cpu().contiguous()
     version = 0 if buffer.is_inference() else buffer._version
-    return (buffer.shape, buffer.dtype), id(buffer), version, checksum(sample.view(torch.uint8).numpy().tobytes())
+    return (buffer.shape, buffer.dtype, buffer.layout), id(buffer), version, checksum(sample.view(torch.uint8).numpy().tobytes())
 
 
 SAMPLE = 4096
@@ -119,6 +121,11 @@ def refuse_unsaved(model: nn.Module) -> None:
             raise UserError(
                 f"the buffer {name} has dtype {buffer.dtype}, which is not saved: keep it as real numbers "
                 "(torch.view_as_real), or register it with persistent=False"
+            )
+        if buffer.layout != torch.strided:
+            raise UserError(
+                f"the buffer {name} has layout {buffer.layout}, which is not saved: keep it dense, or register it with "
+                "persistent=False"
             )
 
 

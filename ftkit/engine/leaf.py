@@ -12,7 +12,7 @@ A tied weight is one flat parameter read from two modules; both uses add into on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ class Running:
     def __init__(self) -> None:
         self.depth = 0
         self.reading = 0
-        self.shared: dict[FlatParameter, Tensor] = {}  # of parameters whose gradient a hook wants whole
+        self.shared: dict[FlatParameter, tuple[int, Tensor]] = {}  # of parameters whose gradient a hook wants whole
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -70,13 +70,17 @@ class Leaf:
         flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
         module, attribute: where it is read.
         running: whether the model runs.
+        updates: returns how often weights were updated: what was gathered before an update is not read after it.
     """
 
-    def __init__(self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running) -> None:
+    def __init__(
+        self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running, updates: Callable[[], int]
+    ) -> None:
         self.flat = flat
         self.module = module
         self.attribute = attribute
         self.running = running
+        self.updates = updates
         self.own = module._parameters[attribute]
         self.gathered: Tensor | None = None
         self.whole: Tensor | None = None  # while all weights of the model are held (holding.py)
@@ -127,13 +131,14 @@ class Leaf:
         """
         if torch.is_grad_enabled() and self.parameter.requires_grad:
             hooks = _hooks_of(self.parameter)
-            if hooks and self.flat in self.running.shared:
-                return self.running.shared[self.flat]
+            updates, shared = self.running.shared.get(self.flat, (-1, None))
+            if hooks and shared is not None and updates == self.updates():
+                return shared
             gathered: Tensor = _Gather.apply(self.flat, self.anchor)
             for hook in hooks:
                 gathered.register_hook(hook)
             if hooks and self.running.gathers:
-                self.running.shared[self.flat] = gathered
+                self.running.shared[self.flat] = self.updates(), gathered
             return gathered
         return gather_whole(self.flat)
 

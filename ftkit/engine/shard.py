@@ -634,7 +634,7 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
     if flat.trainable:
         refuse_gradients(flat)
     for place in bindings[id(flat.parameters[0])]:
-        leaf = Leaf(flat, place.module, place.attribute, units.running)
+        leaf = Leaf(flat, place.module, place.attribute, units.running, lambda: units.transfer.updates)
         units.leaves.append(leaf)
         _specialise_leaf(place.module, leaf, place.attribute)
 

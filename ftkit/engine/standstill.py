@@ -51,7 +51,7 @@ class Patience:
     stuck: float = 20.0
     stopped: float = 20.0
     silent: float = 45.0
-    leave: float = 5.0
+    leave: float = 10.0
     grace: float = 8.0
     remind: float = 60.0
 

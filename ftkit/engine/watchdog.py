@@ -123,7 +123,7 @@ class Watchdog:
                 everybody = all(stand.codes or stand.ended or stand.verdict for stand in stands)
                 gone = [s for s in stands if self._is_gone(*silent.get(s.rank, (0.0, "")))]
                 # A launcher tells the first end as the cause: a rank that ends with an error of its own goes first.
-                leaving = lost_rank and not gone and any(s.exit for s in stands) and time.monotonic() < left
+                leaving = lost_rank and not gone and any(s.ended for s in stands) and time.monotonic() < left
                 if not leaving and (everybody or lost_rank or time.monotonic() > deadline):
                     self.verdict = self.verdict or judge(stands, silent, self.ledger.names, patience)
                     if self.verdict is None and gone and lost_rank:

@@ -45,6 +45,8 @@ KINDS = {
     "special_in_text": "the text of a special token in a turn: the tokenizer takes it for that token. Remove it, or "
     "write it otherwise",
     "unknown": "characters that the tokenizer does not know",
+    "earlier_answers": "answers before the last one, which are read and not learned: an encoder-decoder model learns "
+    "the last. Write each answer that is to be learned as a row of its own, with the turns before it",
 }
 """What a row can have, in the order in which it is told; the text follows `12 of 5000 rows have`."""
 
@@ -53,6 +55,9 @@ ALL_EMPTY = 1 << len(KINDS)
 
 CUT = 1 << list(KINDS).index("cut")
 """The bit of a row that lost tokens at its end."""
+
+EARLIER_ANSWERS = 1 << list(KINDS).index("earlier_answers")
+"""The bit of a row of which an encoder-decoder model learns one answer of several."""
 
 MOST_PLACES = 3
 MOST_MARKED_TEXTS = 4096

@@ -112,7 +112,7 @@ def judged_by_log(history: Sequence[Mapping[str, Any]], after: int) -> str | Non
     Args:
         history: lines of a log; a user's own have no learning rate. after: a step; only later lines count.
     """
-    lines = [line for line in history if line.get("step", 0) > after]
+    lines = [line for line in history if isinstance(step := line.get("step"), int) and step > after]
     losses = [line["loss"] for line in lines if "loss" in line and "learning_rate" in line]
     losses = losses or [line["train_loss"] for line in lines if "train_loss" in line]
     broken = [loss is None or not math.isfinite(loss) for loss in losses if loss is None or isinstance(loss, (int, float))]
@@ -149,5 +149,6 @@ def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
         if not is_finite(part.to(units.dtypes[span.segment.name]))
     }
     buffers = persistent_buffers(units.model).items()
-    own |= {name for name, values in buffers if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
+    dense = [(name, values) for name, values in buffers if values.layout == torch.strided]  # no other is ever written
+    own |= {name for name, values in dense if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
     return sorted({name for names in units.comm.all(sorted(own)) for name in names})

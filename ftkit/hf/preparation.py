@@ -40,7 +40,7 @@ from ftkit.hf.rows import Source
 from ftkit.hf.samples import SAMPLE_COLUMNS, Tokenise
 from ftkit.words import counted
 
-CACHE_LAYOUT = 8  # raise it when the same settings come to mean other tokens, or the folder holds something else
+CACHE_LAYOUT = 9  # raise it when the same settings come to mean other tokens, or the folder holds something else
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200

@@ -138,9 +138,10 @@ def files_beside(source: Source) -> Files:
     folder = Path(name)
     if not folder.is_dir():
         return Files(())
-    split = re.split(r"[\[+]", source.split)[0]
-    read = datasets.load_dataset_builder(name, configuration or None).config.data_files or {}
-    taken = {Path(file).resolve() for file in read.get(split, ())}
+    splits = [re.split(r"[\[(]", part)[0].strip() for part in source.split.split("+")]
+    known = datasets.load_dataset_builder(name, configuration or None).config.data_files or {}
+    read = known.values() if "all" in splits else [known.get(split, ()) for split in splits]
+    taken = {Path(file).resolve() for files in read for file in files}
     others = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.resolve() not in taken)
     names = (str(file.relative_to(folder)) for file in others)
     return Files((), tuple(name for name in names if not any(part.startswith(".") for part in Path(name).parts)))

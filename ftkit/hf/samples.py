@@ -22,7 +22,7 @@ import xxhash
 
 from ftkit.errors import UserError
 from ftkit.hf.columns import noted, without
-from ftkit.hf.faults import CUT, Marks, is_missing
+from ftkit.hf.faults import CUT, EARLIER_ANSWERS, Marks, is_missing
 from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row, tools_of, unread_columns
 from ftkit.hf.once import RefusedError
 from ftkit.hf.rendering import Rendered, Rendering
@@ -204,7 +204,11 @@ class Tokenise:
                 # The last token ends a source (T5, BART) and any target: it is kept.
                 del ids[-1 - surplus : -1]
                 cut_tokens += surplus
-        return sample(source, target, len(source) + len(target), len(target), cut_tokens), text
+        made = sample(source, target, len(source) + len(target), len(target), cut_tokens)
+        answers = {number for number, turn in enumerate(content.turns) if turn["role"] == "assistant"}
+        if len(answers - content.muted) > 1:
+            made |= {"faults": EARLIER_ANSWERS}
+        return made, text
 
 
 def edges_of(tokens: int, most: int) -> list[int]:

@@ -88,7 +88,9 @@ def _refuse_own_states(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         told = name or type(module).__name__
-        if (own := _own_of_saving(module, SAVING if name == "" else SAVING_A_PART)) is not None:
+        saved = any(True for _ in module.parameters()) or bool(persistent_buffers(module))
+        own = _own_of_saving(module, SAVING if name == "" else SAVING_A_PART) if saved else None  # else: a metric
+        if own is not None:
             raise UserError(
                 f"{told} has a {own} of its own, and its weights are saved under the names that its modules have, as they "
                 f"are: leave {own} as it is, or change the saved file"

@@ -135,6 +135,7 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
             raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(model).__name__}")
         _untie(model, bindings, places)
         missing = []
+        loaded: list[Tensor] = []
         mapped = {file.path: MappedFile(file.path) for file in opened}
         for members in _bindings(model).values():
             name = next((name for name, _, _ in members if name in places), None)
@@ -146,11 +147,13 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
             stored = Stored(mapped[file.path], key, file.entries[key], old.dtype)
             value = stored.file.tensor(stored.entry)
             source.stored[value.data_ptr()] = stored
-            _register(members, old, value)
+            loaded.append(_register(members, old, value))
             for _, module, _ in members if value.dtype != old.dtype else ():
                 module.register_buffer(CAST, torch.empty(0, dtype=NOT_CAST), persistent=False)
-        load_buffers(model, places)
+        loaded += load_buffers(model, places)
     _initialise_missing(source, missing)
+    for tensor in loaded:
+        tensor._is_hf_initialized = True  # as from_pretrained leaves it: `model._init_weights(layer)` passes it by
     return source
 
 
@@ -229,12 +232,15 @@ def _equal(one: tuple[TensorFile, str], other: tuple[TensorFile, str]) -> bool:
     return True
 
 
-def load_buffers(model: PreTrainedModel, places: Places) -> None:
-    """Read the buffers that files have."""
+def load_buffers(model: PreTrainedModel, places: Places) -> list[Tensor]:
+    """Read the buffers that files have, and return them."""
+    found = []
     for name, buffer in model.named_buffers():
         place = places.get(f"buffer:{name}")
         if place is not None and place[0].entries[place[1]].shape == tuple(buffer.shape):
             place[0].read(place[1], 0, buffer.view(-1))
+            found.append(buffer)
+    return found
 
 
 def _initialise_missing(source: WeightSource, missing: list[tuple[list[_Binding], nn.Parameter]]) -> None:

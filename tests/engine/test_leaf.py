@@ -14,7 +14,8 @@ class Counted(Leaf):
     """Gathers from a tensor at hand."""
 
     def __init__(self, module: nn.Linear) -> None:
-        super().__init__(SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu"))), module, "weight", Running())
+        flat = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")))
+        super().__init__(flat, module, "weight", Running(), updates=lambda: 0)
         self.value = torch.ones(3, 2, requires_grad=True)
         self.gathers = 0
 

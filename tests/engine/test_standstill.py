@@ -380,7 +380,7 @@ def test_who_gives_no_sign_of_life_is_lost():
 
 def test_who_ended_with_less_is_lost():
     waits = stand(0, ("a", "b"), inside=True)
-    less, left = stand(1, ("a",), ended=True, codes=b""), {1: (6.0, "sleeping")}
+    less, left = stand(1, ("a",), ended=True, codes=b""), {1: (11.0, "sleeping")}
     assert "rank 1 (pid 8 on host) has ended its part" in verdict(waits, less, silent=left)
     assert verdict(waits, stand(1, ("a", "b"), ended=True, codes=b""), silent=left) == "", "it was there"
 
@@ -389,13 +389,13 @@ def test_who_ended_with_less_is_lost():
 def test_a_process_may_end_before_others_tell_of_it(state):
     """Its launcher sees it end first, and shows its own error."""
     fell = stand(1, ("a",), ended=True, codes=b"", exit="has ended with LookupError: a row")
-    text = verdict(stand(0, ("a", "b"), inside=True), fell, silent={1: (4.0, state)})
+    text = verdict(stand(0, ("a", "b"), inside=True), fell, silent={1: (9.0, state)})
     assert bool(text) == (state != "running")
 
 
 def test_who_left_its_process_is_told_with_its_error():
     fell = {"ended": True, "codes": b"", "exit": "has ended with LookupError: a row"}
-    left = {1: (6.0, "sleeping")}
+    left = {1: (11.0, "sleeping")}
     text = verdict(stand(0, ("a", "b"), inside=True), stand(1, ("a",), **fell), silent=left)
     assert text.startswith("LostRank: rank 1 (pid 8 on host) has ended with LookupError: a row. It was last in")
     waits, other = stand(0, ("a",), outside="barrier", codes=b""), stand(1, ("a",), **fell)

@@ -473,6 +473,11 @@ def test_folders_and_hub_names(ready, tmp_path, tokenizer_of, monkeypatch):
     assert prepared.report.sources[0].passed_over == ("README.md",)
     (folder / "a.jsonl").rename(folder / "train.jsonl")  # which datasets takes for a split, and b.jsonl for none
     assert ready(source, tokenizer).report.sources[0].passed_over == ("README.md", "b.jsonl")
+    (folder / "b.jsonl").rename(folder / "test.jsonl")
+    unread_of = {"train": ("README.md", "test.jsonl"), "train[:1]+test": ("README.md",), "all": ("README.md",)}
+    for part, unread in unread_of.items():
+        assert ready(Source(name=str(folder), split=part), tokenizer).report.sources[0].passed_over == unread
+    (folder / "test.jsonl").rename(folder / "b.jsonl")
     for name, told in (("json", "is a kind of files"), (str(folder / "b.jsonl"), "is a file here")):
         with pytest.raises(UserError, match=f"^data.name: .* {told}.*data.path"):
             ready(Source(name=name), tokenizer)

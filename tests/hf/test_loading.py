@@ -368,6 +368,15 @@ def test_wrong_shapes(folder):
     refuse(folder, "model.layers.1.mlp.up_proj.weight is [57, 32]", "the model needs [56, 32]")
 
 
+def test_what_was_loaded_is_not_initialised_again(folder):
+    model, stock = ftkit.load_model(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for each in (model, stock):
+        for module in each.modules():
+            each._init_weights(module)
+    ours = ftkit.shard(model, {"stage": 1}).state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in stock.state_dict().items() if name in ours)
+
+
 def test_a_block_that_lacks_weights(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.layers.2.input_layernorm.weight"]

@@ -328,6 +328,19 @@ def test_a_system_column_that_the_template_leaves_out_stops_for_an_encoder_and_d
         assert ready(rows, template, task="seq2seq").report.samples == 1
 
 
+def test_answers_that_an_encoder_and_decoder_does_not_learn_are_told(ready, tokenizers):
+    def told(turns, **settings):
+        prepared = ready([{"messages": turns}], **settings)
+        return [fault.text for fault in prepared.faults(tokenizers(TEMPLATE)) if fault.kind == "earlier_answers"]
+
+    turns = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}, ANSWER]
+    (text,) = told(turns, task="seq2seq")
+    assert text.startswith("1 of 1 sample have answers before the last one")
+    assert told(TURNS, task="seq2seq") == []
+    assert told([USER, {**turns[1], "weight": 0}, *turns[2:]], task="seq2seq") == []
+    assert told(turns) == []
+
+
 def test_what_is_proposed_to_ignore_of_tools_that_are_text_is_accepted(ready):
     row = {"messages": TURNS, "tools": json.dumps([{**TOOL, "strict": True}])}
     with pytest.raises(RefusedError) as stop:

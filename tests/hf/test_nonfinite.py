@@ -16,7 +16,7 @@ import ftkit
 from ftkit.engine.finite import is_finite
 from ftkit.errors import Diverged
 from ftkit.hf.exporting import Outgoing, write_model
-from ftkit.hf.nonfinite import LossRecord, judged_by_log, verdict
+from ftkit.hf.nonfinite import LossRecord, judged_by_log, verdict, weights_not_finite
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base
@@ -310,6 +310,7 @@ def test_losses_are_judged_by_a_log():
     assert judged_by_log(log(math.nan, math.inf, 1.0), 2) is None
     assert "the last loss in the log is" in judged_by_log(log(1.0, 1.0, math.nan), 0)
     assert judged_by_log([*log(1.0), {"step": 1, "loss": math.nan}], 0) is None, "a user's own line"
+    assert judged_by_log([*log(1.0), {"step": "3", "loss": math.nan, "learning_rate": 1.0}], 0) is None
     assert judged_by_log([], 0) is None
     assert judged_by_log([*log(1.0), {"note": 1}, {"step": 2, "loss": "low", "learning_rate": 1.0}], 0) is None
 
@@ -429,6 +430,21 @@ def saves_statistics(folder, bad):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
 def test_statistics_that_are_not_finite_are_not_written_and_masks_are(bad, worlds, tmp_path):
     assert len(worlds[2].run(saves_statistics, str(tmp_path), bad)[0]) == (0 if not math.isfinite(bad) else 6)
+
+
+def looks_past_sparse_buffers(folder):
+    runs.fresh_state()
+    model = Normed()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    units = ftkit.shard(model, {"stage": 1})
+    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
+    assert weights_not_finite(units, optimizer) == []
+    model.norm.running_mean[2] = math.nan
+    assert weights_not_finite(units, optimizer) == ["norm.running_mean"]
+
+
+def test_a_sparse_buffer_is_no_obstacle_to_the_look_at_the_weights(worlds, tmp_path):
+    worlds[2].run(looks_past_sparse_buffers, str(tmp_path))
 
 
 def adapted():

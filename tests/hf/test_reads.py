@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -392,6 +393,28 @@ def trained_through_a_parameter():
         loss = model.get_parameter("lm_head.weight").square().sum()
         with pytest.raises(ftkit.UserError, match="got a gradient outside the model's calls"):
             loss.backward()
+
+
+def reads_over_steps() -> None:
+    """Read weights that have a hook in one body over two updates; compare with plain PyTorch."""
+    losses = []
+    for sharded in (False, True):
+        model = runs.tied_llama()
+        units = ftkit.shard(model, {"stage": 3, "kernels": "off"}) if sharded else None
+        model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0.5)
+        optimizer = ftkit.ShardedAdamW(units, lr=0.1) if units else torch.optim.AdamW(model.parameters(), lr=0.1)
+        with units.read_by_all() if units else nullcontext():
+            for _ in range(3):
+                loss = model.model.embed_tokens.weight.square().sum() + model.lm_head.weight.sum()
+                losses.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
+
+
+def test_reads_with_a_hook_see_each_update(worlds):
+    worlds[2].run(reads_over_steps)
 
 
 def test_a_gathered_parameter_takes_no_gradient(worlds):

@@ -57,6 +57,12 @@ def with_complex_buffer() -> Any:
     return model
 
 
+def with_sparse_buffer() -> Any:
+    model = tiny()
+    model.model.norm.register_buffer("edges", torch.eye(3).to_sparse())
+    return model
+
+
 def with_invalid_generation() -> Any:
     model = tiny()
     model.generation_config.temperature = 0.3
@@ -127,6 +133,7 @@ def with_fake_quantised() -> Any:
 REFUSED = [
     (with_extra_state, {}, r"model\.norm has a state of its own"),
     (with_complex_buffer, {}, r"the buffer model\.norm\.phases has dtype torch\.complex64"),
+    (with_sparse_buffer, {}, r"the buffer model\.norm\.edges has layout torch\.sparse_coo"),
     (with_invalid_generation, {}, "GenerationConfig is invalid"),
     (with_object_in_config, {}, "not JSON serializable"),
     (Around, {}, r"Around has a state_dict\(\) of its own"),

@@ -752,7 +752,20 @@ class AroundShared(nn.Module):
         return self.inner(x, labels)
 
 
-@pytest.mark.parametrize("kind", [Shared, AroundShared])
+class Metric(nn.Module):
+    """Counts, with a state of its own and nothing that is saved."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+
+class WithMetric(Shared):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Metric()
+
+
+@pytest.mark.parametrize("kind", [Shared, AroundShared, WithMetric])
 def test_a_model_with_the_hubs_mixin_is_saved_as_by_stock(kind, tmp_path):
     rows = [{"x": torch.full((8,), 0.1 * n), "labels": float(n)} for n in range(8)]
     for module in (ftkit, transformers):
