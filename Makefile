@@ -62,6 +62,9 @@ check: setup  ## lint, types of the engine, import contract, the documentation
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict --quiet
 
+census: setup  ## count the house: files, import chains, quoted tier names, long functions (WORD=... lists the places of a row)
+	$(BIN)/python -m benchmarks.census $(if $(WORD),--list '$(WORD)')
+
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
 	$(BIN)/python -m docs.attention_table
@@ -127,5 +130,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: compatibility notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-watchdog bench-kernels bench-generate kernels

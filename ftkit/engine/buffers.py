@@ -92,7 +92,8 @@ def _seen(buffer: Tensor | None) -> tuple[object, ...]:
     values = buffer.detach().reshape(-1)
     sample = values[:: max(1, -(-values.numel() // SAMPLE))].cpu().contiguous()
     version = 0 if buffer.is_inference() else buffer._version
-    return (buffer.shape, buffer.dtype, buffer.layout), id(buffer), version, checksum(sample.view(torch.uint8).numpy().tobytes())
+    summed = checksum(sample.view(torch.uint8).numpy().tobytes())
+    return (buffer.shape, buffer.dtype, buffer.layout), id(buffer), version, summed
 
 
 SAMPLE = 4096
