@@ -7,14 +7,13 @@ Every pair of values here, every three where marked slow, each against plain PyT
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from ftkit.engine.tiers import Placement, Tiers
-from tests.engine.trajectory import Record, Row, differences, run_plain, run_sharded, same_on_all_ranks
+from tests.engine.trajectory import QUICK_STEPS, Row, check
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 
 TIERS = ("device", "host", "nvme")
@@ -64,21 +63,9 @@ def test_lines_of_a_state_on_nvme_stay_in_host_memory_while_they_fit():
     assert Tiers(cpu, Placement(state="host"), state_host_bytes=100).state_tiers([400]) == ["host"]
 
 
-@cache
-def plain(row: Row) -> Record:
-    """The run in plain PyTorch."""
-    return run_plain(row)
-
-
-def check(worlds, row):
-    records = worlds[row.world].run(run_sharded, row)
-    assert same_on_all_ranks(records)
-    assert differences(records[0], plain(row.plain)) == []
-
-
 @pytest.mark.parametrize("row", ROWS + LOWER_STAGES + EVERYTHING, ids=str)
 def test_every_pair_of_places_trains_as_plain_pytorch(worlds, row):
-    check(worlds, row)
+    check(worlds, row, steps=QUICK_STEPS)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,11 @@ from ftkit.engine.shard import Units, shard
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.hf.blocks import batch_rows
 from tests.engine import families
+from tests.worlds import Worlds
 
 STEPS = 10
+QUICK_STEPS = 6
+"""Of the rows of `make test`; the full products make `STEPS`."""
 BOTH_BYTES = 64 << 10
 """Of a rank's state that stays in host memory where the state lies on both tiers: some lines of every family's, not all."""
 MAX_NORM = 1.0
@@ -301,6 +305,24 @@ def differences(ours: Record, plain: Record, *, limit: float = 1e-5, tensor_limi
     if plain.weights and not (distance / size) ** 0.5 <= limit:
         found.append(f"all weights: {(distance / size) ** 0.5:.1e} away")
     return found
+
+
+@cache
+def plain(row: Row, steps: int = STEPS) -> Record:
+    """Return the run in plain PyTorch, made once for all rows that it serves."""
+    return run_plain(row, steps=steps)
+
+
+def sharded(row: Row, steps: int) -> Record:
+    """Return the run on the engine; a case for a world."""
+    return run_sharded(row, steps=steps)
+
+
+def check(worlds: Worlds, row: Row, *, steps: int = STEPS, tensor_limit: float = 1e-4) -> None:
+    """Run a row on its world; every rank must have the same record, and it must be that of plain PyTorch."""
+    records = worlds[row.world].run(sharded, row, steps)
+    assert same_on_all_ranks(records)
+    assert differences(records[0], plain(row.plain, steps), tensor_limit=tensor_limit) == []
 
 
 def same_on_all_ranks(records: list[Record]) -> bool:
