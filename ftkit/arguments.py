@@ -53,7 +53,7 @@ def engine_settings(recipe: Recipe) -> dict[str, Any]:
     """Return what `TrainingArguments(ftkit=...)` takes.
 
     Args:
-        recipe: Its `engine`, `memory` and `train.dtype`.
+        recipe: The recipe; its `engine`, `memory` and `train.dtype` are read.
     """
     engine, memory = recipe.engine, recipe.memory
     choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "kernels", "affinity", "debug")

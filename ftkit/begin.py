@@ -28,8 +28,11 @@ def checkpoints_to_try(
     """Make the folder of a run, or refuse it, and return the checkpoints to go on from, in the order to try them.
 
     Args:
-        recipe: The facts. folder: Of the run. resume, overwrite: See `RunFolder.prepare`.
-        first: Whether this process holds the folder's lock: it alone may remove what lies there, and speaks of changes.
+        recipe: The facts.
+        folder: The run's folder.
+        resume: What to resume from; see `RunFolder.prepare`.
+        overwrite: Whether an earlier run is removed; see `RunFolder.prepare`.
+        first: Whether this process holds the folder's lock. It alone removes what lies there, and tells the user of changes.
         say: Shows a line to the user.
 
     Raises:
@@ -51,7 +54,10 @@ def check_beginning(recipe: Recipe, folder: RunFolder, resume: str | None, *, ov
     """Refuse what `checkpoints_to_try` refuses, and change nothing.
 
     Args:
-        recipe, folder, resume, overwrite: see `checkpoints_to_try`.
+        recipe: See `checkpoints_to_try`.
+        folder: See `checkpoints_to_try`.
+        resume: See `checkpoints_to_try`.
+        overwrite: See `checkpoints_to_try`.
 
     Returns:
         The checkpoints that a run would go on from, in the order in which it would try them.

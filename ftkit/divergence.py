@@ -45,8 +45,12 @@ class Divergence:
     """One step that went wrong.
 
     Args:
-        step: its number. reason: what was found. loss, grad_norm: of all ranks. action: what was done about it.
-        places: where its samples stand in the data.
+        step: number of the step.
+        reason: what was found.
+        loss: loss of the step, the mean over all ranks.
+        grad_norm: gradient norm of the step, of all ranks together.
+        action: what was done about it.
+        places: where the step's samples stand in the data.
     """
 
     step: int
@@ -72,7 +76,7 @@ class LossWindow:
     """The losses of the last steps.
 
     Args:
-        losses: oldest first; of a checkpoint.
+        losses: the losses to begin with, oldest first; a checkpoint holds them.
     """
 
     def __init__(self, losses: Sequence[float] = ()) -> None:
@@ -82,7 +86,9 @@ class LossWindow:
         """Return what is wrong with a step, or None; a loss that is a number joins the window.
 
         Args:
-            scaled: the loss is scaled dynamically, so that a norm that is no number is an overflow and no divergence.
+            loss: loss of the step.
+            grad_norm: gradient norm of the step.
+            scaled: whether the loss is scaled dynamically: then a norm that is not finite is an overflow and no divergence.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"

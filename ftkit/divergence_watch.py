@@ -36,10 +36,14 @@ class DivergenceWatch(TrainerCallback):
     """Judges each step before its update, and does what the recipe says.
 
     Args:
-        trainer: whose steps. folder: of the run. action: `train.on_divergence`. say: where a line is shown.
+        trainer: the Trainer whose steps are judged.
+        folder: the run's folder.
+        action: what the recipe says in `train.on_divergence`.
+        say: console on which the user is told.
 
     Attributes:
-        found: steps that diverged. ended_by: the one that ended the Trainer's loop.
+        found: the steps that diverged.
+        ended_by: the step that ended the Trainer's loop, or None.
     """
 
     def __init__(self, trainer: RecipeTrainer, folder: RunFolder, action: Action, say: Console) -> None:

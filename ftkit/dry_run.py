@@ -83,9 +83,10 @@ class DryRun:
     """What a dry run found.
 
     Args:
-        found: bytes of one rank at its peak, by tier and purpose. planned: the plan's, runtime not counted.
-        largest: of the device's activations at the peak, the bytes by the operation that made them, most first.
-        seconds: that it took.
+        found: bytes that one rank holds at its peak, by tier and purpose.
+        planned: the same as the plan has it, without the runtime's own memory.
+        largest: bytes of the device's activations at the peak, by the operation that made them, largest first.
+        seconds: how long the dry run took.
     """
 
     found: dict[str, dict[str, int]]
@@ -149,7 +150,9 @@ def dry_run_recipe(recipe: Recipe, plan: Plan, box: Box | None) -> DryRun:
     """Execute a recipe's plan with tensors that hold nothing; see `dry_run`.
 
     Args:
-        plan: of this recipe. box: for which it was made; None: this machine.
+        recipe: the facts.
+        plan: the plan of this recipe.
+        box: profile for which the plan was made; None: this machine.
     """
     wanted = recipe.train.dtype if box is None or recipe.train.dtype != "auto" else box.dtype
     dtype = DTYPES[compute_dtype(wanted)] if box is None else DTYPES[wanted]
@@ -169,10 +172,13 @@ def dry_run(
     """Execute a step of one rank with tensors that hold nothing, and count the bytes.
 
     Args:
-        plan: what to do. model: the one it was made for, on meta; it is sharded, and of no use afterwards.
-        dtype: of compute. packed: rows are packed samples, attended to by ftkit's own attention.
-        device: None: meta, which stands for a GPU; the CPU in tests, where a run with memory can be set beside it.
-        world_size: ranks; None: the plan's.
+        plan: what to execute.
+        model: the model that the plan was made for, on meta. It gets sharded, and is of no use afterwards.
+        dtype: compute dtype.
+        packed: whether rows hold packed samples, which ftkit's own attention keeps apart.
+        device: where the model computes; None takes meta, which stands for a GPU. Tests take the CPU, to compare with a real
+            run.
+        world_size: number of ranks; None takes the plan's.
 
     Raises:
         UserError: if the plan is of a box without GPUs, or puts anything on NVMe.

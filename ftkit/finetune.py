@@ -95,8 +95,10 @@ class Job:
         bar: Makes what shows the steps, from the console that it may write to.
 
     Attributes:
-        trainer: Of the run, with the model. tokenizer: Of the model. rows: The prepared rows. plan: How memory is used.
-            None until they are made.
+        trainer: The run's Trainer, which holds the model; None until it is made.
+        tokenizer: The model's tokenizer; None until it is made.
+        rows: The prepared rows; None until they are made.
+        plan: How memory is used; None until it is made.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Job:
         """Train, and leave the run's folder; all ranks take part.
 
         Args:
-            checkpoints: As in `run`.
-            unless_over: Leave a run as it is whose recipe is the same and that made all its steps and left its model: no
+            checkpoints: See `run` of this module.
+            unless_over: Do not train where an earlier run with the same recipe made all its steps and left its model. No
                 weights are loaded then.
 
         Returns:
@@ -379,9 +381,10 @@ class ShowAnswers(TrainerCallback):
 
     Args:
         asked: The questions.
-        tokenizer: Of the model.
-        max_new_tokens: Length of an answer.
+        tokenizer: The model's tokenizer.
+        max_new_tokens: Most tokens of an answer.
         limits: Memory granted to the run.
+        before: The answers of the model as it came; filled when training begins.
     """
 
     asked: list[Question]
@@ -424,7 +427,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     Args:
         recipe: The facts.
         ranks: Processes of the whole run.
-        checkpoints: That it would try to go on from, in this order.
+        checkpoints: Checkpoints that the run would try to go on from, in this order.
 
     Raises:
         UserError: As `run` would.

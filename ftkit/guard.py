@@ -42,9 +42,10 @@ class Mark:
     """How little must be left, and for how long, before the guard acts. See [Note: two marks].
 
     Args:
-        share: Of the limit.
-        least_bytes: For small limits, where the share is less than a few tensors and the report itself.
-        seconds: For which less is left, at every look.
+        share: Share of the limit that must be left.
+        least_bytes: Bytes that must be left in any case: of a small limit the share is less than a few tensors and the
+            report itself.
+        seconds: How long less must be left, at every look, before the guard acts.
     """
 
     share: float
@@ -78,7 +79,7 @@ class Alarm:
     """Why the guard acts.
 
     Args:
-        reading: Of the limit that is about to be reached.
+        reading: Reading of the limit that is about to be reached.
         reason: A clause for the user.
     """
 

@@ -46,8 +46,8 @@ class Seat:
     Args:
         rank: Its number.
         host: Name of its box.
-        pid: Of its process.
-        parent: Of what started it.
+        pid: Its process number.
+        parent: Process number of what started it.
         step: Optimizer steps done when the tenants were counted.
         tenants: Bytes of host memory by kind, see `TENANTS`.
     """
@@ -69,8 +69,8 @@ def host_tenants(units: Units | None, optimizer: ShardedOptimizer | None) -> dic
     """Return the bytes of host memory that the engine holds on this rank, by kind (`TENANTS`).
 
     Args:
-        units: Of the model, or None before it is sharded.
-        optimizer: Of the units, or None before there is one.
+        units: The sharded model, or None before it is sharded.
+        optimizer: The optimizer of these units, or None before there is one.
 
     Cost: a look at every store, no communication.
     """
@@ -96,11 +96,11 @@ def make_report(alarm: Alarm, seats: Sequence[Seat], *, outcome: str, step: int,
     """Return what guard.json holds.
 
     Args:
-        alarm: Which limit, and why.
-        seats: Of the ranks; those of other boxes are left out.
+        alarm: Says which limit is near, and why the guard acts.
+        seats: The ranks; those of other boxes are left out.
         outcome: `saved` or `ended`.
         step: Optimizer steps done.
-        checkpoint: To continue from, or None.
+        checkpoint: The checkpoint to continue from, or None.
     """
     host, reading = socket.gethostname(), alarm.reading
     here = [seat for seat in seats if seat.host == host]
@@ -142,9 +142,9 @@ def other_processes(seats: Sequence[Seat], source: str, at_least: int) -> list[d
     """Return the largest processes that are no ranks, at most `OTHERS`: pid, name, rss_bytes, and what they are to the run.
 
     Args:
-        seats: Of the ranks of this box.
-        source: Of the limit; of a cgroup only its own processes count.
-        at_least: Bytes of RSS.
+        seats: The ranks of this box.
+        source: Where the limit comes from: the machine, or a cgroup, of which only its own processes count.
+        at_least: Least RSS of a process that is listed, bytes.
     """
     ranks, launchers = {seat.pid: seat.rank for seat in seats}, {seat.parent for seat in seats}
     found = []
@@ -174,8 +174,9 @@ def ways_out(ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, A
     """Return what would help, most promising first.
 
     Args:
-        ranks, others: As in `make_report`.
-        source: Of the limit.
+        ranks: What the report says of each rank; see `make_report`.
+        others: What it says of the largest other processes; see `other_processes`.
+        source: Where the limit comes from: the machine or a cgroup.
     """
 
     def total(*kinds: str) -> int:

@@ -87,8 +87,8 @@ def write_rows(path: Path, before: HeldOut | None, after: HeldOut | None) -> Non
 
     Args:
         path: JSON: `tokens`, and for each of `before` and `after` the row's mean loss in nats and its hits.
-        before: Of the model as it came.
-        after: Of the trained model.
+        before: Numbers of the model as it came, or None.
+        after: Numbers of the trained model, or None.
     """
     content: dict[str, list[float]] = {}
     for name, each in (("before", before), ("after", after)):

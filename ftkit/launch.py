@@ -44,10 +44,10 @@ class Stop:
     """Whether the user asked this rank to end, read at each step; and how it ends at once with an error of its own.
 
     Args:
-        asked: Whether it was asked.
-        rank: Of this process.
+        asked: Whether the user asked.
+        rank: The rank of this process.
         refused: File in which the launcher looks for the error; None under an outer launcher, where stderr is for that.
-        listened: Signals that it takes as the wish to end.
+        listened: Signals that this process takes as the wish to end.
     """
 
     asked: bool = False
@@ -115,8 +115,8 @@ def join(entry: str, args: tuple[Any, ...], rank: int) -> Any:
 
     Args:
         entry: `module:function`; it is called as `function(stop, *args)`.
-        args: Its arguments.
-        rank: Of this process.
+        args: Arguments of the function, beside `stop`.
+        rank: The rank of this process.
 
     Returns:
         What it returns.
@@ -139,7 +139,7 @@ def start(
     Args:
         entry: `module:function`, called in each rank as `function(stop, *args)`. A name, so that this process need not
             import what the ranks import.
-        args: Its arguments; they are pickled.
+        args: Arguments of the function, beside `stop`; they are pickled.
         ranks: Number of processes.
         environ: The environment; what the user set in it about threads and interfaces is left alone.
         say: Shows a line to the user.
@@ -242,7 +242,11 @@ def environment(rank: int, ranks: int, port: int, threads: int | None, environ: 
     """Return the variables of one rank of this box, beside those of `environ`.
 
     Args:
-        port: Of the store, on the loopback. threads: Of a rank; None where the user said how many.
+        rank: Rank of the process that gets the variables.
+        ranks: Number of processes.
+        port: Port of the store on the loopback.
+        threads: CPU threads of a rank; None where the user said how many.
+        environ: The environment; what the user set in it stays.
     """
     variables = {
         "RANK": str(rank),

@@ -50,7 +50,8 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
     """Measure as one of the ranks; return the rates of a rank, the least of all ranks.
 
     Args:
-        dtype: of compute: fp32, bf16 or fp16.
+        stop: says which rank this is.
+        dtype: compute dtype: fp32, bf16 or fp16.
     """
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -75,7 +76,10 @@ def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, rank
     """Return the profile of this box as `ftkit.plan.hardware` reads it.
 
     Args:
-        rates: from `rank`, of so many ranks. nvme: what `ftkit.probe` found of a drive, if it was asked.
+        rates: what `rank` returned.
+        dtype: compute dtype of the rates: fp32, bf16 or fp16.
+        nvme: what `ftkit.probe` found of a drive, or None where none was asked for.
+        ranks: number of ranks that measured at once.
     """
     gpus = torch.cuda.device_count()
     card = torch.cuda.get_device_properties(0) if gpus else None

@@ -31,8 +31,8 @@ class MemoryStop(TrainerCallback):
     """Guards the host memory of a run, from `with` on; a rank each.
 
     Args:
-        folder: Of the run.
-        rank: Of this process.
+        folder: The run's folder.
+        rank: The rank of this process.
         leave: Ends this process at once with an error, from any thread.
         memory: What says how much is used; default: the limits above this process.
     """

@@ -43,10 +43,12 @@ class Meter(TorchDispatchMode):
     """Counts the bytes of storages by tier while it is on.
 
     Args:
-        tier_of: from a tensor to its tier.
+        tier_of: returns the tier of a tensor.
 
     Attributes:
-        live, peaks: bytes of each tier, now and at most. peak_at: the moment at which a tier held most.
+        live: bytes that each tier holds now.
+        peaks: most bytes that each tier held.
+        peak_at: number of the moment at which each tier held most; each allocation and each release is a moment.
     """
 
     def __init__(self, tier_of: Callable[[Tensor], str]) -> None:

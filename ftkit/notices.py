@@ -29,10 +29,10 @@ def notices(
     Args:
         recipe: The facts.
         report: What became of the rows.
-        sequences: Of one epoch.
-        step_sequences: Of one optimizer step, all ranks together.
+        sequences: Sequences of one epoch.
+        step_sequences: Sequences of one optimizer step, all ranks together.
         faults: What is wrong with the rows, though they can be trained on.
-        positions: That the model's configuration names; None where it names none.
+        positions: Positions that the model's configuration names; None where it names none.
         asked: The questions of `show`.
         left_out: Which rows are not trained on.
     """

@@ -76,7 +76,7 @@ def is_ours(path: Path) -> bool:
     """Return whether a file under a name of ours was written by ftkit, or is not there, or is empty.
 
     Args:
-        path: of a regular file; anything else (a link, a folder, a device) is not ours.
+        path: a regular file; anything else (a link, a folder, a device) is not ours.
     """
     if not os.path.lexists(path):
         return True
@@ -158,7 +158,8 @@ def strangers_in_model(folder: Path, listing: Path) -> list[Path]:
     """Return the files of a folder `model` that no run wrote: those its list lacks, or has with another size.
 
     Args:
-        folder: `model` of a run. listing: its `model-files.json`.
+        folder: the folder `model` of a run.
+        listing: the run's `model-files.json`.
     """
     if not os.path.lexists(folder):
         return []
@@ -238,7 +239,8 @@ def reads_within(inputs: Iterable[str], written: Iterable[Path]) -> tuple[str, P
     """Return the first input that is one of some files or lies in one of some folders, and which; by any of its names.
 
     Args:
-        inputs: files, folders, or hub names, which are no paths here. written: what a run writes.
+        inputs: what a run reads: files, folders, or hub names; a name that is no path here is passed over.
+        written: files and folders that the run writes.
     """
     there = [path for path in written if os.path.lexists(path)]
     for name in inputs:

@@ -44,7 +44,9 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
     """Return the plan of a recipe.
 
     Args:
-        ranks: processes of the whole run. box: a profile; None: this machine, on which all of them are.
+        recipe: the facts.
+        ranks: processes of the whole run.
+        box: profile of the box to plan for; None: this machine, on which all ranks run.
 
     Raises:
         DoesNotFit: with numbers and ways out. UserError: if there is no such model, or the box lacks its dtype.
@@ -88,7 +90,8 @@ class Epoch:
     """How long one pass over a recipe's rows takes.
 
     Args:
-        tokens: of all of them, guessed from the bytes of their file. seconds: at the plan's tokens a second.
+        tokens: tokens of all rows, guessed from the bytes of their file.
+        seconds: time for these tokens at the plan's tokens a second.
     """
 
     tokens: int
@@ -127,8 +130,12 @@ def ask_model(
     """Return what a recipe's plan is made of, for a model that was built on the meta device.
 
     Args:
-        ranks: processes of the whole run. box: whose rates are planned with; None: none are known.
-        dtype: of compute; None takes the recipe's on this machine.
+        recipe: the facts.
+        model: the model, on meta.
+        ranks: processes of the whole run.
+        limits: memory that may be used.
+        box: profile whose rates the plan takes; None: no rates are known.
+        dtype: compute dtype; None takes the recipe's on this machine.
     """
     settings = settings_of(recipe)
     if recipe.data.packing and not limits.cpu:
@@ -240,7 +247,9 @@ def build(recipe: Recipe, name: str | None, config: Any) -> Any:
     """Build a model, the recipe's adapter included; without a name on the meta device.
 
     Args:
-        name: folder or hub id with weights, or None. config: configuration, where it is not the folder's.
+        recipe: the facts.
+        name: folder or hub id with weights, or None.
+        config: the configuration, where it is not the folder's.
 
     Raises:
         UserError: See `ftkit.hf.loading.load_model`.

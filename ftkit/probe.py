@@ -40,17 +40,32 @@ class Probe:
     """The facts of a box.
 
     Args:
-        gpus: that the driver sees. driver: its version. driver_error: why it could not be asked.
+        gpus: GPUs that the driver sees.
+        driver: version of the driver.
+        driver_error: why the driver could not be asked.
         topology: the table of `nvidia-smi topo -m`.
-        torch_cuda: CUDA version that torch was built with; None: a CPU build. arch_list: what it has kernels for.
-        torch_gpus: that torch can open. torch_error: why it sees none. nccl: its version.
-        triton_runs: whether Triton and its ptxas are there. compiler: of C, for Triton's launchers; None: there is none.
+        torch_cuda: CUDA version that torch was built with; None: a CPU build.
+        arch_list: GPU architectures that torch has kernels for.
+        torch_gpus: number of GPUs that torch can open.
+        torch_error: why torch sees no GPU.
+        nccl: version of NCCL.
+        triton_runs: whether Triton and its ptxas are there.
+        compiler: path of the C compiler for Triton's launchers; None: there is none.
         visible: what CUDA_VISIBLE_DEVICES says, if it is set.
-        memory_bytes: of the machine. cgroup: the tightest limit below that, as (folder, bytes). shm_bytes: of /dev/shm.
-        memlock_bytes: that a process may lock; None: any. huge_pages: what the kernel says of transparent ones.
-        cpu: its name. cpu_flags: those of `CPU_FLAGS` that it has. cores: physical ones that this process may use.
-        numa_nodes: that they lie on. versions: of packages; None: not installed.
-        nvme: of the folder that was asked for: path, filesystem, direct, free_bytes, write and read bytes_per_s, or error.
+        system: name of the operating system.
+        python: version of Python.
+        memory_bytes: memory of the machine.
+        cgroup: the tightest cgroup limit below that, as (folder, bytes).
+        shm_bytes: size of /dev/shm.
+        memlock_bytes: bytes that a process may lock; None: any number.
+        huge_pages: the kernel's setting for transparent huge pages.
+        cpu: name of the processor.
+        cpu_flags: the flags of `CPU_FLAGS` that the processor has.
+        cores: number of physical cores that this process may use.
+        numa_nodes: number of NUMA nodes that these cores lie on.
+        versions: version of each package; None: not installed.
+        nvme: what was found of the folder asked for: path, filesystem, direct, free_bytes, write_bytes_per_s and
+            read_bytes_per_s, or error.
     """
 
     gpus: tuple[Gpu, ...] = ()

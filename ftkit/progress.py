@@ -52,13 +52,13 @@ class StepMetrics:
         epoch: Passes over the data done.
         loss: Mean training loss since the last line, nats a label token.
         grad_norm: Global norm before clipping.
-        learning_rate: Of the last step.
+        learning_rate: Learning rate of the last step.
         tokens: Tokens seen since the beginning, all ranks together, without padding.
-        tokens_per_second: Since the last line.
-        loss_scale: Of fp16, else None.
+        tokens_per_second: Tokens per second since the last line.
+        loss_scale: The loss scale of fp16, else None.
         divergences: Steps of this process so far whose loss went wrong.
-        peak_device_bytes: Of rank 0.
-        peak_host_bytes: Of rank 0.
+        peak_device_bytes: Most device memory that rank 0 used.
+        peak_host_bytes: Most host memory that rank 0 used.
     """
 
     step: int
@@ -78,7 +78,7 @@ class MetricsLog(TrainerCallback):
     """Write metrics.jsonl and hand each line on.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
         loss_scale: Returns the loss scale of fp16, or None.
         show: Called with each line of a training step.
         show_evaluation: Called with the step and the numbers of each evaluation.
@@ -152,7 +152,7 @@ class TellFused(TrainerCallback):
     """Say once, when the model is in place, which of its parts run as fused kernels.
 
     Args:
-        console: Where to.
+        console: Where the line is shown.
     """
 
     def __init__(self, console: Console):
@@ -173,8 +173,8 @@ class LookAtFp16(TrainerCallback):
     """Look, before anything is computed, at what overflows in fp16 on the run's first batches.
 
     Args:
-        trainer: Of the run.
-        plan: Of the run, made before it was known.
+        trainer: The run's Trainer.
+        plan: The run's plan, made before it was known what overflows.
     """
 
     def __init__(self, trainer: Any, plan: Plan):
@@ -203,7 +203,7 @@ class ProgressBar(Bar):
     """Show the steps on rank 0's terminal.
 
     Args:
-        console: Where to.
+        console: Where the bar is shown.
     """
 
     def __init__(self, console: Console):

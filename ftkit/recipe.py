@@ -520,7 +520,7 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
     """Divide the sequences of a step among ranks and micro-batches.
 
     Args:
-        recipe: With `train.batch_tokens`, `data.sequence_tokens` and the forced choices of `engine`.
+        recipe: The recipe; its `train.batch_tokens`, `data.sequence_tokens` and the forced choices of `engine` are read.
         ranks: Processes of the whole run.
 
     Returns:

@@ -25,10 +25,15 @@ _LAUNCHER = (
     "other launchers are not supported: ftkit starts its own ranks on one box, and joins those of torchrun or Slurm; "
     "remove the key and say how many with `ranks:` or --nproc"
 )
+_HELD_OUT = (
+    "rows to evaluate come from a file (eval.path) or are a share of data's own (eval.share); write a split or a set of the "
+    "hub to a file first"
+)
 REFUSED_KEYS = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "quantize"), _QUANTISED),
     **dict.fromkeys(("bnb_4bit_quant_type", "gptq", "awq", "qlora", "bits"), _QUANTISED),
     **dict.fromkeys(("launcher", "mpi", "hostfile", "deepspeed", "fsdp"), _LAUNCHER),
+    **dict.fromkeys(("eval.split", "eval.name"), _HELD_OUT),
 }
 
 
@@ -46,7 +51,7 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
     """Turn what pydantic found into problems with places, in the order of the file.
 
     Args:
-        error: As raised by `root.model_validate`.
+        error: The error that `root.model_validate` raised.
         document: What was validated.
         root: The class of the whole recipe.
     """
@@ -110,8 +115,8 @@ def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
 def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
     """Say what to write instead of an unknown key: a key of another section, one spelled nearly so, or all of them."""
     key, section = str(path[-1]), _section(path[:-1], root)
-    if key in REFUSED_KEYS:
-        return REFUSED_KEYS[key]
+    if refused := REFUSED_KEYS.get(dotted(path)) or REFUSED_KEYS.get(key):
+        return refused
     elsewhere = [name for name, inner in _sections(root).items() if key in inner.model_fields]
     if elsewhere and len(path) > 1 and key not in root.model_fields:
         return f"unknown key (did you mean '{elsewhere[0]}.{key}'?)"

@@ -28,7 +28,9 @@ def first_whole(checkpoints: Sequence[str], comm: Communicator, say: Callable[[s
     """Return the first of some checkpoints that is whole, or None if there are none at all. A collective.
 
     Args:
-        checkpoints: folders, in the order in which they are tried; the same on all ranks. say: shows a line to the user.
+        checkpoints: folders, in the order in which they are tried; the same on all ranks.
+        comm: the ranks.
+        say: shows a line to the user.
 
     Raises:
         UserError: if none of them is whole; says what is wrong with each.

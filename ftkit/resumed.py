@@ -33,7 +33,7 @@ def check_resumed(recipe: Recipe, earlier: Path) -> str | None:
     """Compare a recipe with that of the run it continues.
 
     Args:
-        recipe: Of this run.
+        recipe: The recipe of this run.
         earlier: recipe.yaml of the run to continue; may be missing.
 
     Returns:

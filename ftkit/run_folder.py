@@ -260,7 +260,9 @@ class RunFolder:
         """Refuse what `prepare` refuses of what lies in the folder, change nothing, and return what it returns.
 
         Args:
-            resume, overwrite, inputs: see `prepare`.
+            resume: See `prepare`.
+            overwrite: See `prepare`.
+            inputs: See `prepare`.
 
         Raises:
             UserError: See `prepare`.

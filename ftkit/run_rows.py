@@ -57,7 +57,7 @@ class Rows:
         """Return which rows, though handed in, an epoch does not come to, or nothing does; one line each.
 
         Args:
-            order: Of the samples to train on.
+            order: The order of the samples to train on.
         """
         lines = []
         if self.spare:

@@ -39,12 +39,13 @@ def summarise(
     """Return what summary.json holds, and write the loss of each held-out row; all ranks take part.
 
     Args:
-        trainer: After the last evaluation.
-        folder: Of the run.
-        seconds: Of training, the evaluations in between included.
-        dtype: Of compute: fp32, bf16 or fp16.
-        plan: Of the run; its peaks stand beside those measured.
-        before: What the checkpoint says that the run was continued from: its steps took other seconds.
+        trainer: The Trainer, after the last evaluation.
+        folder: The run's folder.
+        seconds: Seconds of training, the evaluations in between included.
+        dtype: Compute dtype: fp32, bf16 or fp16.
+        plan: The run's plan; its peaks stand beside those measured.
+        before: Trainer state of the checkpoint that the run was continued from; the seconds of its steps are not in
+            `seconds`.
     """
     peaks = trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()})
     units = trainer.units

@@ -49,9 +49,12 @@ class Trial:
     """One short run.
 
     Args:
-        name: for the table. recipe: what is run. ranks: processes. stock: without the engine. resumes: folder of a run
-            whose newest checkpoint it goes on from. killed_at: step before which the last rank kills itself, once a
-            checkpoint is written.
+        name: name in the table.
+        recipe: what is run.
+        ranks: number of processes.
+        stock: whether the stock Trainer runs it, without the engine.
+        resumes: folder of a run whose newest checkpoint this one goes on from.
+        killed_at: step before which the last rank kills itself, once a checkpoint is written.
     """
 
     name: str
@@ -67,8 +70,12 @@ class Trajectory:
     """What a trial gave, step by step.
 
     Args:
-        name: of the trial. losses, grad_norms: of each step. samples: hashes of each step's samples, sorted; of the steps
-            that this process computed. problem: why it could not be run; empty if it was. way: what the plan chose.
+        name: name of the trial.
+        losses: loss of each step.
+        grad_norms: gradient norm of each step.
+        samples: step to the sorted hashes of its samples, for the steps that this process computed.
+        problem: why the trial could not be run; empty if it was.
+        way: the way that the plan chose.
     """
 
     name: str
@@ -112,7 +119,8 @@ def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
     """Run trials one after the other, as one of their ranks; the entry of `launch.start`.
 
     Args:
-        trials: of as many ranks each; a stock one after another of one rank, whose first values it takes.
+        stop: says which rank this is.
+        trials: trials with the same number of ranks. A stock one comes after one on one rank, whose first values it takes.
     """
     say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=stop.rank > 0)
     found: list[Trajectory] = []
@@ -131,7 +139,8 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
     """Run a trial on the engine, as one of its ranks.
 
     Args:
-        keep_first: on one rank, called with the values that no file gave: the adapter's, or all of a fresh model.
+        trial: what to run.
+        keep_first: called on one rank with the first values that no file gave: the adapter's, or all of a fresh model.
 
     Raises:
         UserError: as a run of the recipe would; what cannot be planned so is noted instead.
@@ -170,7 +179,8 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
     """Run a trial with the Trainer of transformers on a whole fp32 model, and nothing of the engine.
 
     Args:
-        first: values that no file gives, as the engine drew them.
+        trial: what to run.
+        first: first values that no file gives, as the engine drew them.
     """
     recipe = trial.recipe
     if draws(recipe) and not first:

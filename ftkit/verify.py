@@ -53,8 +53,14 @@ class Verdict:
     """One line of the table.
 
     Args:
-        name: of the trial. steps: compared. loss, grad_norm: largest relative deviation. samples: whether each step was
-            made of the same ones. passed: None where the trial could not be run. note: why not. way: that the plan chose.
+        name: name of the trial.
+        steps: number of steps compared.
+        loss: largest relative deviation of the loss; None where nothing is compared.
+        grad_norm: largest relative deviation of the gradient norm; None where nothing is compared.
+        samples: whether each step was made of the same samples; None where nothing is compared.
+        passed: whether the trial agrees; None where it could not be run.
+        note: a remark for the table: why it could not be run, or that the others are compared with it.
+        way: the way that the plan chose.
     """
 
     name: str
@@ -71,7 +77,11 @@ def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: 
     """Return the trials of a recipe; the one that is killed first, and stock after the one on one rank.
 
     Args:
-        ranks: of the run as planned. most_ranks: that this box can start. folder: for what the trials write.
+        recipe: the facts.
+        ranks: number of ranks of the run as planned.
+        most_ranks: most ranks that this box can start.
+        folder: folder for what the trials write.
+        steps: steps of each trial.
     """
     sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
     half, killed = steps // 2, folder / "killed"
@@ -149,8 +159,13 @@ def verify(
     """Run all trials of a recipe and compare them.
 
     Args:
-        ranks: of the run as planned. most_ranks: that this box can start. folder: is made, and emptied at the end.
-        run: starts ranks. steps: of each trial. say: shows a line to the user.
+        recipe: the facts.
+        ranks: number of ranks of the run as planned.
+        most_ranks: most ranks that this box can start.
+        folder: folder for what the trials write. It is made, and the trials' folders are removed from it at the end.
+        run: runs trials on a number of ranks.
+        steps: steps of each trial.
+        say: shows a line to the user.
 
     Raises:
         UserError: as a run of the recipe would.

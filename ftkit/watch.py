@@ -267,7 +267,7 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
     """Choose the rank whose failure is the cause, and say it as the error to raise.
 
     Args:
-        failures: Of the ranks that ended.
+        failures: How each rank that ended did so.
         pids: Process number of each rank.
         way_out: What the user may do now.
 

@@ -124,7 +124,7 @@ def override(document: Document, assignment: str) -> None:
 
     Args:
         document: Changed in place; what does not fit is added to its `problems`.
-        assignment: As given to `--set`. A number in the path is an index into an existing list.
+        assignment: The text given to `--set`. A number in the path is an index into an existing list.
     """
     place = f"--set {assignment}"
     key, equals, text = assignment.partition("=")

@@ -143,7 +143,9 @@ def activation(x: Tensor, activation: Activation = "gelu", bias: Tensor | None =
     """Return act(x + bias).
 
     Args:
-        x: (..., N), fp32, fp16 or bf16. bias: (N,), of x's dtype. activation: see above.
+        x: (..., N), fp32, fp16 or bf16.
+        activation: name of the activation, one of `ACTIVATIONS`; see above.
+        bias: (N,), of x's dtype.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together, or the activation is another.

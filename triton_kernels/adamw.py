@@ -31,7 +31,13 @@ class AdamW:
     """The constants of an update.
 
     Args:
-        lr, beta1, beta2, eps, weight_decay: of AdamW. step: t, from 1. scale: of the gradient.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay, which `lr` multiplies.
+        step: number of the update, t, from 1.
+        scale: what the gradient is multiplied by: clip factor over loss scale.
     """
 
     lr: float
@@ -77,7 +83,10 @@ def adamw_(gradient: Tensor, master: Tensor, m: Tensor, v: Tensor, weight: Tenso
     """Update master weights and moments in place, and write the weights that are computed with.
 
     Args:
-        gradient: (S,), fp32, fp16 or bf16. master, m, v: (S,) fp32.
+        gradient: (S,), fp32, fp16 or bf16.
+        master: master weights, (S,) fp32.
+        m: first moment, (S,) fp32.
+        v: second moment, (S,) fp32.
         weight: (S,), fp32, fp16 or bf16, whatever it held; None where the master weights are computed with.
         how: the constants.
 

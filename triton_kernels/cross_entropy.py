@@ -36,8 +36,10 @@ class LossTerms:
     """What a loss is made of besides the labels.
 
     Args:
-        ignore_index: label of rows that do not count. smoothing: share of the mass that all classes have alike.
-        cap: soft cap of the logits; 0 is none. z_weight: of the squared normaliser.
+        ignore_index: label of rows that do not count.
+        smoothing: share of the mass that is spread evenly over all classes.
+        cap: soft cap of the logits; 0 is none.
+        z_weight: weight of the squared normaliser.
     """
 
     ignore_index: int = -100
@@ -195,7 +197,13 @@ def gradients_into(
     """Replace logits (R, v) by the gradient of the sum of dloss (R,) times the losses.
 
     Args:
-        total: of `losses_of`, of all classes. first: class of the first column. classes: number of all; None: v.
+        logits: (R, v), the logits of all classes or of some neighbouring ones; overwritten.
+        labels: (R,) int64.
+        total: log(sum(exp(z))) of each row over all classes, (R,) fp32, from `losses_of`.
+        dloss: gradient of each row's loss, (R,).
+        terms: terms of the loss.
+        first: class of the first column.
+        classes: number of all classes; None means v.
     """
     rows, columns = logits.shape
     classes = classes or columns
@@ -214,7 +222,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms = PLAIN) -> T
     """Return the loss of each row, fp32 (R,). Backward overwrites the logits with their gradient: use them nowhere else.
 
     Args:
-        logits: (R, V), fp32, fp16 or bf16, each row side by side. labels: (R,) int64. terms: of the loss.
+        logits: (R, V), fp32, fp16 or bf16, the elements of a row side by side; others are copied.
+        labels: (R,) int64.
+        terms: terms of the loss.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together.

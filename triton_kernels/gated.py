@@ -92,7 +92,9 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """Return act(gate) * up.
 
     Args:
-        gate, up: (..., N), alike in shape and dtype: fp32, fp16 or bf16. activation: see above.
+        gate: (..., N), fp32, fp16 or bf16.
+        up: of the gate's shape and dtype.
+        activation: name of the activation, one of `ACTIVATIONS`; see above.
 
     Raises:
         KernelError: if shapes, dtypes or devices differ, or the activation is another.

@@ -142,7 +142,11 @@ def layer_norm(
     """Return y = LayerNorm(x + residual), and the sum s itself (x where there is no residual).
 
     Args:
-        x: (..., N), fp32, fp16 or bf16. weight, bias: (N,), of x's dtype. residual: of x's shape and dtype.
+        x: (..., N), fp32, fp16 or bf16.
+        weight: (N,), of x's dtype.
+        bias: (N,), of x's dtype; None adds none.
+        eps: added to the variance.
+        residual: of x's shape and dtype; None adds none.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together, or a row is too long.

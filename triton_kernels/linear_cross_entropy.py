@@ -125,8 +125,13 @@ def linear_cross_entropy(
     """Return the sum over rows of the cross-entropy of `scale * (hidden @ weight.T + bias)`, fp32.
 
     Args:
-        hidden: (R, H). weight: (V, H). bias: (V,). All of one dtype: fp32, fp16 or bf16. labels: (R,) int64.
-        terms: of the loss. scale: of the logits, as some models have it. chunk_bytes: of logits that exist at once.
+        hidden: (R, H), fp32, fp16 or bf16.
+        weight: (V, H), of hidden's dtype.
+        labels: (R,) int64.
+        bias: (V,), of hidden's dtype; None adds none.
+        terms: terms of the loss.
+        scale: what the logits are multiplied by, as some models do.
+        chunk_bytes: bytes of logits that exist at once.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together.

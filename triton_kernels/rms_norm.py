@@ -152,8 +152,12 @@ def rms_norm(
     """Return y = RMSNorm(x + residual), and the sum s itself (x where there is no residual).
 
     Args:
-        x: (..., N), fp32, fp16 or bf16. weight: (N,). residual: of x's shape and dtype.
-        offset: added to the weight. casting: see above.
+        x: (..., N), fp32, fp16 or bf16.
+        weight: (N,), fp32, fp16 or bf16.
+        eps: added to the mean of the squares.
+        offset: added to the weight.
+        casting: what is rounded where, one of `CASTINGS`; see above.
+        residual: of x's shape and dtype; None adds none.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together, or a row is too long.

@@ -112,8 +112,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """Return q and k turned by their positions' angles, each in its own dtype.
 
     Args:
-        q: (B, H, T, D), fp32, fp16 or bf16. k: (B, G, T, D), where G may be another number of heads.
-        cos, sin: (B, T, R) or (1, T, R), R even and at most D; no gradient is made for them.
+        q: (B, H, T, D), fp32, fp16 or bf16.
+        k: (B, G, T, D), where G may be another number of heads.
+        cos: (B, T, R) or (1, T, R), R even and at most D; no gradient is made for it.
+        sin: of cos's shape; no gradient is made for it.
 
     Raises:
         KernelError: if shapes, dtypes or devices do not fit together.

@@ -37,8 +37,12 @@ class Specimen:
     """A kernel as it is launched.
 
     Args:
-        name: of kernel and size. kernel: the function. types: of its arguments, by name; None: absent.
-        known: its constants. warps: of a program. moved: bytes an element, of 16-bit data (see above).
+        name: names of the kernel and of the size.
+        kernel: the kernel's function.
+        types: types of its arguments, by name; None for an argument that is absent.
+        known: its constants, by name.
+        warps: warps of a program.
+        moved: bytes an element, of 16-bit data (see above).
     """
 
     name: str
@@ -54,8 +58,12 @@ class Compiled:
     """What became of a specimen.
 
     Args:
-        registers: of a thread. shared: bytes of a program. local: bytes of a thread in memory: what spills.
-        instructions: of the PTX, by name.
+        specimen: the kernel that was compiled.
+        cubin: its machine code.
+        registers: registers of a thread.
+        shared: bytes of shared memory of a program.
+        local: bytes of local memory of a thread: what spills.
+        instructions: instructions of the PTX, by name.
     """
 
     specimen: Specimen

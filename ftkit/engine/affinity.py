@@ -54,8 +54,11 @@ class Affinity:
     """Where a rank computes.
 
     Args:
-        threads: of torch and of the host's optimizer. cpus: on which they may run. nodes: of those cpus.
-        binds: whether the rank is to be bound to them. reason: a clause, where it is not.
+        threads: number of threads of torch and of the host's optimizer.
+        cpus: CPUs on which these threads may run.
+        nodes: NUMA nodes of those CPUs.
+        binds: whether the rank is to be bound to them.
+        reason: a clause that says why the rank is not bound; empty where it is.
     """
 
     threads: int
@@ -96,7 +99,9 @@ def divide(claims: Sequence[Claim], rank: int, cores: Callable[[frozenset[int]],
     """Return where a rank computes; see [Note: how cores are divided].
 
     Args:
-        claims: of all ranks of this box, the same on each. rank: index among them. cores: of a mask, by node.
+        claims: claims of all ranks of this box, the same list on each rank.
+        rank: index of this rank among the claims.
+        cores: returns the physical cores of a mask, by node.
     """
     claim = claims[rank]
     mates = [index for index, other in enumerate(claims) if other.mask == claim.mask]

@@ -53,7 +53,8 @@ class Arena:
         huge: ask for pages of 2 MiB. What no drive and no device reads may do without: small ones come sooner.
 
     Attributes:
-        requested_bytes: `size_bytes`. pinned_bytes: the same rounded up to a page, or 0 where nothing is pinned.
+        requested_bytes: `size_bytes`, as it was asked for.
+        pinned_bytes: the same rounded up to a page, or 0 where nothing is pinned.
 
     Raises:
         HostMemoryError: if the system gives less address space, or pins less, than that.

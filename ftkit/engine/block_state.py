@@ -194,7 +194,9 @@ def differ(first: Sequence[Tensor], second: Sequence[Tensor], eps: float) -> boo
     """Return whether samples of two runs are of different computations, and not only rounded otherwise.
 
     Args:
-        eps: of the dtype of the results.
+        first: samples of the results of one run, as `sample` returns them.
+        second: samples of the results of the other run.
+        eps: machine epsilon of the dtype of the results.
     """
     if len(first) != len(second):
         return True

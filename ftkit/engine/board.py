@@ -33,7 +33,8 @@ _HEAD = struct.Struct("<QII")
 class Board(Protocol):
     """What all ranks write to and read.
 
-    Attributes: served: rank 0 serves the records, so that none can be read once it has ended.
+    Attributes:
+        served: rank 0 serves the records, so that none can be read once it has ended.
     """
 
     served: bool
@@ -55,7 +56,9 @@ class SharedBoard:
     """Records in shared memory.
 
     Args:
-        memory: at least `SLOT_BYTES` a rank, from its start.
+        memory: memory that all ranks have mapped; at least `SLOT_BYTES` a rank, from its start.
+        rank: this rank in the group.
+        world_size: number of ranks.
     """
 
     served = False
@@ -103,7 +106,10 @@ class StoreBoard:
     Rank 0 serves on when its model goes, and at its process's end until the others know of that: a few beats at most.
 
     Args:
-        store: a connection that nothing else uses. beat_s: seconds between two exchanges.
+        store: a connection that nothing else uses.
+        rank: this rank in the group.
+        world_size: number of ranks.
+        beat_s: seconds between two exchanges.
     """
 
     served = True

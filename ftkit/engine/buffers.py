@@ -42,7 +42,8 @@ class CommonBuffers:
     """Makes persistent buffers that forwards have written to the same on all ranks again: rank 0's.
 
     Args:
-        model: whose buffers are the same now. comm: the ranks.
+        model: the model, whose buffers are the same on all ranks now.
+        comm: the ranks.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:

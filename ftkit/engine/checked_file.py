@@ -21,7 +21,10 @@ class CheckedFile(TensorFile):
     """One of them, open.
 
     Args:
-        path, size_bytes, pieces, buffers: as of `PieceReader`.
+        path: path of the file.
+        size_bytes: the size that the file must have.
+        pieces: the pieces of the whole file, as a manifest has them.
+        buffers: the buffers to read into.
     """
 
     def __init__(self, path: Path, size_bytes: Any, pieces: Any, buffers: PieceBuffers) -> None:
@@ -76,7 +79,11 @@ def open_files(
     """Open a checkpoint's files until `stack` closes; return for each (kind, tensor name) the one that has it.
 
     Args:
-        buffers: to read into, open for longer. kinds: of the files that are opened; None: all.
+        folder: the checkpoint's folder.
+        manifest: its manifest, which lists the files with their sizes and pieces.
+        buffers: buffers to read into; they stay open for longer than the files.
+        stack: closes the files when it ends.
+        kinds: kinds of the files that are opened; None opens all.
 
     Raises:
         BrokenCheckpoint: if one is missing or of another size.

@@ -69,9 +69,12 @@ def load_checkpoint(
     """Read a checkpoint in place, on any number of ranks and at any stage. A collective.
 
     Args:
-        optimizer: None reads weights only.
+        folder: the checkpoint's folder.
+        units: units of the sharded model that is filled.
+        optimizer: the optimizer that is filled, too; None reads weights only.
         frozen: expect frozen weights in it.
-        state: read the optimizer's moments, counts and settings, too; False: its masters alone, and the rest stays as it is.
+        state: read the optimizer's moments, counts and settings, too; False reads its masters alone, and the rest stays as
+            it is.
 
     Returns:
         The `extra` that was saved.

@@ -21,7 +21,11 @@ def clone_range(source: int, start: int, size: int, target: int, at: int) -> boo
     """Let bytes [at, at + size) of an open file be those from `start` on of another; return whether that could be done.
 
     Args:
-        source, target: handles. start, size, at: multiples of the file system's block, which is 4096 bytes or less.
+        source: handle of the file that has the bytes.
+        start: first byte of the range in `source`; a multiple of the file system's block, which is 4096 bytes or less.
+        size: bytes of the range; a multiple of the block.
+        target: handle of the file that gets the bytes.
+        at: first byte of the range in `target`; a multiple of the block.
 
     Raises:
         OSError: of the drive (a full one).

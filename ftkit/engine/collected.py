@@ -76,7 +76,7 @@ def collect(parameter: nn.Parameter, collected: Callable[[], bool]) -> None:
     """Let `parameter.grad` raise while its gradient is with the engine.
 
     Args:
-        parameter: whole on every rank, trained.
+        parameter: a trained parameter that is whole on every rank.
         collected: whether the engine has a gradient of it.
     """
     parameter.__class__ = collecting_class(type(parameter))

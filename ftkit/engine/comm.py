@@ -66,12 +66,14 @@ class Communicator:
     """The ranks that share one model: who I am, and the collectives among us.
 
     Args:
-        group: a `torch.distributed` process group; None takes the default group, or a world of one where no process
-            group was initialised.
         device: where the tensors live. CPU ranks of one machine use shared memory.
+        group: a `torch.distributed` process group; None takes the default group, or a world of one where no process group
+            was initialised.
 
     Attributes:
-        rank: this rank in the group. world_size: number of ranks. bytes_sent: per operation name, as a ring sends.
+        rank: this rank in the group.
+        world_size: number of ranks in the group.
+        bytes_sent: bytes that this rank has sent, by name of the operation, counted as a ring sends them.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -164,6 +166,8 @@ class Communicator:
         """Fill `full` (W*S,) with every rank's `shard` (S,), in rank order. `shard` may be this rank's part of `full`.
 
         Args:
+            full: receives the shards of all ranks (W*S,).
+            shard: this rank's shard (S,).
             of: name of what is gathered, for messages; here and below.
 
         Raises:

@@ -28,7 +28,8 @@ def find_cores(mask: frozenset[int] | None = None, root: Path = Path("/")) -> li
     """Return the physical cores of a mask, by node.
 
     Args:
-        mask: CPUs; None: those that this process may use. root: where /sys is; another one in tests.
+        mask: CPUs to look at; None takes those that this process may use.
+        root: folder in which /sys is; tests give another one.
     """
     mask = own_mask() if mask is None else mask
     node_of = {}

@@ -72,12 +72,15 @@ class Disk:
     Args:
         folder: an existing folder on a drive of this box; the rank's own is made in it.
         name: unique to run and rank; one part of a file name.
-        depth, block_bytes: threads, and bytes that each moves at a time; what is None is chosen by `measure`.
+        depth: number of threads that move blocks; None lets `measure` choose it.
+        block_bytes: bytes that each thread moves at a time; None lets `measure` choose it.
 
     Attributes:
-        path: the rank's own folder. direct: whether O_DIRECT is used. filesystem: its kind, 'unknown' where the system
-            does not say. removed: leftovers of crashed runs that were removed, name to bytes. rates: what was measured
-            at the start, None if nothing was to be chosen.
+        path: the rank's own folder.
+        direct: whether O_DIRECT is used.
+        filesystem: kind of the file system, 'unknown' where the operating system does not say.
+        removed: leftovers of crashed runs that were removed, name to bytes.
+        rates: what was measured at the start, None if nothing was to be chosen.
 
     Raises:
         DiskError: if the folder is missing, read-only or full, or its own place in it is taken.
@@ -158,6 +161,7 @@ class Disk:
         Args:
             name: one part of a file name, new in this folder.
             numel: elements, a multiple of 4096.
+            dtype: dtype of the elements.
 
         Raises:
             DiskError: if there is no room for it, or the folder is gone.
@@ -185,8 +189,8 @@ class Disk:
         request is never joined with another: large blocks need requests as large.
 
         Args:
-            size_bytes: of the scratch file, which is removed. seconds: after which no other candidate is begun; a slow
-                drive leaves time for the likeliest only.
+            size_bytes: size of the scratch file, which is removed afterwards.
+            seconds: time after which no other candidate is begun; a slow drive leaves time for the likeliest only.
 
         Cost: 64 MiB of host memory.
         """
@@ -247,7 +251,8 @@ class Home:
     """A rank's own folder: locked while this process lives, removed with what is in it at the end.
 
     Attributes:
-        lanes: the threads that serve its files. handles: the files that are open.
+        lanes: the threads that serve the files of this folder.
+        handles: handles of the files that are open.
     """
 
     def __init__(self, path: Path) -> None:

@@ -28,7 +28,7 @@ class Drain:
 
     Args:
         flats: the lines whose gradients leave it.
-        tiers: says where to, and which device they are reduced on.
+        tiers: says to which tier they go, and on which device they are reduced.
         host: makes the sums.
     """
 

@@ -43,7 +43,9 @@ def export_tensors(
     """Write the weights as a Hugging Face folder's safetensors files, each rank its own ranges. A collective.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
+        units: units of the sharded model.
+        optimizer: the optimizer of these units; None writes the weights that are computed with.
         names_of: hub names under which a tensor is written; none leaves it out.
         dtype_of: dtype in which a tensor is written; fp32 masters are the source where there are any.
         buffers: hub name to value, the same on all ranks.

@@ -54,8 +54,8 @@ def refuse_broken(comm: Communicator, names: Iterable[str], where: str = "") -> 
 
     Args:
         comm: the ranks.
-        names: of the tensors that this rank found.
-        where: they came from, with what separates it from the name.
+        names: names of the tensors that this rank found.
+        where: where they came from, with what separates it from the name.
 
     Raises:
         UserError: naming the first of them, alike on all ranks.

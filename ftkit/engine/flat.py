@@ -304,7 +304,9 @@ class FlatParameter:
         """Yield each tensor's part of this rank's range in `store` (S,), with its values, piece by piece.
 
         Args:
-            first, last: only elements [first, last) of the line.
+            store: this rank's store (S,).
+            first: first element of the line that is wanted; None begins at this rank's range.
+            last: element of the line before which to stop; None ends with this rank's range.
         """
         base, stop = self.layout.shard_range(self.rank)
         first, last = max(base, first or base), stop if last is None else min(stop, last)
@@ -383,7 +385,9 @@ class FlatParameter:
         """Fill `full` (W*S,) with every rank's weights. Cost: one all-gather of W*S elements, and a copy from their tier.
 
         Args:
-            read: this rank's weights (S,) in host memory, where they were read ahead from a file.
+            full: receives the weights of all ranks (W*S,).
+            read: this rank's weights (S,) in host memory, where they were read ahead from a file; None takes them from their
+                tier.
         """
         self.settle()
         source = self.weights.tensor if read is None else read

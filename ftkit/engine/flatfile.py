@@ -124,7 +124,8 @@ class Lanes:
     bursts, with the drive idle meanwhile; and one core's worth of reading memory does not slow the drive, two do.
 
     Args:
-        depth: threads that move. block_bytes: what each moves at a time.
+        depth: number of threads that move blocks.
+        block_bytes: bytes that each thread moves at a time.
     """
 
     def __init__(self, depth: int, block_bytes: int) -> None:
@@ -271,8 +272,13 @@ class FlatFile:
     """One shard on disk: (numel,) of one dtype. Made by `Disk.file`.
 
     Args:
-        path, handle: of the file, which is open. lanes: that serve it. direct: whether it was opened with O_DIRECT.
-        owner: what must live as long.
+        path: path of the file.
+        numel: elements of the shard.
+        dtype: dtype of the elements.
+        lanes: the threads that serve the file.
+        handle: handle of the file, which is open.
+        direct: whether the file was opened with O_DIRECT.
+        owner: an object that must live as long as the file (its `Disk`).
 
     A range must not be written while it is read or written: wait for the one before the other. Requests on different
     ranges are carried out in any order.
@@ -295,7 +301,8 @@ class FlatFile:
         """Start reading elements [start, start + n) into `out` (n,): same dtype, contiguous, on the CPU.
 
         Args:
-            start: a multiple of `PIECE_NUMEL`; start + n is another, or the file's end.
+            start: first element, a multiple of `PIECE_NUMEL`; start + n is another, or the file's end.
+            out: receives the elements.
 
         Raises:
             ValueError: if range or tensor are not as said.
@@ -310,6 +317,8 @@ class FlatFile:
         """Start writing `values` (n,) to elements [start, start + n); see `read`. They must not change until it is done.
 
         Args:
+            start: first element, as for `read`.
+            values: the values to write.
             sums: `word_sum` of each piece, where the caller made them while the values were in cache; None makes them.
         """
         self._check(start, values)

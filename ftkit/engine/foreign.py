@@ -23,7 +23,7 @@ def refuse_foreign_optimizers(units: Units) -> None:
     """Let every optimizer raise whose step would update parameters of this model, unless it is sharded.
 
     Args:
-        units: of the model; refused are its parameters, and those on meta that sharding has replaced.
+        units: units of the model; its parameters are refused, and those on meta that sharding has replaced.
     """
     known = weakref.ref(units)
 

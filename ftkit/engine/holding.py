@@ -114,7 +114,8 @@ def _changed(flat: FlatParameter, before: tuple[list[int], Tensor] | None) -> st
     """Return what to call a line, or the parameter on it, whose part on this rank is not what it was.
 
     Args:
-        before: of a resident line its versions and marks; None: a gathered one is compared with its shard.
+        flat: the line.
+        before: versions and marks that a resident line had; None for a gathered one, which is compared with its shard.
     """
     if before is None:
         return flat.name if _edited(flat) else None

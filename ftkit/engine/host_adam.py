@@ -94,10 +94,17 @@ class HostAdamW:
         """Make one step of AdamW in place and write the new weight.
 
         Args:
-            master: (n,) fp32, read and written; so are exp_avg and exp_avg_sq.
+            master: (n,) fp32, read and written.
             gradient: (n,) fp32, bf16 or fp16, read.
+            exp_avg: (n,) fp32, the first moment, read and written.
+            exp_avg_sq: (n,) fp32, the second moment, read and written.
             weight: (n,) fp32, bf16 or fp16, receives `master` rounded to nearest even; None where the master is the weight.
             factor: what the gradient is multiplied by, in fp32: clip over loss scale.
+            lr: learning rate.
+            beta1: decay of the first moment, in [0, 1).
+            beta2: decay of the second moment, in [0, 1).
+            eps: added to the root of the second moment.
+            weight_decay: decoupled weight decay, which `lr` multiplies.
             step: 1 at the first update.
 
         Raises:
@@ -162,7 +169,9 @@ class HostAdamW:
         torch's own `add_` is as fast where both have one dtype; where they differ it widens all of `other` first.
 
         Args:
-            into: (n,) fp32, bf16 or fp16, read and written. other: (n,) of any of these dtypes, read.
+            into: (n,) fp32, bf16 or fp16, read and written.
+            other: (n,) of any of these dtypes, read.
+            scale: what `other` is multiplied by.
 
         Raises:
             ValueError: if a tensor has another dtype, device or length, or is not contiguous.
@@ -238,7 +247,10 @@ def _adamw_loop(
     """Update arrays (n,); see `HostAdamW.update`.
 
     Args:
-        keep: 1 - lr * weight_decay. toward: 1 - beta1. fresh: 1 - beta2. root: sqrt(1 - beta2^step).
+        keep: 1 - lr * weight_decay.
+        toward: 1 - beta1.
+        fresh: 1 - beta2.
+        root: sqrt(1 - beta2^step).
         rate: lr / (1 - beta1^step).
     """
     factor_, keep_, toward_, beta2_ = np.float32(factor), np.float32(keep), np.float32(toward), np.float32(beta2)

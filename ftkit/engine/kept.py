@@ -87,7 +87,7 @@ class Keeper:
     """Moves activations to the tier of `placement.kept`, and back.
 
     Args:
-        tiers: of the rank.
+        tiers: tiers of this rank.
     """
 
     def __init__(self, tiers: Tiers) -> None:

@@ -68,7 +68,8 @@ class Leaf:
 
     Args:
         flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
-        module, attribute: where it is read.
+        module: the module that reads the parameter.
+        attribute: name of the parameter in `module`.
         running: whether the model runs.
         updates: returns how often weights were updated: what was gathered before an update is not read after it.
     """

@@ -29,8 +29,13 @@ _MASK = (1 << 20) - 1
 class Ledger:
     """What this rank has entered and left, oldest first.
 
-    Attributes: entered, left: collectives begun and done. name: of the last one begun. header: its number and name as bytes.
-    digest: of the whole course, below 2**20. counter: a place (1,) that always has `entered`, for other ranks to see.
+    Attributes:
+        entered: number of collectives begun.
+        left: number of collectives done.
+        name: name of the last one begun.
+        header: its number and name as bytes.
+        digest: digest of the whole course, below 2**20.
+        counter: a place (1,) that always has `entered`, for other ranks to see; None where nobody looks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +50,8 @@ class Ledger:
         """Note that a collective begins.
 
         Args:
-            operation: in words. of: what is exchanged, in the user's words (a module's name).
+            operation: name of the operation, in words.
+            of: what is exchanged, in the user's words (a module's name).
         """
         known = self._known.get((operation, of))
         if known is None:
@@ -101,7 +107,7 @@ def first_difference(courses: Sequence[tuple[int, bytes]]) -> int | None:
     """Return the number, counted from 0, of the first collective that two ranks name differently; None if there is none.
 
     Args:
-        courses: of each rank, how many collectives it entered, and `Ledger.recent`.
+        courses: for each rank, how many collectives it entered, and `Ledger.recent`.
 
     Cost: a comparison of `RECENT` integers a rank.
     """

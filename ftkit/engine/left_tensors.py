@@ -30,7 +30,8 @@ class Place:
 
     Args:
         owner: the attributes, or the buffers, of a module.
-        attribute: the key in them. inner: the index or key within the container there; None for the value itself.
+        attribute: the key in `owner`.
+        inner: the index or key within the container that lies there; None for the value itself.
     """
 
     owner: dict[str, Any]
@@ -64,8 +65,8 @@ def left(noted: Noted, buffers: list[NotedBuffer]) -> list[Place]:
     """Return where a forward has left floating-point tensors.
 
     Args:
-        noted: the attributes before it, with copies of those containers that it has changed.
-        buffers: those that it has changed.
+        noted: the attributes before the forward, with copies of those containers that it has changed.
+        buffers: buffers that the forward has changed.
     """
     places = [(Place(each.slot[0]._buffers, each.slot[1]), each.buffer) for each in buffers]
     found = [place for place, before in places if place.get() is not before and _floats(place.get())]

@@ -52,7 +52,12 @@ class LossScale:
     There is no upper or lower stop but fp32's own: a scale below 1 is what a model with large gradients needs.
 
     Args:
-        value: the factor on the loss. dynamic: False keeps `value` (1.0 for fp32 and bf16).
+        value: the factor on the loss.
+        dynamic: whether `value` changes; False keeps it (1.0 for fp32 and bf16).
+        growth_steps: clean steps after which `value` doubles.
+        clean_steps: steps without overflow since the last overflow or doubling.
+        skipped_steps: steps with overflow so far.
+        limit: largest value that doubling reaches.
     """
 
     value: float = 1.0
@@ -89,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """What all sharded optimizers share: groups, norm, clipping, loss scale, the walk over the shards.
 
     Args:
-        units: from `shard()`.
+        units: units that `shard()` returned.
         params: parameters or groups of the sharded model, as for any torch optimizer; None takes all trainable ones.
         defaults: hyper-parameters of a group.
         loss_scale: None takes a dynamic one where any trained weights are fp16, else none.
@@ -242,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         their masters. What was written through `.data` leaves no trace, and is found by comparing.
 
         Args:
-            unseen: look for that, too: before a model is written.
+            unseen: compare weights and masters to find writes through `.data`, too; asked for before a model is written.
 
         Raises:
             UserError: if the `.data` of a parameter was replaced, or an update ran while a weight was edited.
@@ -500,8 +505,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update `master` (n,) fp32 and `moments` in place, and `weight` (n,) from it.
 
         Args:
+            master: master weights, read and written.
             gradient: (n,) gradient dtype, scaled and not clipped yet.
-            group: hyper-parameters. step: 1 at a tensor's first update. factor: on the gradient.
+            moments: name to moment (n,) fp32, read and written.
+            weight: receives `master` in its own dtype; None where the master is the weight.
+            group: hyper-parameters of the group.
+            step: 1 at a tensor's first update.
+            factor: what the gradient is multiplied by: clip over loss scale.
         """
         width = PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
         for start in range(0, master.numel(), width):
@@ -519,6 +529,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update `master` (n,) fp32 and `moments` in place from `gradient` (n,) fp32, unscaled and clipped.
 
         Args:
+            master: master weights, read and written.
+            gradient: gradient of these elements, already unscaled and clipped.
+            moments: name to moment (n,) fp32, read and written.
+            group: hyper-parameters of the group.
             step: 1 at a tensor's first update.
         """
         raise NotImplementedError

@@ -116,7 +116,10 @@ class PieceReader:
     """Reads ranges of a file, in whole pieces that are compared first.
 
     Args:
-        path: the file. size_bytes: that it must have. pieces: of all of it, as a manifest has them. buffers: to read into.
+        path: path of the file.
+        size_bytes: the size that the file must have.
+        pieces: the pieces of the whole file, as a manifest has them.
+        buffers: the buffers to read into.
 
     Raises:
         BrokenCheckpoint: if the file is missing or has another size, or the pieces do not cover it.

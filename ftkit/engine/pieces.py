@@ -119,11 +119,12 @@ class PieceWriter:
     """Writes one range of an existing file, in order, and notes its pieces.
 
     Args:
-        path: the file. start: first byte of the range, a multiple of 4096.
-        behind: nobody else uses its `room` until this writer is closed.
+        path: path of the file.
+        start: first byte of the range, a multiple of 4096.
+        behind: writes the pieces; nobody else uses its `room` until this writer is closed.
 
     Attributes:
-        pieces: whole once `behind` has settled.
+        pieces: the pieces of the range; the list is whole once `behind` has settled.
     """
 
     def __init__(self, path: Path, start: int, behind: WriteBehind) -> None:
@@ -213,9 +214,12 @@ def read_back(
     """Return the pieces of a range that another file gave by reference, compared with that file's sums, and durable.
 
     Args:
-        start: first byte of the range. sums: of the words of each `piece_bytes` of it, one after the other.
+        path: path of the file.
+        start: first byte of the range.
+        sums: the other file's sums of words (`word_sum`) of each `piece_bytes` of the range, one after the other.
+        piece_bytes: bytes of which each sum was made.
         room: (PIECE_BYTES,) of uint8, to read into.
-        look: called with the bytes that came before and with those read (n,) of uint8; may raise.
+        look: called with the number of bytes that came before and with those read (n,) of uint8; may raise.
 
     Raises:
         BrokenCheckpoint: if what is read is not what the other file was given. OSError: of the drive.

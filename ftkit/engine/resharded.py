@@ -115,8 +115,8 @@ def guard(parameter: Tensor, name: str, has_gradient: Callable[[], bool]) -> Non
     """Note what a parameter's refusals will say.
 
     Args:
-        parameter: of a sharded model.
-        name: of the parameter in the model.
+        parameter: parameter of a sharded model.
+        name: name of the parameter in the model.
         has_gradient: whether its gradient shard holds something.
     """
     parameter.ftkit_name = name  # type: ignore[attr-defined]  # tensors take attributes

@@ -58,7 +58,9 @@ def save_checkpoint(
     """Write a checkpoint of the weights, and of the optimizer if one is given. A collective.
 
     Args:
-        folder: must not exist.
+        folder: the folder to make; must not exist.
+        units: units of the sharded model.
+        optimizer: the optimizer whose state is written, too; None writes weights only.
         extra: anything JSON can hold, given back by `load_checkpoint`.
         frozen: also write frozen weights (an adapter's base can be loaded from where it came from).
 
@@ -78,13 +80,19 @@ def checkpoint_bytes(units: Units, optimizer: ShardedOptimizer | None = None, *,
 
 
 class Saving:
-    """A checkpoint on its way to the disk, while training goes on; see [Note: saving while training goes on].
+    """A checkpoint on its way to the disk, while training goes on; see [Note: saving while training goes on]. A collective.
 
-    Args: as of `save_checkpoint`. A collective.
+    Args:
+        folder: the folder to make; must not exist.
+        units: units of the sharded model.
+        optimizer: the optimizer whose state is written, too; None writes weights only.
+        extra: anything JSON can hold, given back by `load_checkpoint`.
+        frozen: also write frozen weights (an adapter's base can be loaded from where it came from).
 
     Attributes:
-        seconds: that the writing took on this rank, once it is done. blocked_seconds: of these, what updates waited.
-        shared_bytes: of this rank's part, what the file system shares with the NVMe tier instead of copying it.
+        seconds: time that the writing took on this rank, once it is done.
+        blocked_seconds: time for which updates waited for the writing, on this rank; it lies within `seconds`.
+        shared_bytes: bytes of this rank's part that the file system shares with the NVMe tier instead of copying them.
 
     Raises:
         UserError: if the folder exists or cannot be written, or another save of the same units is on its way.
@@ -347,6 +355,9 @@ class _Job:
         """Take in the range, and return its pieces: whole and durable once `behind` has settled.
 
         Args:
+            folder: the folder that is being written.
+            behind: writes the pieces.
+            stopped: says whether the writing is to end at once.
             shared: pieces of the store at its beginning that are there already.
 
         Raises:

@@ -96,6 +96,7 @@ def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
     What `check_contents` would refuse is left out: links, and names that are not to be shown.
 
     Args:
+        folder: the folder whose files are listed.
         apart: subfolders with a sealed list of their own, of which only that is listed here.
     """
     alone = set(apart)

@@ -375,11 +375,13 @@ def shard(
     Args:
         model: on CPU, on the device, or on meta (then its weights are zeros until a loader writes the shards).
         blocks: (name, module) of the blocks to recompute, in order of execution.
+        comm: the ranks.
+        policy: how the flat parameters are held.
         entries: modules whose calls count as "the model runs"; the model itself always is one.
         whole: parameters to replicate in any case (LoRA adapters).
         wide: parameters, by name, that stay fp32 whatever the compute dtype is.
         arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
-        fingerprint: of switches inside a block that must not change between forward and backward.
+        fingerprint: from a block to its switches that must not change between forward and backward.
         tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
         split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
         host_adam: from a number of threads to the arithmetic on shards in host memory.
@@ -599,6 +601,7 @@ def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]], whole: Set[int])
     """Return for each module inside a block, by identity, the block's name.
 
     Args:
+        blocks: (name, module) of the blocks.
         whole: parameters, by identity, that are replicated: blocks may share them (the vector bank of VB-LoRA).
 
     Raises:
@@ -620,6 +623,9 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
     """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves.
 
     Args:
+        units: units of the model.
+        flat: the line.
+        bindings: for each parameter, by identity, the modules that have it and its names there.
         inside: ids of the modules in blocks, which wait for their weights by themselves (adapters have such lines, too).
     """
     if flat.resident:

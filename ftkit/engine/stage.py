@@ -46,8 +46,10 @@ class SharedStage:
     With its first piece each rank shows the number and the name of its collective, in a place that changes with the halves.
 
     Args:
-        rank, world_size: of the ranks that share it.
-        memory: mapped by all of them; headers begin at byte `start`, and the halves follow.
+        rank: this rank among those that share the memory.
+        world_size: number of ranks that share it.
+        memory: memory that all of them have mapped; headers begin at byte `start`, and the halves follow.
+        start: first byte of the headers in `memory`.
     """
 
     def __init__(self, rank: int, world_size: int, memory: mmap.mmap, start: int) -> None:

@@ -38,12 +38,14 @@ class Patience:
     """Seconds.
 
     Args:
-        beat: between two signs of life. look: that a rank stands still before it reads the records of others.
-        stuck: that all ranks stand still, at different places outside ftkit, before they are judged.
-        stopped: without a sign of life, of a process that is stopped or gone. silent: the same, of any other; the work of
-            a process on this machine is a sign.
-        leave: that a process may take to end, before others tell what they know. grace: that a verdict may stay unread
-            before the process ends. remind: of waiting, until a line says for whom.
+        beat: time between two signs of life.
+        look: time for which a rank stands still before it reads the records of others.
+        stuck: time for which all ranks stand still, at different places outside ftkit, before they are judged.
+        stopped: time without a sign of life after which a process that is stopped or gone counts as lost.
+        silent: such a time for any other process; that a process on this machine works is a sign of life.
+        leave: time that a process may take to end, before others tell what they know.
+        grace: time for which a verdict may stay unread before the process ends.
+        remind: time that a rank waits until a line says for whom.
     """
 
     beat: float = 1.0
@@ -61,15 +63,22 @@ class Stand:
     """Where one rank stands.
 
     Args:
-        rank: in the group. host, pid: of the process.
-        entered: collectives that it entered. inside: whether it is in the last of these. name: of that one.
+        rank: the rank in the group.
+        host: name of the machine on which its process runs.
+        pid: number of its process.
+        entered: collectives that it entered.
+        inside: whether it is in the last of these.
+        name: name of that last one.
         outside: function of `torch.distributed` in which it waits without ftkit; empty if it does not.
-        line: the user's line of code. calls: see `ALONE`.
+        line: the user's line of code.
+        calls: functions of `ALONE` that it is in.
         still_s: seconds for which it has been there.
-        ended: whether it has let its model go, or its process has ended in order. verdict: message that it ended with.
+        ended: whether it has let its model go, or its process has ended in order.
         exit: how its process ended, in words; empty while that goes on.
+        verdict: message that it ended with; empty while there is none.
         lost: whether that verdict is about a lost rank.
-        codes: see `Ledger.recent`; empty while it moves. trail: names of the last collectives that it entered, in order.
+        codes: see `Ledger.recent`; empty while it moves.
+        trail: names of the last collectives that it entered, in order.
     """
 
     rank: int
@@ -128,7 +137,8 @@ class Verdict:
     """Why nobody goes on.
 
     Args:
-        text: for the user, the same on all ranks. lost: whether a rank is dead or hung, else ranks differ.
+        text: message for the user, the same on all ranks.
+        lost: whether a rank is dead or hung; False where ranks differ.
     """
 
     text: str
@@ -145,9 +155,9 @@ def judge(
     """Return why ranks wait in vain; None while a rank may still come.
 
     Args:
-        stands: of all ranks that have published one, in order; one of them waits.
+        stands: stands of all ranks that have published one, in order; one of them waits.
         silent: for each other rank, seconds without a sign of life, and what its process does ('' if nobody knows).
-        names: of collectives, by code.
+        names: names of collectives, by code.
         patience: see `Patience`.
     """
     for stand in stands:
@@ -196,6 +206,7 @@ def differ(went: Mapping[int, str], stands: Sequence[Stand]) -> Verdict:
 
     Args:
         went: for each rank, the name of the first collective in which they differ; may be empty.
+        stands: stands of all ranks that have published one.
     """
     parted = "; ".join(f"rank {rank} to {name}" for rank, name in sorted(went.items()))
     lines = ["the ranks wait for each other in vain: they do not do the same."]
@@ -221,7 +232,8 @@ def lost(stand: Stand, what: str) -> Verdict:
     """Return the verdict on a rank that does not come back. It tells nothing of the others: they see each other too late.
 
     Args:
-        what: happened to it.
+        stand: the last known stand of the rank.
+        what: what happened to it, in words.
     """
     last = f"It was last in {stand.name}." if stand.name else "It had not come to any collective."
     way_out = "The others cannot go on without it; resume from a checkpoint if one was saved."
@@ -236,7 +248,7 @@ def look_at(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
     """Return where a thread stands: `Stand`'s outside, line and calls.
 
     Args:
-        frame: its innermost.
+        frame: innermost frame of the thread.
     """
     outside, line, calls, innermost = "", "", [], True
     while frame is not None:

@@ -148,7 +148,10 @@ class TensorFile:
         """Write `values` (n,), any dtype and device, to elements [start, start + n) of tensor `name`, cast to its dtype.
 
         Args:
-            infinite: infinite values are written too, as masks hold them; NaN never is.
+            name: name of the tensor.
+            start: first element of the range.
+            values: values to write, cast to the file's dtype.
+            infinite: let infinite values pass, as masks hold them; NaN never does.
 
         Raises:
             UserError: for a value that is not finite in the file's dtype.
@@ -177,6 +180,7 @@ def create_file(
     """Create a safetensors file of the right size with its header, its data all zeros (a hole); ranks fill the ranges.
 
     Args:
+        path: path of the file, which must not exist.
         tensors: (name, shape, dtype) in the order in which they will lie, gapless.
         metadata: strings for the header's `__metadata__`.
     """

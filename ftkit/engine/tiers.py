@@ -46,7 +46,10 @@ class Placement:
     """The tier of each kind of tensor. See [Note: what lies where].
 
     Args:
-        parameters, gradients, state, kept: 'device', 'host' or 'nvme'.
+        parameters: tier of the weight shards: 'device', 'host' or 'nvme', as for the others.
+        gradients: tier of the gradient shards.
+        state: tier of the optimizer state.
+        kept: tier of the inputs of blocks that are kept for backward.
     """
 
     parameters: Tier = "device"
@@ -166,8 +169,8 @@ class Tiers:
     Args:
         device: where the rank computes.
         placement: the tier of each kind.
-        disk: of the NVMe tier, where anything is placed there.
-        state_host_bytes: of this rank's state, where that is placed on NVMe, what stays in host memory instead.
+        disk: disk of the NVMe tier, where anything is placed there.
+        state_host_bytes: bytes of this rank's state that stay in host memory where the state is placed on NVMe.
     """
 
     def __init__(
@@ -200,8 +203,12 @@ class Tiers:
         """Open the tiers that `placement` names; every rank calls this.
 
         Args:
-            nvme_dir: folder of the NVMe tier. expected_bytes: what this rank will keep there, roughly; the drive is
-                measured only where that is worth its two seconds. state_host_bytes: see the class.
+            comm: the ranks.
+            placement: the tier of each kind.
+            nvme_dir: folder of the NVMe tier.
+            expected_bytes: roughly the bytes that this rank will keep there; the drive is measured only where that is worth
+                its two seconds. None always measures.
+            state_host_bytes: see the class.
 
         Raises:
             UserError: if something is placed on NVMe and the folder is missing or cannot be written.
@@ -251,7 +258,9 @@ class Tiers:
         """Take the room for all stores of a kind, exactly: one arena, or bytes of the disk.
 
         Args:
-            sizes: (elements, dtype) of each store that will be made. tier: None: where `placement` has the kind.
+            kind: a kind of `Placement`.
+            sizes: (elements, dtype) of each store that will be made.
+            tier: the tier that gives the room; None takes the one where `placement` has the kind.
 
         Raises:
             UserError: if the disk has less room.
@@ -269,7 +278,11 @@ class Tiers:
         """Return a new store of zeros; its room was reserved.
 
         Args:
-            kind: of `Placement`. name: unique on this rank. tier: as it was reserved.
+            kind: a kind of `Placement`.
+            name: name of the store, unique on this rank.
+            numel: elements of the store.
+            dtype: dtype of the store.
+            tier: the tier on which its room was reserved; None takes the one where `placement` has the kind.
         """
         tier = tier or self.tier(kind)
         if tier == "host":

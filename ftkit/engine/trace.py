@@ -43,7 +43,7 @@ class Trace:
     """The spans of one rank.
 
     Args:
-        device: it computes on.
+        device: device that the rank computes on.
     """
 
     def __init__(self, device: torch.device) -> None:

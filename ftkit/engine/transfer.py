@@ -93,7 +93,7 @@ class ReadAhead:
 
     Args:
         groups: for each unit, its gathered flat parameters.
-        tiers: where the weights lie, and of the device that will copy from the buffers.
+        tiers: tiers of this rank, whose device will copy from the buffers.
     """
 
     def __init__(self, groups: Sequence[Sequence[FlatParameter]], tiers: Tiers) -> None:
@@ -156,7 +156,8 @@ class Transfer:
 
     Args:
         groups: for each unit, in order of execution, its flat parameters.
-        comm: the ranks. tiers: where the shards lie.
+        comm: the ranks.
+        tiers: where the shards lie.
         prefetch: whether units gather their neighbour while they compute.
         debug: fill what is freed with NaN, compare among ranks what each gather and reduction is for.
     """
@@ -237,8 +238,10 @@ class Transfer:
         """End a computation on `slot`: the parameters become absent.
 
         Args:
-            for_good: the slot may be written again. (A held one is read once more, in backward; it is never poisoned,
-                as a graph that outlives `zero_grad` may still see it.)
+            slot: the slot that held the weights.
+            flats: the flat parameters in it.
+            for_good: the slot may be written again. (A held one is read once more, in backward; it is never poisoned, as a
+                graph that outlives `zero_grad` may still see it.)
         """
         for flat in flats:
             flat.detach()

@@ -52,9 +52,11 @@ class World:
 
     Args:
         module: the block.
-        fingerprint: of the block's switches that ftkit does not set (active adapters); must be the same in backward.
-        state: of the block.
-        buffers: of the block; None where it will not be computed again.
+        device: the device on which the block computes.
+        fingerprint: from the block to its switches that ftkit does not set (active adapters); they must be the same in
+            backward.
+        state: what is known of the attributes of the block's modules.
+        buffers: buffers of the block; None where it will not be computed again.
     """
 
     def __init__(
@@ -148,8 +150,11 @@ class Call:
     """One call of a block: the function, its arguments as a tree with holes for tensors, and the worlds it ran in.
 
     Args:
+        function: computes the block.
+        arguments: its arguments as a tree with holes for tensors.
         note_world: returns the present world.
-        divided: for each tensor, whether its rows are divided among `parts`. parts: micro-batches.
+        divided: for each tensor, whether its rows are divided among `parts`.
+        parts: number of micro-batches.
     """
 
     def __init__(
@@ -246,13 +251,15 @@ class Unit:
 
     Args:
         number: place in the order of execution.
-        name: of the module in the model.
+        name: name of the module in the model.
         module: the block.
         flats: its flat parameters (frozen and trainable, one a dtype).
-        keep: keep the graph from forward to backward. hold: keep the weights gathered from forward to backward.
-        parts: micro-batches into which a call that a backward follows is divided; `split` says what of it.
+        keep: keep the graph from forward to backward.
+        hold: keep the weights gathered from forward to backward.
         arguments: cleans a call's (args, kwargs) when gradients are on.
         fingerprint: see `World`.
+        parts: micro-batches into which a call that a backward follows is divided.
+        split: says which of the call's tensors `parts` divides; needed where that is above 1.
     """
 
     def __init__(
@@ -620,7 +627,8 @@ class Unit:
         """Raise if the block has written to an argument in place, which it would be given in backward as it is then.
 
         Args:
-            versions: of the arguments before; None of those that may be written to.
+            tensors: tensors of the arguments, as they are now.
+            versions: their versions before the call; None for those that may be written to.
 
         Raises:
             UserError: naming the block.

@@ -68,8 +68,12 @@ class LineStep:
     """What one step does to one line.
 
     Args:
-        flat, state: the line. gradient: (S,). runs: of this rank's shard. groups: hyper-parameters, as they were at the
-            step. factor: on the gradient, clip over loss scale.
+        flat: the line.
+        state: the optimizer state of the line.
+        gradient: gradient shard of the line (S,).
+        runs: runs of this rank's shard whose elements are updated alike.
+        groups: hyper-parameters of each group, as they were at the step.
+        factor: what the gradient is multiplied by: clip over loss scale.
     """
 
     flat: FlatParameter

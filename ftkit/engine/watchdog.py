@@ -47,8 +47,10 @@ class Working:
     """What was seen of a silent process.
 
     Args:
-        cpu_s: its time on CPUs when it was looked at last, at `looked`. disk: whether it waited for a disk since then.
-        worked: when it was last known to work.
+        cpu_s: seconds that it had spent on CPUs at the last look.
+        looked: moment of the last look.
+        worked: moment at which it was last known to work.
+        disk: whether it has waited for a disk since the last look.
     """
 
     cpu_s: float
@@ -61,7 +63,9 @@ class Watchdog:
     """Shows where this rank stands, and judges the others while it stands still.
 
     Args:
-        board: where records are shown. rank: in the group. ledger: of this rank's collectives.
+        board: where records are shown.
+        rank: this rank in the group.
+        ledger: ledger of this rank's collectives.
         cuda: whether collectives return before they are done.
         abort: ends the backend's collectives, as far as the backend can.
     """

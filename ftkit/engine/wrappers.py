@@ -38,7 +38,7 @@ def refuse_wrapped(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], *,
     """Raise where a model that is to be sharded, or a part of it with blocks inside, has a wrapper of others around it.
 
     Args:
-        model: to be sharded.
+        model: model to be sharded.
         blocks: (name, module) of its blocks.
         gathers: whether blocks' weights come and go. Where they stay, a compiled block computes as any other.
 

@@ -50,6 +50,7 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
 
     Args:
         optimizer: AdamW or SGD over the model's parameters; its `param_groups` are shared, so schedulers drive both.
+        units: the sharded model.
 
     Raises:
         UserError: for other classes, switches that the sharded ones lack, or parameters of a model on meta.
@@ -114,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         ftkit: `"auto"`, a mapping, a YAML file, or `EngineSettings`.
-        kwargs: as accelerate's. `mixed_precision` gives the compute dtype; autocast itself stays off.
+        kwargs: arguments of accelerate's class. `mixed_precision` gives the compute dtype; autocast itself stays off.
 
     Raises:
         UserError: where DeepSpeed, FSDP, Megatron or fp8 is asked for as well.
@@ -130,8 +131,10 @@ class Accelerator(accelerate.Accelerator):
         """Take over an accelerator that accelerate (or a Trainer) has built.
 
         Args:
-            settings: of the engine.
-            micro_batch_tokens, accumulation_steps, parts: see `ftkit.shard`; 0 takes this accelerator's.
+            settings: the engine's settings.
+            micro_batch_tokens: see `ftkit.shard`.
+            accumulation_steps: see `ftkit.shard`; 0 takes this accelerator's `gradient_accumulation_steps`.
+            parts: see `ftkit.shard`.
         """
         kind = self.distributed_type.value
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
@@ -168,9 +171,9 @@ class Accelerator(accelerate.Accelerator):
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
         Args:
-            model: planned beside those that this accelerator has sharded before.
-            evaluation: True: it will not be trained. False: it will, also if it was sharded for evaluation. None: as it is,
-                and for training if it is not sharded.
+            model: the model; it is planned beside the models that this accelerator has sharded before.
+            evaluation: whether the model is only evaluated. False makes it trainable even where it was sharded for
+                evaluation; None leaves a sharded model as it is, and shards another one for training.
 
         Raises:
             UserError: if the loader would not deal the rows out among the ranks that share the weights, or nothing fits.
@@ -205,9 +208,9 @@ class Accelerator(accelerate.Accelerator):
         """Shard `model` in place and return it.
 
         Args:
-            model: as accelerate's.
+            model: the model, as accelerate takes it.
             device_placement: not used; the engine places weights.
-            evaluation_mode: plan no gradients and no optimizer state.
+            evaluation_mode: whether the plan leaves out gradients and optimizer state.
         """
         self.sharded(model, evaluation=True if evaluation_mode else None)
         if model not in self._models:
@@ -245,9 +248,10 @@ class Accelerator(accelerate.Accelerator):
         """Call backward on the loss, divided by the accumulation steps and multiplied by the loss scale.
 
         Args:
-            loss: of this rank; the gradient is that of the mean over ranks.
+            loss: loss of this rank; the gradient is that of the mean over ranks.
             rows: what the loss is a mean over (rows, label tokens) on this rank, where ranks differ in it: the gradient is
                 then that of the mean over all ranks' rows. A collective; all ranks give it or none.
+            kwargs: further arguments of accelerate's `backward`.
         """
         if rows is not None:
             loss = loss * self.weight_of(rows)
@@ -404,7 +408,8 @@ class Accelerator(accelerate.Accelerator):
         """Read what `save_state` wrote, on any number of ranks. A collective.
 
         Args:
-            input_dir: None takes the last whole one under the project's checkpoints, where they are named automatically.
+            input_dir: the folder; None takes the last whole one under the project's checkpoints, where they are named
+                automatically.
 
         Raises:
             UserError: if the folder lacks a part.

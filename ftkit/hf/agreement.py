@@ -29,7 +29,9 @@ def agree(model: nn.Module, stored: Mapping[str, str], comm: Communicator) -> se
     """Make parameters and buffers the same on all ranks: rank 0's. A collective.
 
     Args:
-        stored: name to place in the folder, of parameters that are nowhere else.
+        model: the model, not yet sharded.
+        stored: name of a parameter to its place in the folder, for parameters whose values are nowhere else.
+        comm: the ranks.
 
     Returns:
         Names of parameters in `stored` that another rank has a value for: they are values now, here too.

@@ -51,7 +51,17 @@ def attention(
     """Return the attention's result (B, T, H, E), and no weights; arguments as transformers gives them.
 
     Args:
-        query: (B, H, T, D). key: (B, G, T, D). value: (B, G, T, E). attention_mask: boundaries, or whatever sdpa takes.
+        module: the attention module that calls.
+        query: (B, H, T, D).
+        key: (B, G, T, D), where G divides H.
+        value: (B, G, T, E).
+        attention_mask: boundaries of packed samples, (B, 1, 1, S + 1) int32, or a mask that sdpa takes.
+        dropout: share of the attention weights that are dropped.
+        scaling: factor on the scores; None: 1 / sqrt(D).
+        sliding_window: a token of packed samples sees itself and sliding_window - 1 before it; None takes the
+            configuration's.
+        softcap: scores become softcap * tanh(scores / softcap).
+        kwargs: further arguments of transformers; an unknown one that holds a tensor raises.
 
     Raises:
         ValueError: for what would be lost: arguments that are not known here (sinks, indices), and, where samples are
@@ -91,14 +101,14 @@ def repeated_sdpa(
     Without that, PyTorch computes grouped keys without a mask by its math kernel: scores of (B, H, T, T), in fp32.
 
     Args:
-        module: of transformers, as it calls its attention.
+        module: the attention module of transformers that calls.
         query: (B, H, T, D).
         key: (B, G, T, D), where G divides H.
         value: (B, G, T, E).
-        attention_mask: as sdpa takes it.
-        dropout: share of the weights that are dropped.
-        scaling: of the scores.
-        kwargs: whatever transformers adds.
+        attention_mask: mask that sdpa takes.
+        dropout: share of the attention weights that are dropped.
+        scaling: factor on the scores; None: 1 / sqrt(D).
+        kwargs: further arguments of transformers.
     """
     groups = query.shape[1] // key.shape[1]
     stand_in: Any = module
@@ -117,7 +127,7 @@ def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> b
         query: (B, H, T, D).
         key: (B, G, T, D).
         value: (B, G, T, E).
-        dropout: share of the weights that are dropped.
+        dropout: share of the attention weights that are dropped.
     """
     if query.device.type == "cuda":  # PyTorch answers for this card and this version
         asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, True)
@@ -131,8 +141,8 @@ def repeat_grouped_keys(model: nn.Module, device: torch.device) -> bool:
     """Let a model that uses transformers' sdpa repeat grouped keys where PyTorch has no kernel for them; say if it does.
 
     Args:
-        model: of transformers. Others are left as they are.
-        device: on which it computes.
+        model: a model of transformers; others are left as they are.
+        device: device on which the model computes.
     """
     config = getattr(model, "config", None)
     if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":

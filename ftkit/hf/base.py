@@ -58,7 +58,8 @@ def note_of(units: Units, *, weights: bool = True) -> Note:
     """Return what a model is built on, as plain data. A collective.
 
     Args:
-        weights: note them, too; off where the checkpoint holds all of them.
+        units: the sharded model.
+        weights: whether the weights are noted, too; not needed where the checkpoint holds all of them.
 
     Cost: see above.
     """
@@ -149,7 +150,8 @@ def check_base(noted: Any, now: Note, where: str) -> bool:
     """Compare the base of a checkpoint with that of this run.
 
     Args:
-        noted: what the checkpoint notes; None where it notes nothing. now: of this run.
+        noted: the checkpoint's note of its base; None where it has none.
+        now: the note of this run.
         where: the checkpoint, for messages.
 
     Returns:

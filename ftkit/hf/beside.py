@@ -28,8 +28,8 @@ def limits_beside(limits: Limits, others: Iterable[Units]) -> Limits:
     """Return the limits of a model that is sharded beside others.
 
     Args:
-        limits: of all models of this process together.
-        others: sharded before; those without a plan are left out.
+        limits: limits of all models of this process together.
+        others: models that were sharded before; those without a plan are left out.
     """
     changes: dict[str, int] = {}
     names = dict(limits.names)
@@ -60,8 +60,8 @@ def planned_for_training(plan: Plan, shape: Shape) -> Plan:
     """Return the plan of a model that was planned for evaluation only, for its training in the same form.
 
     Args:
-        plan: for evaluation.
-        shape: of the model with what it trains.
+        plan: the plan for evaluation.
+        shape: the model's shape, with what it trains.
 
     Raises:
         DoesNotFit: if gradients and state do not fit in that form.

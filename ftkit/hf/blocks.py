@@ -386,7 +386,9 @@ def check_shardable(model: nn.Module, world_size: int, *, cuts_gradients: bool) 
     """Raise for configurations that would train wrongly without an error; before sharding as after it.
 
     Args:
-        cuts_gradients: blocks run otherwise than by plain autograd: recomputed or sharded.
+        model: the model, sharded or not.
+        world_size: number of ranks.
+        cuts_gradients: whether blocks run otherwise than by plain autograd: recomputed or sharded.
 
     Raises:
         UserError: naming what to set.

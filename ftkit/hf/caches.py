@@ -22,7 +22,7 @@ def refuse_caches(units: Units) -> None:
     """Let calls of the model raise that would train through a cache, or would read one that was left empty.
 
     Args:
-        units: of the model. Its own calls are looked at, not those of the models inside it.
+        units: the sharded model. Its own calls are looked at, not those of the models inside it.
     """
     empty: weakref.WeakSet[Any] = weakref.WeakSet()
     trains = any(flat.trainable for flat in units.flats)

@@ -81,7 +81,9 @@ def listeners(callbacks: Iterable[Any], events: Iterable[str], known: tuple[str,
     """Return the classes of the callbacks that define one of these events.
 
     Args:
-        callbacks: of a Trainer. events: names of methods. known: packages whose callbacks are left out.
+        callbacks: the Trainer's callbacks.
+        events: names of the methods that are looked for.
+        known: packages whose callbacks are left out.
     """
     names = []
     for callback in callbacks:
@@ -99,7 +101,9 @@ def overriders(trainer: type, methods: Iterable[str], known: tuple[str, ...]) ->
     """Return the classes that define one of these methods.
 
     Args:
-        trainer: class of a Trainer. methods: their names. known: packages whose classes are left out.
+        trainer: the Trainer's class.
+        methods: names of the methods that are looked for.
+        known: packages whose classes are left out.
     """
     foreign = (each for each in trainer.__mro__ if each.__module__.partition(".")[0] not in known)
     return [each.__name__ for each in foreign if any(name in vars(each) for name in methods)]
@@ -109,7 +113,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Stop for a method that is nearly named as an event of the Trainer, or as one of others, and that no Trainer calls.
 
     Args:
-        callbacks: of a Trainer.
+        callbacks: the Trainer's callbacks.
 
     Raises:
         UserError: with the event that was meant.

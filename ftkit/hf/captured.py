@@ -25,7 +25,8 @@ def tell_hooks(units: Units, instead: str) -> None:
     """Warn of hooks inside blocks at the first call of the model with gradients on; hooks may come until then.
 
     Args:
-        units: of the model; rank 0 tells. instead: settings under which such losses train.
+        units: the sharded model; its rank 0 warns.
+        instead: advice at the end of the warning, with the settings under which such losses train.
     """
 
     def before(module: nn.Module, args: Any) -> None:

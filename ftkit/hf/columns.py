@@ -67,7 +67,7 @@ def without(value: Any, ignored: frozenset[str], matched: set[str], path: str = 
         value: a row, or a part of one
         ignored: the names
         matched: gets the names that were there
-        path: name of the part
+        path: dotted name of the part; "" for a row
     """
     if isinstance(value, dict):
         kept = {}
@@ -86,9 +86,9 @@ class Watched(dict):
 
     Args:
         content: the keys and values; dictionaries below are watched as well
-        path: its name
+        path: dotted name of the dictionary, with which the names of its keys begin
         read: gets the names of the keys that are read
-        element: what `read` gets besides, as of one that stands in a list
+        element: name that `read` gets besides once any key is read, where the dictionary is an element of a list; else ""
     """
 
     def __init__(self, content: dict[str, Any], path: str, read: set[str], element: str = ""):
@@ -163,8 +163,8 @@ def not_read(value: Any, path: str, read: Collection[str]) -> Iterator[str]:
 
     Args:
         value: a dictionary, or a list of them
-        path: its name
-        read: what was read
+        path: dotted name of the value
+        read: names of the keys that were read
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -191,7 +191,7 @@ def found_in(notes: pyarrow.ChunkedArray, places: Any) -> tuple[dict[str, Found]
 
     Args:
         notes: what `noted` made of each row
-        places: where the rows stand, one text a row
+        places: where each row stands, as text
     """
     encoded = pyarrow.compute.dictionary_encode(notes).combine_chunks()
     codes = encoded.indices.to_numpy(zero_copy_only=False)
@@ -271,7 +271,7 @@ def refuse_marks(loss_on: str, reports: Iterable[Report]) -> None:
 
     Args:
         loss_on: answers | marks | all
-        reports: of all that the run reads
+        reports: reports of all data that the run reads
 
     Raises:
         UserError: all rows are plain text
@@ -288,7 +288,7 @@ def refuse_unmatched(ignored: Sequence[str], reports: Iterable[Report]) -> None:
 
     Args:
         ignored: the names
-        reports: of all that the run reads
+        reports: reports of all data that the run reads
 
     Raises:
         UserError: with the nearest name

@@ -28,8 +28,8 @@ class Found:
     """Rows that have something in common.
 
     Args:
-        rows: how many
-        places: where the first of them stand
+        rows: number of the rows
+        places: where the first of these rows stand
     """
 
     rows: int
@@ -104,8 +104,8 @@ class SourceReport:
         found: what `ftkit.hf.faults` found in the rows, by the names of its `KINDS`
         empty_samples: samples whose answers hold nothing but their ends, all of them
         ends: the tokens that end answers, as text, and how many samples they end
-        lengths: of the samples
-        trained_lengths: of what is trained on in each sample
+        lengths: lengths of the samples, in tokens
+        trained_lengths: number of trained tokens in each sample
         split_rows: plain texts longer than a sequence that became several samples
         split_samples: the samples that they became
         unread: names of columns and keys that say something and that nobody reads, see `ftkit.hf.columns`
@@ -160,7 +160,7 @@ class Report:
     """What became of the rows of all sources.
 
     Args:
-        sources: one report a source
+        sources: one report for each source
         rendering: marked | prefix | plain, see `ftkit.hf.rendering`
         sequences: rows of the prepared data set: samples, or packed sequences of them
         packing_efficiency: share of the packed sequences' room that holds tokens, or None

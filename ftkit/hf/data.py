@@ -60,8 +60,8 @@ class Prepared:
         dataset: columns input_ids, labels (lists of int32), place (where in the sources it stands), position_ids if
             packed, and source (int16, which source a row came from) if there are several
         report: what became of the rows
-        weights: one a source, or None where every row comes once an epoch
-        folder: where it lies on the disk, with the checksums of its samples; None where that is not known
+        weights: one weight for each source, or None where every row comes once an epoch
+        folder: where the data lie on the disk, with the checksums of their samples; None where that is not known
     """
 
     dataset: datasets.Dataset
@@ -119,8 +119,8 @@ def prepare(
         loss_on: answers (assistant turns) | marks (what the template marks, whoever says it) | all
         on_bad_row: stop | skip, for rows that cannot be used
         task: causal-lm | seq2seq (the question for the encoder, the answer as labels)
-        long_text: split | cut | stop, for plain text longer than sequence_tokens: into several samples, at its end, or
-            like a row that cannot be used
+        long_text: what becomes of plain text longer than sequence_tokens: split makes several samples of it, cut drops its
+            end, stop treats it like a row that cannot be used
         ignore_columns: names of columns, and of keys below them (`messages.name`), that are removed before rows are read
         must_match: whether each of those names must be in some row, and marks in some; False where another file may have it
         seed: orders samples of equal length when packing; without packing it changes nothing here

@@ -50,7 +50,9 @@ class Evaluation:
     """What held-out tokens gave.
 
     Args:
-        loss: mean of all label tokens, nats. perplexity: its exponential. tokens: label tokens.
+        loss: mean loss of all label tokens, nats.
+        perplexity: exponential of the loss.
+        tokens: number of label tokens.
     """
 
     loss: float
@@ -74,11 +76,12 @@ def evaluate(
     """Return loss and perplexity of data, the same on all ranks. All ranks of a sharded model call it together.
 
     Args:
-        model: of transformers or peft, with its weights; sharded, or whole.
-        data: without `collate` this rank's own batches, as many as it has: dictionaries of tensors with `input_ids` (B, T)
-            and `labels` (B, T), -100 where a token does not count. With it the rows of a data set, which all ranks give
-            whole: batches are cut of it in order and dealt to the ranks.
-        collate: makes a batch of rows (`ftkit.hf.batches.Collator`). batch_size: rows of a batch then.
+        model: a model of transformers or PEFT with its weights, sharded or whole.
+        data: without `collate`, this rank's own batches, as many as it has: dictionaries of tensors with `input_ids` (B, T)
+            and `labels` (B, T), -100 where a token does not count. With `collate`, the rows of a data set, which all ranks
+            give whole: batches are cut from it in order and dealt to the ranks.
+        collate: makes a batch of rows (`ftkit.hf.batches.Collator`).
+        batch_size: rows of a batch, where `collate` is given.
 
     Raises:
         UserError: no label token at all, or a model whose labels are not those of tokens.

@@ -66,11 +66,13 @@ def export_checkpoint(
     """Write a Trainer checkpoint's model as a folder that `from_pretrained` opens; return its parameters.
 
     Args:
-        checkpoint: a folder `checkpoint-N`. out: is made; must not hold a model yet.
+        checkpoint: a folder `checkpoint-N`.
+        out: folder to make; it must not hold a model yet.
         dtype: fp32, bf16 or fp16; None: what each tensor had before training.
-        shard_bytes: largest safetensors file. task: causal-lm or seq2seq.
-        trust_remote_code: run code from the checkpoint folder.
-        progress: called with the bytes written and those of all.
+        shard_bytes: largest size of a safetensors file, bytes.
+        task: causal-lm or seq2seq.
+        trust_remote_code: whether code from the checkpoint folder is run.
+        progress: called with the bytes written so far and the bytes of all.
 
     Raises:
         UserError: if the checkpoint is not whole or cannot be exported, or `out` holds a model.
@@ -113,8 +115,10 @@ class Outgoing:
     """One tensor of a model that is written.
 
     Args:
-        shape, dtype: of the file. values: yields (first element, values (n,)), all elements in order.
-        infinite: it may hold infinite values, as buffers do.
+        shape: shape in the file.
+        dtype: dtype in the file.
+        values: yields (first element, values (n,)) until all elements have come, in order.
+        infinite: whether the tensor may hold infinite values, as buffers do.
     """
 
     shape: tuple[int, ...]

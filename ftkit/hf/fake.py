@@ -35,7 +35,7 @@ def nothing_behind(device: torch.device) -> Iterator[None]:
     """Let the tensors that the body makes hold nothing.
 
     Args:
-        device: of compute: meta, where only host memory needs fake tensors; or the CPU, where all of them are.
+        device: the compute device: meta, where only host memory needs fake tensors; or the CPU, where all tensors are fake.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), fakes if device.type == "cpu" else HostFakes(fakes):
@@ -83,7 +83,12 @@ def batch(model: nn.Module, rows: int, tokens: int, device: torch.device, *, pac
     """Return what the Trainer gives the model: a whole sequence to each row, and the number of tokens of the step.
 
     Args:
-        packed: as ftkit's own attention has it, one sample a row; else with a mask of what is no padding.
+        model: the model that gets the batch.
+        rows: number of rows.
+        tokens: tokens of a row.
+        device: where the tensors are made.
+        packed: whether rows are packed samples, as ftkit's own attention takes them, one sample a row; else the batch has a
+            padding mask.
     """
 
     def numbers() -> Tensor:
@@ -111,8 +116,11 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
     What all blocks share (masks, rotary tables) is not the block's; its own input is: the engine holds it to the backward.
 
     Args:
-        model: on any device; it is not changed, and nothing of it is read. block: of the model.
-        wide: parameters, by name, that stay fp32. dtype: of compute; None: each parameter's own.
+        model: the model, on any device; it is not changed, and no value of it is read.
+        block: a block of the model.
+        tokens: tokens of the sequence.
+        wide: says by a parameter's name whether it stays fp32.
+        dtype: compute dtype; None: each parameter's own.
 
     Raises:
         Exception: whatever a model raises that cannot be computed without values.

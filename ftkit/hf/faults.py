@@ -132,7 +132,7 @@ class Marks:
         Args:
             rendered: what became of it, before it is cut
             conversation: what it says, or plain text
-            kept_tokens: so many tokens of it are kept
+            kept_tokens: how many tokens of it are kept
             answers: whether the spans of `rendered` are answers, and not all of it
 
         Returns:
@@ -231,8 +231,8 @@ def found_of(flags: np.ndarray, places: Any) -> dict[str, Found]:
     """Return what rows have, by kind.
 
     Args:
-        flags: (rows,) integers, what `Marks.of_row` gave
-        places: where the rows stand, one text a row
+        flags: (rows,) integers, what `Marks.of_row` returned for each row
+        places: where each row stands, as text
     """
     found = {}
     for bit, name in enumerate(KINDS):
@@ -247,7 +247,7 @@ def duplicates_of(digests: np.ndarray, places: Any) -> Found:
 
     Args:
         digests: (samples,) checksums
-        places: where the samples stand, one text a sample
+        places: where each sample stands, as text
     """
     _, firsts, groups = np.unique(digests, return_index=True, return_inverse=True)
     first = firsts[groups]
@@ -260,8 +260,9 @@ def overlap_of(train: np.ndarray, held_out: np.ndarray, places: Any) -> Found:
     """Return the held-out samples that are trained on as well.
 
     Args:
-        train, held_out: (samples,) checksums
-        places: where the held-out samples stand, one text a sample
+        train: (samples,) checksums of the samples that are trained on
+        held_out: (samples,) checksums of the held-out samples
+        places: where each held-out sample stands, as text
     """
     rows = np.flatnonzero(np.isin(held_out, train))
     return Found(len(rows), tuple(places[int(row)] for row in rows[:MOST_PLACES]))
@@ -318,8 +319,8 @@ def overlap_fault(overlap: Found, held_out: int) -> Fault | None:
     """Return the fault of held-out samples that are trained on as well, or None.
 
     Args:
-        overlap: of `overlap_of`
-        held_out: how many samples are held out
+        overlap: what `overlap_of` returned
+        held_out: number of held-out samples
     """
     if not overlap.rows:
         return None

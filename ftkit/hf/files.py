@@ -55,8 +55,8 @@ class Files:
     """The files of a source.
 
     Args:
-        read: in the order of their names
-        passed_over: names of those that hold no rows
+        read: files that are read, in the order of their names
+        passed_over: names of the files that hold no rows
     """
 
     read: tuple[Path, ...]

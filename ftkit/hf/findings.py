@@ -17,13 +17,13 @@ class Findings:
     """What is known of data before training.
 
     Args:
-        title: of what
+        title: what the findings are about
         report: what became of the rows; None where no source has a row that can be used
         held_out: the same of the held-out file; None where there is none
         faults: what is wrong with the rows, the worst first
         refused: why a run would not begin with them, or ""
         shown: some rows as the model gets them
-        sequence_tokens: room of a sequence
+        sequence_tokens: room of a sequence, in tokens
         notes: what else is good to know, one sentence each
     """
 

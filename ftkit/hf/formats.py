@@ -167,7 +167,7 @@ def unread_columns(row: dict, format_name: str) -> list[str]:
 
     Args:
         row: a row that `read_row` has read
-        format_name: as there
+        format_name: the format it was read as, a name of `FORMATS`
     """
     read = set(columns_of(row, format_name))
     if format_name != "text":

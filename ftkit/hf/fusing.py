@@ -60,7 +60,8 @@ class Fused:
     """What was exchanged in a model, and what was left alone.
 
     Args:
-        done: kind to the names of the submodules. left: name to why it was not exchanged.
+        done: kind of exchange to the names of the submodules that got it.
+        left: name of a submodule to why it was not exchanged.
     """
 
     done: dict[str, list[str]] = field(default_factory=dict)
@@ -89,10 +90,14 @@ class Candidate:
     """An exchange that may fit a submodule.
 
     Args:
-        kind: for the report. members: what the subclass gets. linears: of the twin (see `twin_of`).
-        leaves: arguments of the twin's forward, fp32. mixed: whether the input may be fp32 where weights are not.
-        replaced: children that are not called any more. weighed: the child whose weight is asked for its dtype.
-        expected: whether it is worth telling that it does not fit.
+        kind: name of the exchange, for the report.
+        members: members of the subclass that the submodule gets.
+        leaves: arguments of the twin's forward, fp32.
+        linears: linear layers of the twin, by the child's name (see `twin_of`).
+        mixed: whether the input may be fp32 where the weights are not.
+        replaced: names of the children that are not called any more.
+        weighed: name of the child whose weight the new forward asks for its dtype.
+        expected: whether the user is told where the exchange does not fit.
     """
 
     kind: str
@@ -109,7 +114,9 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     """Exchange what is known in `model`, in place.
 
     Args:
-        model: anywhere, meta too. dtype, device: of compute.
+        model: the model, on any device, meta too.
+        dtype: compute dtype.
+        device: compute device.
 
     Cost: a proof for each distinct submodule: milliseconds on a CPU, on a GPU the compilation of its kernels.
     """

@@ -49,8 +49,9 @@ class TokenLosses:
     """What each token's label gave: token t + 1 by the hidden states at t.
 
     Args:
-        losses: (B, T - 1) fp32, nats; 0 where a label does not count. hits: (B, T - 1) bool, the label was the likeliest.
-        counted: (B, T - 1) bool, the label counts.
+        losses: (B, T - 1) fp32, nats; 0 where a label does not count.
+        hits: (B, T - 1) bool, whether the label was the likeliest token.
+        counted: (B, T - 1) bool, whether the label counts.
     """
 
     losses: Tensor
@@ -67,7 +68,9 @@ class HeadLoss:
     """A model's loss function, and what its head keeps for it.
 
     Args:
-        head: the linear layer. cap, scale: of its outputs.
+        head: the head, a linear layer.
+        cap: soft cap of the logits; 0: none.
+        scale: factor on the logits, before the cap.
     """
 
     def __init__(self, head: nn.Linear, cap: float, scale: float) -> None:
@@ -167,7 +170,9 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     """Let `model` make its loss by chunks of its head, where that agrees with its own; return why not, else None.
 
     Args:
-        model: a causal language model, or a PEFT model of one, anywhere. dtype, device: of compute.
+        model: a causal language model, or a PEFT model of one, on any device.
+        dtype: compute dtype.
+        device: compute device.
 
     Cost: a proof, with a few rows of logits.
     """

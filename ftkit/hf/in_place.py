@@ -20,7 +20,9 @@ def check_order(cls: type, mixin: type, base: type) -> None:
     """Raise where a class stands between `mixin` and the subclass `cls` that the mixin should come before.
 
     Args:
-        cls: the new class. mixin: ours. base: of transformers, which the mixin extends.
+        cls: the new class.
+        mixin: ftkit's mixin.
+        base: the class of transformers that the mixin extends.
 
     Raises:
         UserError: naming the class, and the order that is right.

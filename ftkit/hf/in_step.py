@@ -59,7 +59,9 @@ class Meeting:
     """The meetings of this rank with the others, before each outermost call.
 
     Args:
-        units: of the model. spare: see `Spare`. stand_in: keywords of a spare call on a rank that has made none itself.
+        units: the sharded model.
+        spare: makes the arguments of a spare call from those of the last call; see `Spare`.
+        stand_in: keyword arguments of a spare call on a rank that has not called the model itself.
     """
 
     def __init__(self, units: Units, spare: Spare, stand_in: dict[str, Any] | None) -> None:
@@ -110,8 +112,10 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
     """Let each rank call the model as often as it likes in the body. A collective: all ranks enter and leave together.
 
     Args:
-        units: of the model; where none of its weights have to be gathered, or ranks are in step already, nothing is done.
-        spare: what a rank that has done its own calls is to call. stand_in: keywords for one that has called nothing.
+        units: the sharded model. Nothing is done where none of its weights have to be gathered, or ranks are in step
+            already.
+        spare: makes the arguments of the calls that a rank makes after its own; see `Spare`.
+        stand_in: keyword arguments of such a call on a rank that has called nothing itself.
 
     Raises:
         RuntimeError: see `Meeting.tell`.

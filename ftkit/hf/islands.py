@@ -60,8 +60,10 @@ class Islands:
     """What was made an island in a model.
 
     Args:
-        found: name of a module to its kind (`KINDS`). largest: to the largest value seen there in fp16; inf beyond it.
-        finite: whether all forwards that were looked at last ended without an infinity. looked: whether any was.
+        found: name of a module to its kind, one of `KINDS`.
+        largest: name of a module to the largest value seen there in fp16; inf beyond its range.
+        finite: whether all forwards that were looked at last ended without an infinity.
+        looked: whether any forward was looked at.
     """
 
     found: dict[str, str] = field(default_factory=dict)
@@ -110,8 +112,8 @@ def find_islands(units: Units, batches: Iterable[Mapping[str, Any]]) -> Islands:
     """Make islands of what overflows in a sharded fp16 model's forward on these batches, beside those that it has.
 
     Args:
-        units: of the model, which computes in fp16. batches: inputs of its forward, on its device; each rank its own, and
-            all ranks as many.
+        units: the sharded model, which computes in fp16.
+        batches: inputs of the model's forward, on its device. Each rank gives its own, and all ranks give equally many.
 
     Returns:
         All islands of the model; `finite` says whether they are enough.

@@ -79,7 +79,7 @@ class LossMixin:
         """Return a step's batches without repeated samples, and note how much each counts. A collective.
 
         Args:
-            batches: of this rank, as the loader gave them.
+            batches: this rank's batches, as the loader gave them.
         """
         self._weights, self._place = (), (-1, 0)
         if not self._has_parts or not batches or not self._can_try():
@@ -110,7 +110,8 @@ class LossMixin:
         """Return the factors of this rank's means that make the mean over all ranks' rows or tokens.
 
         Args:
-            counts: of rows or tokens in each micro-batch of this rank. totals: of all ranks together.
+            counts: number of rows or tokens in each micro-batch of this rank.
+            totals: for each micro-batch, the number in that of all ranks together.
         """
         if self._hides_count and self.loss_is_scaled_for_ga is False:  # the Trainer divides by the number of micro-batches
             totals = [sum(totals) / len(totals)] * len(totals)

@@ -49,11 +49,12 @@ class Scaling:
     """How a loss scales.
 
     Args:
-        kind: one of `ftkit.hf.settings.REDUCTIONS`. shifted: label tokens are counted without the first of each row.
-        multiplied: the loss of a rank comes multiplied by the number of ranks already.
-        certain: nothing that a later batch shows can change the verdict.
-        partly: a part of a counted loss does not depend on the count (the balance of a router, a penalty). Such a loss is
-            computed as if this rank were alone, with its share of the count, and ranks are averaged.
+        kind: one of `ftkit.hf.settings.REDUCTIONS`.
+        shifted: whether label tokens are counted without the first of each row.
+        multiplied: whether a rank's loss comes multiplied by the number of ranks already.
+        certain: whether no later batch can change the verdict.
+        partly: whether a part of a counted loss does not depend on the count (the balance of a router, a penalty). Such a
+            loss is computed as if this rank were alone, with its share of the count, and ranks are averaged.
     """
 
     kind: str
@@ -79,9 +80,12 @@ class Trial:
     """One rank's way to find out how a loss scales.
 
     Args:
-        loss: evaluates it, changing nothing. comm: of the ranks.
-        label_names: of the batch's labels. shifts: whether the model's loss leaves the first label of each row out.
-        counting: whether the Trainer counts labels for this loss. dtype: of compute.
+        loss: evaluates the loss, changing nothing; see `Loss`.
+        comm: the ranks.
+        label_names: names of the batch's labels.
+        shifts: whether the model's loss leaves the first label of each row out.
+        counting: whether the Trainer counts labels for this loss.
+        dtype: compute dtype.
     """
 
     loss: Loss
@@ -95,7 +99,7 @@ class Trial:
         """Return `counted`, `multiplied` and `partly` (see `Scaling`) of a loss that may be counted. A collective.
 
         Args:
-            batch: this rank's, on its device.
+            batch: this rank's batch, on its device.
         """
         labels = counted_labels(batch, shifted=self.shifts)
         with_count, without, overstated, parted = math.nan, math.nan, math.nan, math.nan
@@ -125,7 +129,7 @@ class Trial:
         """Return how a loss scales that does not depend on a count. A collective.
 
         Args:
-            batch: this rank's, on its device.
+            batch: this rank's batch, on its device.
         """
         rows = rows_of(batch, self.label_names)
         if not all(self.comm.all(can_split(batch, rows))):

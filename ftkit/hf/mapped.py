@@ -56,8 +56,10 @@ class Stored:
     """One parameter's place in a file.
 
     Args:
-        file: the mapped file. key: the tensor's name in it. entry: its dtype, shape and first byte.
-        dtype: of the parameter, which the file's dtype may differ from.
+        file: the mapped file.
+        key: the tensor's name in the file.
+        entry: the tensor's dtype, shape and first byte in the file.
+        dtype: dtype of the parameter, which may differ from the file's.
     """
 
     file: MappedFile

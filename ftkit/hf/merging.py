@@ -46,7 +46,10 @@ class Delta:
     """What an adapter adds to a matrix (rows, columns): scale * second @ first, or its transpose.
 
     Args:
-        first: (rank, inputs). second: (outputs, rank); both fp32. transposed: the matrix is (inputs, outputs), as in GPT-2.
+        first: (rank, inputs), fp32.
+        second: (outputs, rank), fp32.
+        scale: factor on the product.
+        transposed: whether the matrix is (inputs, outputs), as in GPT-2.
     """
 
     first: Tensor
@@ -81,9 +84,14 @@ def merge_adapter(
     """Write an adapter and its base as one model; return its parameters.
 
     Args:
-        adapter: a checkpoint of an adapter's run, or any adapter folder. out: is made; must not hold a model yet.
-        base: folder or hub id; None: what the adapter names. dtype: fp32, bf16 or fp16; None: as the base's files.
-        shard_bytes, task, trust_remote_code, progress: as of `export_checkpoint`.
+        adapter: a checkpoint of an adapter's run, or any adapter folder.
+        out: folder to make; it must not hold a model yet.
+        base: folder or hub id of the base; None: what the adapter names.
+        dtype: fp32, bf16 or fp16; None: that of the base's files.
+        shard_bytes: see `export_checkpoint`.
+        task: see `export_checkpoint`.
+        trust_remote_code: see `export_checkpoint`.
+        progress: see `export_checkpoint`.
 
     Raises:
         UserError: if the adapter is not whole or cannot be merged, does not fit the base, or was trained on another one.

@@ -19,8 +19,10 @@ class Narrowing:
     """What fp16 makes of weights that were wider.
 
     Args:
-        numel: weights looked at. subnormal: of them, below fp16's normal range, where precision is lost. lost: of those,
-            the ones that become 0. beyond: name of a tensor to its largest weight, where fp16 does not hold it.
+        numel: number of weights looked at.
+        subnormal: number of weights below fp16's normal range, where precision is lost.
+        lost: number of those that become 0.
+        beyond: name of a tensor to its largest weight, where fp16 does not hold it.
         broken: names of tensors with a weight that is NaN or infinite.
     """
 

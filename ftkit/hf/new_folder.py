@@ -20,7 +20,8 @@ def new_folder(out: Path, names: Iterable[str] = ()) -> Iterator[Path]:
     """Yield the folder to write into; at the end its files lie in `out`.
 
     Args:
-        out: is made, parents included, and removed again after an error. names: of files that will be written.
+        out: folder to make, parents included; after an error what was made is removed again.
+        names: names of the files that will be written.
 
     Raises:
         UserError: `out` cannot be written, or holds a file of one of the names.

@@ -32,7 +32,9 @@ class Before:
     """The steps that a checkpoint was made of.
 
     Args:
-        broken: steps whose loss was not finite. last: whether the last one is among them, and counts.
+        steps: number of the steps.
+        broken: number of steps whose loss was not finite.
+        last: whether the last step is one of these; a step that fp16's loss scale skipped does not count.
     """
 
     steps: int = 0
@@ -44,7 +46,8 @@ class LossRecord:
     """The steps of one call of `train`, and which of them had a loss on this rank that was not finite.
 
     Attributes:
-        steps: of this call. before: those that it was resumed from.
+        steps: number of steps of this call.
+        before: the steps that this call was resumed from.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,8 @@ class LossRecord:
         """Return what a checkpoint notes, so that a run in several parts is judged as a whole. A collective.
 
         Args:
-            skips: the last step was skipped, because its gradients were not finite (fp16's loss scale).
+            comm: the ranks.
+            skips: whether the last step was skipped because its gradients were not finite (fp16's loss scale).
         """
         broken = self.broken(comm)
         last = broken[-1] and not skips if broken else self.before.last
@@ -83,7 +87,8 @@ class LossRecord:
         """Take what a checkpoint notes; one of an earlier version notes nothing.
 
         Args:
-            where: it stands, for messages.
+            noted: what the checkpoint notes.
+            where: where the note stands, for messages.
 
         Raises:
             UserError: if it is not what `noted` gives.
@@ -98,7 +103,8 @@ class LossRecord:
         """Return what is wrong with how the steps ended, those before this call too; None if nothing is.
 
         Args:
-            broken: see `broken`. skips: see `noted`.
+            broken: for each step whether its loss was not finite on any rank, as `broken` returns it.
+            skips: see `noted`.
         """
         last = broken[-1] and not skips if broken else self.before.last
         return verdict(self.before.broken + sum(broken), self.before.steps + len(broken), last=last)
@@ -110,7 +116,8 @@ def judged_by_log(history: Sequence[Mapping[str, Any]], after: int) -> str | Non
     This is for losses that no record has seen: those of a subclass's own `training_step`, and of another process.
 
     Args:
-        history: lines of a log; a user's own have no learning rate. after: a step; only later lines count.
+        history: lines of the Trainer's log. Lines without a learning rate are a user's own, and their loss is passed over.
+        after: step after which lines count.
     """
     lines = [line for line in history if isinstance(step := line.get("step"), int) and step > after]
     losses = [line["loss"] for line in lines if "loss" in line and "learning_rate" in line]
@@ -126,7 +133,9 @@ def verdict(broken: int, steps: int, *, last: bool) -> str | None:
     """Return what is wrong with a run of so many steps, or None.
 
     Args:
-        broken: steps whose loss was not finite. last: whether the last one is among them, and counts.
+        broken: number of steps whose loss was not finite.
+        steps: number of steps.
+        last: whether the last step is one of the broken ones, and counts.
     """
     if not last and 2 * broken <= steps:
         return None

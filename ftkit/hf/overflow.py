@@ -23,7 +23,8 @@ def first_overflow(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
     """Return the name of the first module that makes what is not finite of what is; None if none does.
 
     Args:
-        model: sharded or not; with a sharded one a collective. inputs: of its forward, on its device.
+        model: the model, sharded or not; with a sharded one this is a collective.
+        inputs: keyword arguments of the model's forward, on its device.
 
     Cost: a forward without gradients, and a host wait for each module.
     """
@@ -59,7 +60,8 @@ def began_in(overflowed: Sequence[str], lines: Sequence[str]) -> str | None:
     """Return the unit in whose backward it went wrong: the last of those that are not finite; None if all are not.
 
     Args:
-        overflowed: names of the lines whose gradients are not finite. lines: of all that have one, in forward order.
+        overflowed: names of the flat parameters whose gradients are not finite.
+        lines: names of all flat parameters with a gradient, in forward order.
     """
     if not overflowed or set(overflowed) >= set(lines):
         return None

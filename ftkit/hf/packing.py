@@ -240,7 +240,8 @@ def refuse_leak(model: Any, share: float) -> None:
     """Refuse a first batch in which samples see each other.
 
     Args:
-        share: of `leaks`.
+        model: the model, for the message.
+        share: what `leaks` returned.
 
     Raises:
         UserError: if it is more than rounding.

@@ -219,7 +219,8 @@ def readable(name: str, thing: Any) -> bytes:
     """Return the state of a scheduler or registered object as a resume will read it: plain data and tensors.
 
     Args:
-        name: of its file, for messages. thing: has `state_dict`.
+        name: name of the file, for messages.
+        thing: an object with `state_dict()`.
 
     Raises:
         UserError: if it holds anything else, which would only show when the state is needed.

@@ -268,7 +268,7 @@ def ends_of(ends: np.ndarray, marks: Marks) -> dict[str, int]:
 
     Args:
         ends: (rows,) token ids; -1 where no token is known
-        marks: of the tokenizer
+        marks: the tokenizer's special tokens
     """
     tokens, rows = np.unique(ends[ends >= 0], return_counts=True)
     most = np.argsort(-rows, kind="stable")[:ENDS_KEPT]
@@ -279,8 +279,8 @@ def lengths_of(tokens: np.ndarray, sequence_tokens: int) -> Lengths:
     """Return how often each length comes; what is longer than `LONGEST` sequences is in the last class.
 
     Args:
-        tokens: (samples,) lengths
-        sequence_tokens: of a sequence
+        tokens: (samples,) length of each sample, in tokens
+        sequence_tokens: tokens of a sequence
     """
     unit = 10 ** (len(str(max(1, sequence_tokens // LENGTH_CLASSES))) - 1)
     classes, counts = np.unique(np.minimum(tokens, LONGEST * sequence_tokens) // unit, return_counts=True)

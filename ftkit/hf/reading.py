@@ -22,7 +22,7 @@ def gathered_parameters(model: nn.Module) -> Iterator[None]:
     tests for rank 0 inside). Edits are not taken over.
 
     Args:
-        model: that `ftkit.shard`, a Trainer or an Accelerator has sharded.
+        model: a model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
 
     Raises:
         UserError: if the model is not sharded; at the end, if a value was edited.
@@ -42,7 +42,7 @@ def root_parameters(model: nn.Module) -> Iterator[None]:
     same reads.
 
     Args:
-        model: that `ftkit.shard`, a Trainer or an Accelerator has sharded.
+        model: a model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
 
     Raises:
         UserError: if the model is not sharded.

@@ -169,8 +169,8 @@ class Rendering:
         """Return the names of keys of turns and tools that say something and that the template does not read.
 
         Args:
-            conversation: as rendered
-            asked: number of the turns that are rendered, and then asked for an answer; None where all are
+            conversation: the conversation as it was rendered
+            asked: how many turns are rendered before the template is asked for an answer; None where all turns are rendered
 
         Raises:
             BadRowError: the template refuses this row

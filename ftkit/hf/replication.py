@@ -57,9 +57,9 @@ def replicated(settings: EngineSettings, model: nn.Module, *, say: bool) -> Engi
     """Return the settings of a model without blocks: stage 1 unless the user chose 0 or 2.
 
     Args:
-        settings: as the user gave them.
-        model: without blocks.
-        say: log the notice; on one rank.
+        settings: the settings that the user gave.
+        model: a model without blocks.
+        say: whether the notice is logged; on one rank.
 
     Raises:
         UserError: for settings that need blocks.

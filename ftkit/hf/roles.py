@@ -29,7 +29,7 @@ class Owners:
     """Whose words stand inside the marks of one conversation.
 
     Args:
-        turns: of each mark, in order: numbers from 0 of the assistant turns that it belongs to
+        turns: for each mark, in order, the numbers from 0 of the assistant turns that it belongs to
         foreign: numbers of the turns inside a mark that are no answers
         uncovered: numbers of the assistant turns outside all marks
     """
@@ -61,7 +61,7 @@ def owners_of(turns: Sequence[dict], render: Render, *, arguments: bool = True) 
     Args:
         turns: dictionaries with role and content
         render: renders such turns
-        arguments: whether those of calls get words as well; some templates refuse that
+        arguments: whether arguments of tool calls get words as well; some templates refuse that
     """
     probes = [_Probe(number, arguments) for number in range(len(turns))]
     text, marks = render([probe.turn(turn) for probe, turn in zip(probes, turns)])
@@ -101,8 +101,8 @@ class _Probe:
     """A turn with words of its own for what it says.
 
     Args:
-        number: of the turn, from 0
-        arguments: whether those of calls get words as well
+        number: number of the turn, from 0
+        arguments: whether arguments of tool calls get words as well
     """
 
     def __init__(self, number: int, arguments: bool):

@@ -36,8 +36,11 @@ class Room:
     """What one rank needs to hold all weights, and has.
 
     Args:
-        weights_bytes: of all weights, gathered. beside_bytes: of what comes with them. free_bytes: what is left.
-        where: the tier that they lie on, and what limits it. rank: of the group.
+        weights_bytes: bytes of all weights, gathered.
+        beside_bytes: bytes of what comes with them.
+        free_bytes: bytes that are left for both.
+        where: the tier that they lie on, and what limits it.
+        rank: rank in the group.
     """
 
     weights_bytes: int
@@ -61,8 +64,9 @@ def room_for(units: Units, beside_bytes: int = 0, limits: Limits | None = None) 
     """Return the room of the rank that has least, the same on all ranks. A collective.
 
     Args:
-        beside_bytes: of what will lie on this rank's device beside the weights.
-        limits: memory granted; None: that with which the model was sharded, if any.
+        units: the sharded model.
+        beside_bytes: bytes of what will lie on this rank's device beside the weights.
+        limits: memory granted; None takes the limits with which the model was sharded, if any.
     """
     limits = limits if limits is not None else getattr(units.plan, "limits", None)
     device = units.comm.device
@@ -104,7 +108,10 @@ def held(
     """Hold all weights of a sharded model in the body, where that is wanted and fits. A collective.
 
     Args:
-        units: of the model; None: it is not sharded. wanted: auto | True | False. beside_bytes, limits: see `room_for`.
+        units: the sharded model; None: the model is not sharded.
+        wanted: auto | True | False.
+        beside_bytes: see `room_for`.
+        limits: see `room_for`.
 
     Yields:
         Whether all weights are at hand: then no forward in the body waits for another rank.

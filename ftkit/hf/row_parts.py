@@ -34,7 +34,9 @@ def selected(batch: Any, numbers: Sequence[int], rows: int) -> Any:
     """Return the batch with the rows of these numbers, in their order.
 
     Args:
-        batch: anything inside a batch of `rows` rows. numbers: may name a row twice.
+        batch: anything inside a batch.
+        numbers: row numbers; one may come twice.
+        rows: number of rows of the batch.
     """
     if torch.is_tensor(batch):
         if batch.dim() == 0 or len(batch) != rows:

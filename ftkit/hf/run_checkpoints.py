@@ -104,7 +104,7 @@ class RunCheckpoints:
         """Begin a checkpoint: small files now, weights and state while training goes on. A collective.
 
         Args:
-            run_folder: in which the checkpoint will be.
+            run_folder: the folder in which the checkpoint will be.
             write: lets the Trainer write its files into `writing`.
         """
         trainer, state = self.trainer, self.trainer.state
@@ -199,7 +199,7 @@ class RunCheckpoints:
         One that cannot be written (a full disk) leaves nothing behind, and training goes on; `problem` says why.
 
         Args:
-            wait: for its end; else this returns at once where it is not reached.
+            wait: whether to wait until the checkpoint is written; else this returns at once if it is not.
         """
         unfinished = self.unfinished
         if unfinished is None:
@@ -332,8 +332,8 @@ def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:
     """Return whether code of others looks into a checkpoint as soon as it is saved.
 
     Args:
-        trainer: class of the Trainer; one that overrides `_save_checkpoint` above the mixin may write into the folder.
-        callbacks: of the Trainer; those that define `on_save` get the folder.
+        trainer: the Trainer's class. One that overrides `_save_checkpoint` above the mixin may write into the folder.
+        callbacks: the Trainer's callbacks. Those that define `on_save` get the folder.
     """
     foreign = (each for each in trainer.__mro__ if not each.__module__.startswith(("ftkit.", "transformers.", "trl.")))
     if any("_save_checkpoint" in vars(each) for each in foreign):

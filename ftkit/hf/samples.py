@@ -215,8 +215,8 @@ def edges_of(tokens: int, most: int) -> list[int]:
     """Return where a text is split: between consecutive edges lie its samples, each of 2 tokens at least.
 
     Args:
-        tokens: of the text
-        most: of a sample; with 2, a last token may be left after the last edge
+        tokens: tokens of the text
+        most: most tokens of a sample; with 2, a last token may be left after the last edge
     """
     edges = [*range(0, tokens, most), tokens]
     if tokens > most and tokens - edges[-2] == 1:  # nothing predicts a token that stands alone

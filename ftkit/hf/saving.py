@@ -171,11 +171,11 @@ def save_model(
     A plain `nn.Module` is written as the Trainer does: safetensors under its own names, and no configuration.
 
     Args:
-        units: of the model.
-        folder: is made; model files in it are replaced.
-        optimizer: its fp32 master weights are the source where the weights in use are narrower.
-        dtype: of the tensors, of torch or "fp32", "bf16", "fp16"; None: what each had before sharding.
-        shard_bytes: largest safetensors file.
+        units: the sharded model.
+        folder: folder to make; model files in it are replaced.
+        optimizer: the optimizer, whose fp32 master weights are the source where the weights in use are narrower.
+        dtype: dtype of the tensors, of torch or "fp32", "bf16", "fp16"; None: what each had before sharding.
+        shard_bytes: largest size of a safetensors file, bytes.
 
     Raises:
         UserError: if the folder cannot be written, or transformers would have to rewrite tensors.
@@ -275,7 +275,9 @@ def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) 
     was cut or merged.
 
     Args:
-        own: names of the tensors in the model. aliases: other names of some of them.
+        model: the model.
+        own: names of the tensors in the model.
+        aliases: other name of a tensor to its name in `own`.
 
     Raises:
         UserError: if transformers would have to cut or merge tensors.

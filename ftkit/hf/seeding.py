@@ -30,7 +30,10 @@ def seeded(device: torch.device, *numbers: int, together: int | None = None) -> 
     """Draw random numbers in the body that are a function of `numbers`; afterwards go on as if none had been drawn.
 
     Args:
-        together: for Python's own, in place of the last number: alike on all ranks, which take branches by them.
+        device: the device whose random state is seeded beside the host's.
+        numbers: integers that the seeds are made of.
+        together: stands for the last number in the seed of Python's own `random`, so that it is the same on all ranks, which
+            take branches by it; None leaves the last number.
 
     Cost: two copies of the random states, about 0.1 ms.
     """
@@ -59,9 +62,11 @@ class SeededCollator:
     """A collator whose random numbers depend on the batch, not on the rank that makes it.
 
     Args:
-        collate: the collator. seed: of the run.
-        rank, ranks: of the processes that make batches; batch m of this one is number m * ranks + rank of the epoch.
-        shared: worker processes collate.
+        collate: the collator.
+        seed: seed of the run.
+        rank: number of this process among those that make batches; its batch m is number m * ranks + rank of the epoch.
+        ranks: number of processes that make batches.
+        shared: whether worker processes collate.
     """
 
     def __init__(self, collate: Callable[[Any], Any], seed: int, rank: int, ranks: int, *, shared: bool = False) -> None:
@@ -75,7 +80,8 @@ class SeededCollator:
         """Begin an epoch.
 
         Args:
-            first: number of this process's first batch; a run that is resumed does not collate those before.
+            epoch: number of the epoch.
+            first: number of this process's first batch; a resumed run does not collate those before.
         """
         self.place.copy_(torch.tensor([int(self.place[0]) + 1, epoch, first]))
 

@@ -31,25 +31,30 @@ class EngineSettings:
 
     Args:
         stage: ZeRO stage 0 to 3, in the field's sense, or "auto".
-        activations: "recompute", "keep" or "auto"; n: the graphs of the last n blocks are kept.
+        activations: "recompute", "keep" or "auto"; an integer n keeps the graphs of the last n blocks.
         weights: "free", "hold" or "auto" (see `ftkit.engine.flat.Policy`).
         dtype: compute dtype "fp32", "bf16", "fp16"; "auto" takes the Trainer's fp16/bf16 flags, else the model's own.
         gradient_dtype: "fp32", "compute", or "auto": fp32 where a step has several micro-batches.
-        prefetch, debug: see `Policy`.
-        parameters, gradients, state, kept: the tier of each, "device", "host", "nvme" or "auto" (see `ftkit.engine.tiers`);
-            state is master weights and moments, kept the inputs of recomputed blocks.
-        update: "now", in `step()`; "deferred", under the next forward; "auto": deferred where the state is elsewhere than
-            where blocks are computed.
-        accumulate_in: "step": micro-batches go through the model one after another; "unit": all of them through a block
-            before the next is gathered, with a Trainer that then gets the whole batch of a step; "auto": "step", but under
-            `ftkit finetune` what the plan chooses.
+        prefetch: gather the neighbour's weights while a block computes (see `Policy`).
+        debug: fill freed buffers with NaN, and compare among ranks what each collective is for (see `Policy`).
+        parameters: tier of the parameters: "device", "host", "nvme" or "auto" (see `ftkit.engine.tiers`).
+        gradients: tier of the gradients, named as for `parameters`.
+        state: tier of the optimizer state, master weights and moments, named as for `parameters`.
+        kept: tier of the inputs of recomputed blocks, named as for `parameters`.
+        update: "now" makes the update in `step()`; "deferred" makes it under the next forward; "auto" defers it where the
+            state lies on another tier than blocks compute on.
+        accumulate_in: "step" sends micro-batches through the model one after another; "unit" sends all of them through a
+            block before the next block is gathered, and the Trainer then gets the whole batch of a step; "auto" is "step",
+            but under `ftkit finetune` what the plan chooses.
         device_gib: memory granted on each rank's device, GiB; None: what is free at the start, less a reserve.
-        host_gib: host memory granted to all ranks of a box, GiB; None: what is free. nvme_dir: folder of the NVMe tier.
-        nvme_gib: granted there to all ranks of a box, GiB; None: what is free.
-        state_host_gib: of each rank's state, where that lies on NVMe, what stays in host memory, GiB; None: all that is left
-            there if the plan chose NVMe; of that as much as the two widest units' if the user did.
-        kernels: "auto": submodules that fused kernels can compute get them, each proved first, and the Trainer's loss is
-            made by chunks of the head; "off": the model is left as it is.
+        host_gib: host memory granted to all ranks of a box, GiB; None: what is free.
+        nvme_dir: folder of the NVMe tier.
+        nvme_gib: NVMe space granted to all ranks of a box in that folder, GiB; None: what is free.
+        state_host_gib: host memory that keeps a part of each rank's state where the state lies on NVMe, GiB; None: all that
+            is left there if the plan chose NVMe, and of that as much as the state of the two widest units takes if the user
+            did.
+        kernels: "auto" gives fused kernels to the submodules that they can compute, each proved first, and makes the
+            Trainer's loss by chunks of the head; "off" leaves the model as it is.
         loss_reduction: how the loss scales with its batch: "counted" (divided by `num_items_in_batch`), "sum", "mean-rows",
             "mean-tokens" (over labels that are not -100), "mean-ranks" (the mean of the ranks' losses, as DDP); "auto":
             found out at the first step (see `ftkit.hf.loss_scaling`).

@@ -80,9 +80,15 @@ def shape_of(
     """Return what the plan knows of a model.
 
     Args:
-        blocks: its units. dtype: of compute; None: each parameter's own. sequence_tokens: of one sequence.
-        whole, wide: see `ftkit.engine.shard.shard`. cpu: ranks compute on the host.
-        fresh: weights will be initialised. checkpoints: kept on disk; None: none are saved. chunked_loss: see `Shape`.
+        blocks: (name, module) of the model's blocks.
+        dtype: compute dtype; None: each parameter's own.
+        sequence_tokens: tokens of one sequence.
+        whole: says which parameters are replicated; see `ftkit.engine.shard.shard`.
+        wide: says by name which parameters stay fp32; see `ftkit.engine.shard.shard`.
+        cpu: whether ranks compute on the host.
+        fresh: whether the weights will be initialised.
+        checkpoints: number of checkpoints kept on disk; None: none are saved.
+        chunked_loss: see `Shape`.
     """
     members = lines_of(model, blocks, compute_dtype=dtype, whole=whole, wide=wide)
     widest = max((block for _, block in blocks), key=_linear_elements, default=None)
@@ -123,7 +129,7 @@ def fused_attention(config: Any) -> Attention | None:
     """Return the attention of a model's blocks, None where no fused kernel computes it.
 
     Args:
-        config: of the text model; its `_attn_implementation` is what will be used.
+        config: configuration of the text model; its `_attn_implementation` is what will be used.
     """
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION, REPEATED):
@@ -141,6 +147,7 @@ def forced_of(settings: EngineSettings, micro_batch: int | None) -> Forced:
     """Return what a user's settings leave no choice about.
 
     Args:
+        settings: the engine's settings.
         micro_batch: sequences of a rank in one forward; None leaves it to the plan.
     """
     told = {key: getattr(settings, key) for key in ("stage", "activations", "weights", *KINDS)}
@@ -158,7 +165,9 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
     """Return what may be used on this box: what is granted, else what is free less a reserve.
 
     Args:
-        device: of this rank. ranks_per_box: ranks that share this box.
+        settings: the engine's settings.
+        device: compute device of this rank.
+        ranks_per_box: number of ranks that share this box.
 
     Raises:
         UserError: if the NVMe folder is not there, or none is named and something is said of it.
@@ -206,7 +215,7 @@ def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
     """Return the bytes of host memory that may be planned with, which limit says so, and all that is free below it.
 
     Args:
-        share: of what is free of the machine; of a cgroup, all.
+        share: (part, whole), the share of the machine's free memory that may be planned with; a cgroup's may all be.
     """
     readings = BoxMemory.find().read()
     part, whole = share

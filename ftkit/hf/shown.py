@@ -35,7 +35,7 @@ class Piece:
 
     Args:
         text: what a person reads
-        tokens: how many tokens it is
+        tokens: number of its tokens
         trained: whether it counts in the loss
         special: whether it is a special token
     """
@@ -51,12 +51,12 @@ class Sample:
     """One row as tokens.
 
     Args:
-        place: where it stands, or a word for what it is
-        pieces: from its beginning
-        tokens: how many there are
-        trained_tokens: how many count in the loss
-        hidden_tokens: how many are not in `pieces`, in the middle
-        hidden_at: before which piece they are missing
+        place: where the row stands, or a word for what it is
+        pieces: the row's pieces, from its beginning
+        tokens: number of the row's tokens
+        trained_tokens: number of the tokens that count in the loss
+        hidden_tokens: number of the tokens in the middle that are not in `pieces`
+        hidden_at: number of the piece before which they are missing
         problem: why it cannot be trained on, or ""
     """
 
@@ -75,8 +75,8 @@ class Shown:
 
     Args:
         title: which it is, and why it is shown
-        samples: from left to right
-        room_tokens: of the sequence; 0 where it is as long as its sample
+        samples: the samples, from left to right
+        room_tokens: room of the sequence, in tokens; 0 where it is as long as its sample
     """
 
     title: str
@@ -90,11 +90,11 @@ def sample_of(
     """Return tokens and labels as a sample.
 
     Args:
-        marks: of the tokenizer
+        marks: the tokenizer's special tokens
         ids: token ids
-        labels: one an id; None where none is trained on
-        place: where it stands
-        most: tokens to show
+        labels: one label for each token id; None where none is trained on
+        place: where the row stands
+        most: most tokens to show
         problem: why it cannot be trained on, or ""
     """
     trained = [False] * len(ids) if labels is None else [label != IGNORED_LABEL for label in labels]
@@ -112,9 +112,9 @@ def pieces_of(marks: Marks, ids: Sequence[int], trained: Sequence[bool]) -> Iter
     """Yield the pieces of some tokens.
 
     Args:
-        marks: of the tokenizer
+        marks: the tokenizer's special tokens
         ids: token ids
-        trained: one an id
+        trained: whether each token counts in the loss
     """
     before: list[int] = []
     waiting: list[int] = []
@@ -147,10 +147,10 @@ def sequence_of(marks: Marks, row: dict[str, Any], title: str, room_tokens: int,
     """Return a row of prepared data for the eye.
 
     Args:
-        marks: of the tokenizer
+        marks: the tokenizer's special tokens
         row: columns input_ids, labels, place, and position_ids where it is packed
         title: which it is, and why it is shown
-        room_tokens: of a sequence
+        room_tokens: room of a sequence, in tokens
         seq2seq: whether the labels are a sequence of their own
     """
     ids, labels, places = row["input_ids"], row["labels"], row["place"]

@@ -69,10 +69,12 @@ class WeightSource:
     """Where the weights of a model come from.
 
     Args:
-        model: the inner model that the folder describes. files: of the folder. report: of the last load.
-        stored: address to place, of each parameter of the folder. made: parameters on meta of a bare configuration, each
-            with its version, which counts writes.
-        streamed: after sharding, name in the sharded model to (file, name in it) of what was read from files.
+        model: the inner model that the folder describes.
+        files: the folder's safetensors files.
+        report: what the last load found.
+        stored: address of each of the folder's parameters to its place in a file.
+        made: parameters on meta that a bare configuration made, by identity, each with its version, which counts writes.
+        streamed: after sharding, name in the sharded model to (file, name in the file), for what was read from files.
         initialised: after sharding, names of the tensors that began on meta.
     """
 
@@ -113,7 +115,8 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
     """Give a model on meta the weights of its folder, and what the folder lacks by transformers' own initialisation.
 
     Args:
-        model: its parameters on meta, its buffers not. files: safetensors files.
+        model: the model; its parameters are on meta, its buffers are not.
+        files: the folder's safetensors files.
 
     Returns:
         The source; its report says what was initialised and what was not used.
@@ -287,8 +290,10 @@ class Settled:
     """A model's parameters on the eve of sharding. As a context manager it puts their values back if sharding fails.
 
     Args:
-        streamed: parameter, by identity, to its place in a file. meta: names of those on meta.
-        values: what the absent parameters were. casts: modules with the buffers that told of casts.
+        streamed: parameter, by identity, to its place in a file.
+        meta: names of the parameters on meta.
+        values: the parameters that were made absent, with the values that they had.
+        casts: modules with the buffers that told of casts.
     """
 
     streamed: dict[int, Stored] = field(default_factory=dict)

@@ -21,9 +21,9 @@ def strict_settings(settings: EngineSettings, ranks: int, *, say: bool) -> Engin
     On one rank shards are whole; there weights, gradients and state go to host memory, so that weights come and go too.
 
     Args:
-        settings: as the user gave them.
+        settings: the settings that the user gave.
         ranks: number of ranks.
-        say: log what is forced; on one rank.
+        say: whether what is forced is logged; on one rank.
     """
     wanted = {"stage": 3, "activations": "recompute", "weights": "free"}
     if ranks == 1:

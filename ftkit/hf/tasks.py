@@ -61,7 +61,8 @@ def task_of(config: PretrainedConfig, where: str) -> str:
     type is for.
 
     Args:
-        config: of the model. where: the folder, for the error.
+        config: configuration of the model.
+        where: the folder, for the error.
 
     Raises:
         UserError: for a class that belongs to no task.
@@ -95,7 +96,10 @@ def build(config: PretrainedConfig, task: str, where: str, **options: Any) -> An
     """Build the model of a task from its configuration, on the present default device.
 
     Args:
-        config: of the model. task: of `TASKS`. where: the folder, for the error. options: of `from_config`.
+        config: configuration of the model.
+        task: a task of `TASKS`.
+        where: the folder, for the error.
+        options: keyword arguments of `from_config`.
 
     Raises:
         UserError: if the model type has no class for the task.

@@ -39,7 +39,8 @@ class TemplateProcess:
     """Executes the chat template of a tokenizer in another process, which is started at first use, in each process anew.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template. name: of the tokenizer, for messages.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        name: name of the tokenizer, for messages.
     """
 
     def __init__(self, tokenizer: Any, name: str):
@@ -66,7 +67,10 @@ class TemplateProcess:
         """Return the names of keys that the template reads of each turn, and of the tools; raises as `text`.
 
         Args:
-            column: of the turns, with which the names begin
+            turns: dictionaries with role and content
+            tools: what the template is given as `tools`, or None
+            ask: whether the template is asked for the header of an answer
+            column: name of the column with the turns; the returned names begin with it
         """
         return self._asked("read", turns, tools, ask, column)
 

@@ -22,8 +22,11 @@ def find_places(
     """Return the place of each wanted tensor that the files have, and the names left over.
 
     Args:
-        model: the one that the files describe. prefix: its name in the model that has `wanted`, "" for that itself.
-        wanted: names of parameters. aliases: other names to those of them.
+        model: the model that the files describe.
+        opened: the opened safetensors files.
+        prefix: name of `model` inside the model that has `wanted`; "" where it is that model itself.
+        wanted: names of the parameters to find.
+        aliases: other name of a parameter to its name in `wanted`.
 
     Raises:
         UserError: for a tensor that transformers would have to cut or merge.

@@ -17,7 +17,7 @@ def explained(units: Callable[[], Units | None]) -> Iterator[None]:
     """Run the body; say which rank is dead, and where it was, if the connection to it is lost meanwhile.
 
     Args:
-        units: returns those of the model, once it is sharded.
+        units: returns the units of the model, once it is sharded.
 
     Raises:
         LostRank: instead of the backend's own error.

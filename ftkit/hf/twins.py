@@ -25,7 +25,9 @@ def twin_of(module: nn.Module, chance: Chance, linears: Mapping[str, tuple[int, 
     """Return a twin in fp32 on the CPU, in eval mode, with no hooks.
 
     Args:
-        linears: direct children that are replaced by a linear layer: (outputs, inputs) of each. With biases where the
+        module: the module that the twin is made of.
+        chance: generator of the twin's random weights.
+        linears: name of a direct child to (outputs, inputs) of the linear layer that replaces it; it has a bias where the
             child has one.
     """
     twin = copy.copy(module)
@@ -67,7 +69,9 @@ def results(function: Function, leaves: Mapping[str, Tensor], parameters: Mappin
     """Return the outputs of a function of `leaves`, in their order, and the gradients of a fixed sum of them.
 
     Args:
-        parameters: those that want a gradient besides the leaves.
+        function: the function, called with the leaves in their order.
+        leaves: arguments by name; each gets a gradient.
+        parameters: parameters that get a gradient besides the leaves.
     """
     own = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     for parameter in parameters.values():
@@ -114,8 +118,12 @@ def agreement(
     """Return the `difference` of two modules, of the same weights, on the same input in `dtype`; None if they disagree.
 
     Args:
-        original, exchanged: fp32 on the CPU, in eval mode. leaves: arguments of their forward, in order, fp32.
-        dtype: of the weights. given: of the leaves, if another.
+        original: the model's own module, fp32 on the CPU, in eval mode.
+        exchanged: the module that may take its place, fp32 on the CPU, in eval mode.
+        leaves: arguments of their forward, in order, fp32.
+        dtype: dtype of the weights.
+        device: where both compute.
+        given: dtype of the leaves; None takes that of the weights.
     """
     exact = copy.deepcopy(original).double()
     theirs, ours = (module.to(device, dtype) for module in (original, exchanged))

@@ -32,7 +32,8 @@ def untouched(model: nn.Module, device: torch.device, *things: Any) -> Iterator[
     """Evaluate in the body without gradients and without dropout; then put everything back.
 
     Args:
-        model: its modules' buffers and plain attributes are restored. device: whose random numbers are restored.
+        model: the model; the buffers and plain attributes of its modules are restored.
+        device: the device whose random numbers are restored.
         things: further objects whose plain attributes are restored.
     """
     random = random_state(device)

@@ -167,15 +167,17 @@ def attend(
     """Return the attention of each sample to itself, (N, H, E).
 
     Args:
-        query: (N, H, D), tokens of all samples end to end. key: (N, G, D), value: (N, G, E), where G divides H.
+        query: (N, H, D), tokens of all samples end to end.
+        key: (N, G, D), where G divides H.
+        value: (N, G, E).
         boundaries: (S + 1,) int32, from 0 to N, never falling: sample s is [boundaries[s], boundaries[s + 1]). On the host
             they cost nothing; those on a device are waited for.
         longest: no sample has more tokens: the tokens of a row.
-        scale: of the scores; None: 1 / sqrt(D).
-        dropout: share of the weights that are dropped.
+        scale: factor on the scores; None: 1 / sqrt(D).
+        dropout: share of the attention weights that are dropped.
         window: a token sees itself and window - 1 before it; None: all.
         softcap: scores become softcap * tanh(scores / softcap).
-        way: None takes the quickest.
+        way: the kernel to take; None takes the quickest.
 
     Cost: memory of the result, and for backward fp32 (N, H), by the efficient kernel (S, H, longest of a launch) and the
         workspace of `ftkit.plan.attention`; by the loop also the scores of a sample, if there is a cap or window.

@@ -50,7 +50,9 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Any:
     """Run a cell in a namespace; returns the value of its last expression, None without one or after a semicolon.
 
     Args:
+        source: The cell's code.
         name: What tracebacks call it: "cell 3".
+        namespace: The namespace in which the code runs.
     """
     file = f"<{name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

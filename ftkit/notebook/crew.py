@@ -36,12 +36,13 @@ class Crew:
     """Workers that have been started.
 
     Args:
-        ranks: Their number.
+        ranks: Number of workers.
         environ: The environment; what the user set in it about threads and interfaces is left alone.
         gone: Called with the rank of a worker that has ended of itself, in a thread.
 
     Attributes:
-        messages: (rank, what it said); None once it is gone. pids: By rank.
+        messages: Queue of (rank, what it said); the latter is None once the rank is gone.
+        pids: Process numbers by rank.
     """
 
     def __init__(self, ranks: int, environ: Mapping[str, str], gone: Callable[[int], None]) -> None:

@@ -56,10 +56,12 @@ class Exchange:
     """A request on its way.
 
     Args:
-        crew: Who is asked. view: Where it is shown. hang_seconds: How long a rank may wait for one that does not come.
+        crew: The workers that are asked.
+        view: Where the exchange is shown.
+        hang_seconds: How long a rank may wait for one that does not come.
         way_out: Returns what the user can do once the ranks were ended.
         on_interrupt: What is said of the first interrupt.
-        number: Of the request, which its answers bear; 0 is that to join.
+        number: Number of the request, which its answers bear; 0 is that to join.
     """
 
     def __init__(

@@ -53,8 +53,11 @@ class Stand:
     """Where one rank stands, and since when it has been there.
 
     Args:
-        frames: Outermost first. since_s, cpu_s: The moment, and the process's CPU seconds, when it was first seen there.
-        seen_s, cpu_now_s: The same when it was last seen.
+        frames: Frames of its stack, outermost first.
+        since_s: The moment when it was first seen there.
+        cpu_s: The process's CPU seconds at that moment.
+        seen_s: The moment when it was last seen there.
+        cpu_now_s: The process's CPU seconds at that moment.
     """
 
     frames: tuple[Frame, ...]
@@ -102,6 +105,7 @@ class Hangs:
 
     Args:
         limit_s: How long a rank may wait.
+        stands: Where each rank stands, by rank.
     """
 
     limit_s: float
@@ -132,8 +136,9 @@ class Hangs:
         """Return the rank that waits in vain and the story, if there is a hang for certain.
 
         Args:
-            running: Ranks that have not ended. ended: What became of the others: "has ended its cell". limit_s: Default: the
-                limit.
+            running: Ranks that have not ended.
+            ended: What became of the others, by rank: "has ended its cell".
+            limit_s: How long a rank may wait; None takes the limit of this object.
         """
         waiting = self.waiting(running, limit_s)
         if not waiting or len(waiting) < len(running) or len(running) + len(ended) < 2:

@@ -89,7 +89,8 @@ class LiveRun(Output):
     """Shows a run while it goes on.
 
     Args:
-        folder: Of the run: its metrics.jsonl has the curves, also those of what it continues. title: Above it.
+        folder: Folder of the run: its metrics.jsonl has the curves, also those of what it continues.
+        title: Title above it.
     """
 
     def __init__(self, folder: RunFolder, title: str) -> None:

@@ -28,7 +28,7 @@ class RanksMagics(Magics):
     """What `%%ranks` does in one shell.
 
     Attributes:
-        ranks: Those that were started last.
+        ranks: The ranks that were started last.
     """
 
     def __init__(self, shell: Any) -> None:

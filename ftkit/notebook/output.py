@@ -21,7 +21,8 @@ class Output(io.TextIOBase):
     """A stream of text that goes to the kernel, line by line.
 
     Args:
-        tell: Sends a message. name: "stdout" or "stderr".
+        tell: Sends a message.
+        name: "stdout" or "stderr".
     """
 
     encoding = "utf-8"

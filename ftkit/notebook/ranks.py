@@ -76,7 +76,7 @@ class Ranks:
     """Workers, one a device or on the CPU, that live until `shutdown`.
 
     Args:
-        n: Their number; default: one a GPU, or 1 on a CPU.
+        n: Number of workers; default: one a GPU, or 1 on a CPU.
         hang_seconds: How long a rank may wait for another that will not come, before that is called a hang.
 
     Raises:
@@ -262,8 +262,10 @@ class Ranks:
 
         Args:
             prompts: Questions, or conversations (lists of dictionaries with role and content).
-            max_new_tokens: Length of an answer. temperature: 0 takes the likeliest token each time.
-            top_p: Draw from the likeliest tokens that together have this probability. seed: Of drawing.
+            max_new_tokens: Most tokens of an answer.
+            temperature: Temperature of drawing; 0 takes the likeliest token each time.
+            top_p: Draw from the likeliest tokens that together have this probability.
+            seed: Seed of drawing.
 
         Returns:
             An answer a prompt.
@@ -300,7 +302,8 @@ class Ranks:
         `rank`, `world_size` and `device` are there, `display`, and after a run `model`, `tokenizer` and `trainer`.
 
         Args:
-            source: The code. name: What tracebacks call it; default: "cell N".
+            source: The code.
+            name: What tracebacks call it; default: "cell N".
 
         Returns:
             Of the last expression, on rank 0: plain data as it is, anything else as it is shown.

@@ -37,7 +37,10 @@ class Session:
     """The state of one rank.
 
     Args:
-        stop: Says whether the user asked to end. ranks: Their number. device: Of this rank. tell: Sends a message.
+        stop: Says whether the user asked to end.
+        ranks: Number of ranks.
+        device: Device of this rank.
+        tell: Sends a message.
     """
 
     def __init__(self, stop: Stop, ranks: int, device: torch.device, tell: Tell) -> None:

@@ -39,7 +39,8 @@ class Listener:
     """The thread that listens to the kernel.
 
     Args:
-        channel: To the kernel. kernel: Its process number.
+        channel: The channel to the kernel.
+        kernel: The kernel's process number.
 
     Attributes:
         asked: What the main thread is to do, in order; None means to end.

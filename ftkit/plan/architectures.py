@@ -17,7 +17,9 @@ class Architecture:
     """A model's shape.
 
     Args:
-        name: on the hub. parameters: their number. config: fields of its config.json, `model_type` among them.
+        name: name on the hub.
+        parameters: number of its parameters.
+        config: fields of its config.json, `model_type` among them.
     """
 
     name: str

@@ -80,6 +80,7 @@ def backend(sm: int, dtype: str, attention: Attention, *, masked: bool, repeated
     Args:
         sm: compute capability, 70 for 7.0.
         dtype: fp16, bf16 or fp32.
+        attention: heads of the block and their sizes.
         masked: a mask is given; causal attention without one is not masked.
         repeated: grouped keys are repeated first, as ftkit does where no fused kernel takes them.
     """
@@ -135,8 +136,9 @@ def backward_bytes(attention: Attention, rows: int, tokens: int, dtype: str, *, 
     """Return the most bytes that a fused kernel's backward allocates beside the gradients, for one block.
 
     Args:
+        attention: heads of the block and their sizes.
         rows: sequences of a micro-batch.
-        tokens: of each.
+        tokens: tokens of each sequence.
         dtype: fp16, bf16 or fp32.
         sm: compute capability, 70 for 7.0.
         packed: rows hold several samples, in several launches whose gradients are copied together.

@@ -82,7 +82,7 @@ class Group:
 
     Args:
         folder: Where its files are.
-        names: Of its version.
+        names: Names of the files in its version of cgroups.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class Machine:
     """The memory of the whole machine.
 
     Args:
-        path: Of meminfo.
+        path: Path of meminfo.
     """
 
     path: Path

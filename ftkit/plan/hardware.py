@@ -50,11 +50,16 @@ class Box:
     """A kind of box.
 
     Args:
-        name: of the profile. gpus: 0: ranks compute on the host. device_gib: of each GPU.
-        host_gib: of the box; None: this machine's. nvme_gib: of the box. dtype: that its GPUs compute in.
-        rates: of links and arithmetic, for a plan in seconds; none: there is no such plan.
-        boxes: of this kind, joined by a network. gpu: what the driver calls one.
-        ranks: that the rates were measured with; 0: they are of any number.
+        name: name of the profile.
+        gpus: number of GPUs; 0 means that ranks compute on the host.
+        device_gib: memory of each GPU, GiB.
+        host_gib: memory of the box, GiB; None takes this machine's.
+        nvme_gib: NVMe of the box, GiB.
+        dtype: dtype that its GPUs compute in.
+        rates: rates of links and arithmetic, for a plan in seconds; without them there is no such plan.
+        boxes: number of boxes of this kind, joined by a network.
+        gpu: what the driver calls one of its GPUs.
+        ranks: number of ranks that the rates were measured with; 0 means that they hold for any number.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=False)
@@ -121,7 +126,8 @@ def box(name: str, key: str = "--hardware") -> Box:
     """Return a profile: a packaged one by its name, or one in a YAML file, such as `ftkit doctor --measure` writes.
 
     Args:
-        key: by which the user named it, for messages.
+        name: name of a profile, or path of a YAML file.
+        key: option or key by which the user named it, for messages.
 
     Raises:
         UserError: if there is none of that name, with the nearest one and all of them; or naming what is wrong in the file.

@@ -90,7 +90,8 @@ class Memory:
     """What one rank takes, and all ranks together on the checkpoint disk.
 
     Args:
-        items: of one rank. checkpoint_bytes: on the disk of `output.dir`.
+        items: what one rank takes.
+        checkpoint_bytes: bytes of all ranks on the disk of `output.dir`.
     """
 
     items: tuple[Item, ...]
@@ -121,6 +122,8 @@ def memory(shape: Shape, way: Way, *, cpu: bool) -> Memory:
     """Return what one rank takes.
 
     Args:
+        shape: the model and what is asked of it.
+        way: how it is held and trained.
         cpu: the rank computes on the host: device and host are then one memory, and everything is counted as host.
     """
     items = [*_weights(shape, way), *_state(shape, way, cpu=cpu), *_slots(shape, way), *_staging(shape, way, cpu=cpu)]

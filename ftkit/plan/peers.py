@@ -62,8 +62,11 @@ class Order:
     """One step being written: a script, and where its parts end.
 
     Args:
-        work: of a rank. overlap: what runs beside computation. ends: of forward, backward and step. computed: the last
-            event of the computing stream.
+        work: what the step asks of a rank.
+        overlap: what runs beside computation.
+        script: the events so far.
+        ends: events with which forward, backward and step end, as far as they are written.
+        computed: the last event of the computing stream.
     """
 
     work: Work
@@ -125,6 +128,7 @@ def zero_offload(work: Work, *, overlap: Overlap = "none", checkpoints: bool = T
     fp32 through pinned buffers, here after Adam: the log of V3 has about the sum of both as `optimizer_step`.
 
     Args:
+        work: what the step asks of a rank.
         overlap: "all" with `overlap_comm`; "none", its default: reductions and drains are on the computing stream.
         checkpoints: kept inputs in host memory that is not pinned (`cpu_checkpointing`, activation_checkpointing/).
 
@@ -158,9 +162,12 @@ def zero3(
     writes run beside each other: 16 bytes in, 12 out, an element.
 
     Args:
+        work: what the step asks of a rank.
         overlap: "gathers" before DeepSpeed PR #1453 (2021-11: each fetch waits for the whole device, so a gather runs beside
             the computation of the module before it, reductions and drains beside nothing); "all" since.
-        parameters: "device" or "host". state: "device", "host" or "nvme". checkpoints: kept inputs on the host, not pinned.
+        parameters: tier of the weights, "device" or "host".
+        state: tier of the optimizer state, "device", "host" or "nvme".
+        checkpoints: kept inputs on the host, not pinned.
         scatter: False where gradients are all-reduced and each rank keeps its share: `reduce_scatter`, by default False in
             DeepSpeed 0.3.16 and 0.3.17, else True.
 
@@ -193,7 +200,8 @@ def patrickstar(work: Work, *, device_bytes: float = 32510 * 2**20) -> Order:
     else gradient down, Adam on the host, weight up.
 
     Args:
-        device_bytes: of a GPU; a V100-32GB's without it.
+        work: what the step asks of a rank.
+        device_bytes: memory of a GPU; a V100-32GB's by default.
 
     Source: arXiv:2108.05818; Tencent/PatrickStar v0.4.3, INSIDE.md, doc/optimization_options.md, ops/fp16_cpu_adam.py.
     """
@@ -249,6 +257,10 @@ def _backward(
     """Head, then blocks from last to first; reductions and drains may run beside the next block, one block's at a time.
 
     Args:
+        order: the step that is being written.
+        checkpoints: kept inputs come back from host memory.
+        gathered: weights are gathered from all replicas.
+        fetched: bytes of an element of the model that come from the host; 0 where nothing does.
         drain: the resource over which gradients leave the device, and bytes of an element of the model; None: they stay.
         scatter: each rank receives its share of the sums, not all of them, which is twice the bytes.
     """
@@ -284,7 +296,9 @@ class _Weights:
     """Brings weights to where they are computed with: blocks one ahead of their computation.
 
     Args:
-        gathered: from all replicas. fetched: from the host, bytes of an element of the model.
+        order: the step that is being written.
+        gathered: weights are gathered from all replicas.
+        fetched: bytes of an element of the model that come from the host; 0 where nothing does.
     """
 
     def __init__(self, order: Order, gathered: bool, fetched: float) -> None:

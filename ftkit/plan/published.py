@@ -30,8 +30,12 @@ class Constant:
     """One constant of a machine.
 
     Args:
-        name: as in `Machine`; "compute.4096" is that of a hidden size. value, low, high: per second.
-        how: fitted, start or published. source: where value and range stand.
+        name: name as in `Machine`; "compute.4096" is the one of a hidden size.
+        value: the value, per second.
+        low: lower end of its range, per second.
+        high: upper end of its range, per second.
+        how: how the value came about: fitted, start or published.
+        source: where value and range stand.
     """
 
     name: str

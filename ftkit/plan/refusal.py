@@ -30,7 +30,9 @@ class DoesNotFit(UserError):
     """No way fits what is granted. Says what is needed for which purpose, and three ways out.
 
     Args:
-        text: for the user. shortages: of the way that comes nearest. ways_out: sentences.
+        text: message for the user.
+        shortages: shortages of the way that comes nearest.
+        ways_out: ways out, a sentence each.
     """
 
     def __init__(self, text: str, shortages: tuple[Shortage, ...] = (), ways_out: tuple[str, ...] = ()) -> None:

@@ -31,7 +31,9 @@ class Line:
     """One flat parameter.
 
     Args:
-        numel: N, elements. itemsize: bytes of an element in use. trained: has a gradient and state.
+        numel: N, elements.
+        itemsize: bytes of an element in use.
+        trained: whether it has a gradient and state.
     """
 
     numel: int
@@ -60,20 +62,24 @@ class Shape:
     """A model and what is asked of it.
 
     Args:
-        blocks: for each block its lines. leaves, whole: lines outside blocks.
+        blocks: for each block its lines.
+        leaves: lines of large parameters outside blocks, one each.
+        whole: lines of small parameters outside blocks and of adapters, which are replicated.
         hidden: width between blocks, elements a token.
         vocabulary: logits of a token; 0 if the model has none.
         block_elements: a token's elements that autograd keeps of the widest block, without its attention scores.
-        score_elements: a token's elements kept for each token that it attends to; 0 where attention is fused.
         widest_tensor: elements of the largest tensor in a block.
+        sequence_tokens: tokens of one sequence.
+        itemsize: bytes of the compute dtype.
+        world_size: number of ranks.
+        score_elements: a token's elements kept for each token that it attends to; 0 where attention is fused.
         adapter_numel: elements that an adapter of rank 16 on all linear layers would have.
-        sequence_tokens: of one sequence. itemsize: bytes of the compute dtype.
-        world_size: ranks. gradient_itemsize: of a gradient shard; 0 takes the weights'.
+        gradient_itemsize: bytes of an element of a gradient shard; 0 takes the weights'.
         fresh: weights are initialised, not read: their exact values are kept until the first step.
-        peft: what is saved are adapters.
-        checkpoints: kept on disk beside the one being written; None: none are saved.
+        peft: whether adapters are saved, not the whole model.
+        checkpoints: number of checkpoints kept on disk beside the one being written; None: none are saved.
         chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/head.py).
-        attention: of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
+        attention: attention of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
         packed: rows hold several samples, whose boundaries attention gets.
     """
 
@@ -129,10 +135,17 @@ class Way:
     """How a model is held and trained; see `ftkit.engine.flat.Policy`.
 
     Args:
-        parameters, gradients, state, kept: tier of each kind.
+        stage: 0 to 3, as in ZeRO.
         activations: 'recompute' or 'keep'; n: the last n blocks keep their graphs, the others are recomputed.
-        micro_batch: sequences of a rank in one forward. parts: micro-batches that pass each block together.
-        state_host_bytes: of a rank's state, where that lies on NVMe, what stays in host memory.
+        weights: at stage 3, 'free' a block's weights after its forward, or 'hold' them until its backward.
+        parameters: tier of the weight shards.
+        gradients: tier of the gradient shards.
+        state: tier of the optimizer state.
+        kept: tier of the kept inputs of blocks.
+        deferred: the update runs under the next forward.
+        parts: micro-batches that pass each block together.
+        micro_batch: sequences of a rank in one forward.
+        state_host_bytes: bytes of a rank's state that stay in host memory where the state lies on NVMe.
     """
 
     stage: int = 3

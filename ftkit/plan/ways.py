@@ -52,8 +52,12 @@ class Limits:
     """What may be used. Bytes; None: not limited (nvme: there is no such tier).
 
     Args:
-        device_bytes: of each rank's device. host_bytes: of a box. nvme_bytes: of a box. disk_bytes: for checkpoints.
-        ranks_per_box: ranks that share host and NVMe. cpu: ranks compute on the host.
+        device_bytes: memory of each rank's device.
+        host_bytes: host memory of a box.
+        nvme_bytes: NVMe of a box.
+        disk_bytes: room for checkpoints, on the disk of `output.dir`.
+        ranks_per_box: ranks that share host and NVMe.
+        cpu: whether ranks compute on the host.
         names: what granted each tier, for messages.
     """
 
@@ -83,9 +87,18 @@ class Forced:
     """What the user decided; None leaves it to the plan.
 
     Args:
-        micro_batch: sequences of a rank in one forward. unit_accumulation: micro-batches pass each block together.
-        gradient_dtype: 'auto', 'fp32' or 'compute'. deferred: the update runs under the next forward.
-        state_host_bytes: of a rank's state on NVMe, what stays in host memory.
+        stage: see `Way`.
+        activations: see `Way`.
+        weights: see `Way`.
+        parameters: tier of the weight shards.
+        gradients: tier of the gradient shards.
+        state: tier of the optimizer state.
+        kept: tier of the kept inputs of blocks.
+        deferred: the update runs under the next forward.
+        micro_batch: sequences of a rank in one forward.
+        unit_accumulation: micro-batches pass each block together.
+        gradient_dtype: 'auto', 'fp32' or 'compute'.
+        state_host_bytes: bytes of a rank's state that stay in host memory where the state lies on NVMe.
     """
 
     stage: int | None = None
@@ -197,7 +210,9 @@ def cost(way: Way, preferred: int, micro_batches: int = 1) -> float:
     """Return the sum of `COSTS` of a way, its stage aside, a micro-batch.
 
     Args:
-        preferred: sequences of the largest micro-batch wanted. micro_batches: of a step.
+        way: the way.
+        preferred: sequences of the largest micro-batch wanted.
+        micro_batches: micro-batches of a step.
     """
     times = {"state": micro_batches, "parameters": way.parts, "gradients": way.parts}
     chosen = {"activations": "keep" if way.activations == "keep" else "recompute"} | {k: getattr(way, k) for k in KINDS}

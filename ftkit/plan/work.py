@@ -20,9 +20,15 @@ class Work:
     """A GPT as the papers have it, and what one step asks of one rank.
 
     Args:
-        layers, hidden: of the model. sequences: of a rank in a step, one micro-batch. gpus: all of them.
-        sequence_tokens: of one. vocabulary: padded. model_parallel: ranks that share each layer's matrices.
-        has_head: the head's product over the vocabulary is computed. heads: of attention.
+        layers: number of blocks of the model.
+        hidden: hidden size of the model.
+        sequences: sequences of a rank in a step, one micro-batch.
+        gpus: number of all GPUs.
+        sequence_tokens: tokens of one sequence.
+        vocabulary: size of the vocabulary, padded.
+        model_parallel: ranks that share each layer's matrices.
+        has_head: whether the head's product over the vocabulary is computed.
+        heads: number of attention heads.
     """
 
     layers: int
@@ -99,10 +105,16 @@ class Machine:
     """Constants of a machine, per second; one set for all that was measured on it.
 
     Args:
-        gpus: of a box. compute: operations of a GPU by hidden size. link: bytes of a collective in a box (bus bandwidth).
-        network: bytes of one ring between boxes; 0: one box. pcie: bytes each way of one GPU alone. pcie_box: of all.
-        pageable: bytes of a blocking copy between a GPU and memory that is not pinned. adam: elements of a whole host.
-        nvme: bytes of a box, reads and writes mixed; 0: none. thread: bytes of host memory that one thread streams.
+        gpus: GPUs of a box.
+        compute: operations of a GPU, by hidden size.
+        link: bytes of a collective in a box (bus bandwidth).
+        pcie: bytes each way of one GPU alone.
+        pcie_box: bytes each way of all GPUs of a box together.
+        pageable: bytes of a blocking copy between a GPU and memory that is not pinned.
+        adam: elements that Adam updates on a whole host.
+        network: bytes of one ring between boxes; 0 where there is one box.
+        nvme: bytes of a box, reads and writes mixed; 0 where there is no NVMe.
+        thread: bytes of host memory that one thread streams.
         hbm: bytes of a GPU's memory.
     """
 
@@ -122,6 +134,7 @@ class Machine:
         """Return what one rank has for itself while all of its box work.
 
         Args:
+            work: the model and what a step asks of a rank.
             one_thread: host arithmetic of a rank has one thread, as torchrun's default leaves it.
         """
         ranks = min(self.gpus, work.gpus)

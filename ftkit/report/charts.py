@@ -41,9 +41,11 @@ class Series:
     """What one colour draws.
 
     Args:
-        name: in the legend. points: by x, as they come. kind: "line"; "dots", joined by a thin line; or "level", one
-            dashed line at the y of the first point, over the whole chart.
-        colour: number of the colour; default: its place.
+        name: name in the legend.
+        points: points by x, as they come.
+        kind: "line"; "dots", joined by a thin line; or "level", one dashed line at the y of the first point, over the whole
+            chart.
+        colour: number of the colour; None takes the place of the series.
     """
 
     name: str
@@ -57,8 +59,11 @@ class Axis:
     """A range of numbers on a length of the drawing.
 
     Args:
-        low, high: the numbers at both ends. ticks: where it is labelled. log: whether it is logarithmic. room: labels are
-            shorter than this number.
+        low: number at the lower end.
+        high: number at the upper end.
+        ticks: numbers at which the axis is labelled.
+        log: whether it is logarithmic.
+        room: numbers below this one are short enough as labels; larger ones are divided by a power of ten.
     """
 
     low: float
@@ -101,8 +106,11 @@ def axis_of(
     """Return an axis with ticks at round numbers on which all values lie.
 
     Args:
-        values: finite. log: whether it may be logarithmic, if they spread so far. from_zero: whether zero belongs to it.
-        whole: whether only whole numbers are ticks. count: about how many ticks.
+        values: finite numbers.
+        log: whether the axis may be logarithmic, if they spread so far.
+        from_zero: whether zero belongs to it.
+        whole: whether only whole numbers are ticks.
+        count: about how many ticks there are.
     """
     known = [min(max(value, -LARGEST), LARGEST) if abs(value) > 1 / LARGEST else 0.0 for value in values]
     low, high = min(known, default=0.0), max(known, default=1.0)
@@ -171,8 +179,13 @@ def line_chart(
     """Return a figure: a heading, a legend where there is more than one series, and the chart.
 
     Args:
-        title: above it. y, x: name and unit of the axes; a unit may be "". xs: what the x axis shows beside what is drawn.
-        log, from_zero: of the y axis, see `axis_of`.
+        title: heading above the chart.
+        y: name and unit of the y axis; the unit may be "".
+        series: what is drawn.
+        x: name and unit of the x axis; the unit may be "".
+        xs: numbers that the x axis shows beside what is drawn.
+        log: whether the y axis may be logarithmic; see `axis_of`.
+        from_zero: whether zero belongs to the y axis; see `axis_of`.
     """
     drawn = [each for each in series if each.points]
     known = [*xs, *(place for each in drawn if each.kind != "level" for place, _ in each.points)]
@@ -207,7 +220,10 @@ def histogram(
     """Return a figure of upright bars, one a class, with a heading.
 
     Args:
-        title: above it. x, y: name and unit of the axes. classes: (low, high, count), from low up to high.
+        title: heading above the chart.
+        x: name and unit of the x axis.
+        y: name and unit of the y axis.
+        classes: (low, high, count), from low up to high.
         limit: where a mark stands, with what it is; None for none.
     """
     ends = [end for low, high, _ in classes for end in (low, high)]
@@ -319,8 +335,10 @@ class Bar:
     """One bar of a stacked bar chart.
 
     Args:
-        name: left of it. parts: (name, size) from left to right. limit: where a mark stands, with what it is; None for none.
-        plain: in one quiet colour, which is not in the legend.
+        name: name left of the bar.
+        parts: (name, size) from left to right.
+        limit: where a mark stands, with what it is; None for none.
+        plain: draw it in one quiet colour, which is not in the legend.
     """
 
     name: str
@@ -333,7 +351,10 @@ def stacked_bars(title: str, x: tuple[str, str], bars: Sequence[Bar], *, unit: f
     """Return a figure of horizontal bars from zero, one under the other, whose parts have the same colour in each.
 
     Args:
-        x: name and unit of the axis. unit: what one of that unit is in sizes.
+        title: heading above the chart.
+        x: name and unit of the axis.
+        bars: bars, from above.
+        unit: one unit of the axis, in the sizes of the bars (2**30 where those are bytes and the axis has GiB).
     """
     names = list(dict.fromkeys(name for bar in bars if not bar.plain for name, size in bar.parts if size > 0))
     colours = {name: str(place % (2 * COLOURS)) for place, name in enumerate(names)}
@@ -382,7 +403,11 @@ def broad(title: str, keys: str, width: int, height: int, parts: Iterable[str]) 
     """Return a figure as wide as the page, which is scrolled where the page is narrow.
 
     Args:
-        keys: of its legend, as markup. width, height: of the drawing. parts: of it, as markup.
+        title: heading above the figure.
+        keys: entries of its legend, as markup.
+        width: width of the drawing.
+        height: height of the drawing.
+        parts: parts of the drawing, as markup.
     """
     name = escaped(title)
     return (

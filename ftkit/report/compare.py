@@ -28,7 +28,8 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     """Write a page that compares runs.
 
     Args:
-        folders: of the runs, the one that others are compared with first. out: the file.
+        folders: folders of the runs, the one that others are compared with first.
+        out: the file to write.
 
     Raises:
         UserError: One is no run's folder, there are more than six, or the page cannot be written.

@@ -47,7 +47,10 @@ class Curves:
 
     Args:
         points: key to (step, value), in the file's order; a value may be NaN or infinite, None is a gap.
-        last: the last number of each key. unread: lines that could not be used.
+        last: the last number of each key.
+        step: the highest step so far.
+        tokens: the last number of tokens; None where there is none.
+        unread: number of lines that could not be used.
     """
 
     points: dict[str, list[tuple[float, float | None]]] = field(default_factory=lambda: {key: [] for key in KEYS})
@@ -81,8 +84,15 @@ class Facts:
     """A run as its files tell it.
 
     Args:
-        folder: of the run. recipe: its text, or "". curves: of metrics.jsonl. divergences: objects of divergences.jsonl.
-        summary, standing, guard: objects; empty where there is no such file. trace: of a step, if there is one.
+        folder: folder of the run.
+        recipe: text of the recipe, or "".
+        curves: numbers of metrics.jsonl.
+        divergences: objects of divergences.jsonl.
+        summary: the object of summary.json; empty where there is no such file.
+        standing: the object of report.json; empty where there is no such file.
+        guard: the object of guard.json; empty where there is no such file.
+        trace: the recorded timeline of a step; None where there is none.
+        simulated: the timeline of the step that the plan simulated; None where there is none.
         held: whether a process holds the folder's lock now; None where that was not asked.
     """
 
@@ -174,7 +184,7 @@ class Reader:
     """Reads a folder again and again, of metrics.jsonl only what is new.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
     """
 
     def __init__(self, folder: RunFolder) -> None:

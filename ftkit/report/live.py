@@ -48,10 +48,14 @@ class RunReport(TrainerCallback):
     """Writes the report of a run.
 
     Args:
-        folder: of the run. writes: whether this rank does. facts: what is known at the start, for report.json.
-        units: returns the sharded model, once there is one. samples: returns questions and answers so far.
+        folder: folder of the run.
+        writes: whether this rank writes the report.
+        facts: what is known at the start, for report.json.
+        units: returns the sharded model, once there is one.
+        samples: returns questions and answers so far.
         events: returns how often something happened that is worth a writing of its own.
         say: where a line is shown.
+        broken: whether an error has ended the report.
     """
 
     folder: RunFolder

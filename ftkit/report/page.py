@@ -41,7 +41,8 @@ def refresh(path: Path, out: Path | None = None) -> Path:
     """Write the report of a run's folder anew; return where it lies.
 
     Args:
-        path: of the folder. out: the file; default: report.html in the folder.
+        path: path of the run's folder.
+        out: the file to write; None takes report.html in the folder.
 
     Raises:
         UserError: See `facts.read`; or the report cannot be written.

@@ -119,7 +119,8 @@ def embedded(root: str, rules: str = "") -> str:
     JupyterLab and VS Code say on `body` whether they are dark; elsewhere the system does.
 
     Args:
-        root: the element's selector. rules: more of them, flat: without @media.
+        root: selector of the element.
+        rules: further rules, flat: without @media.
     """
     flat = (*_rules(_CHARTS), *_rules(_COLOURED), *_rules(rules))
     own = "".join(f"{','.join(f'{root} {each}' for each in selectors.split(','))}{{{body}}}" for selectors, body in flat)

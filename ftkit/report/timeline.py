@@ -54,7 +54,10 @@ class Timeline:
     """Parts of one step.
 
     Args:
-        parts: in any order. seconds: of the step. step: its number, or None. device: it ran on, or "".
+        parts: parts of the step, in any order.
+        seconds: duration of the step.
+        step: number of the step, or None.
+        device: device that it ran on, or "".
     """
 
     parts: Sequence[Part]
