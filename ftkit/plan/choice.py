@@ -55,8 +55,12 @@ class Asked:
                 return disk is None or taken.checkpoint_bytes <= disk
         return False
 
-    def plan(self) -> Plan:
-        """Make it."""
+    def plan(self, *, next_best: bool = True) -> Plan:
+        """Make it.
+
+        Args:
+            next_best: whether to look for the next best way, too.
+        """
         return make_plan(
             self.shape,
             self.limits,
@@ -64,6 +68,7 @@ class Asked:
             sequences=self.sequences,
             preferred=self.preferred,
             rates=self.rates,
+            next_best=next_best,
         )
 
 
@@ -72,10 +77,16 @@ class Plan:
     """A way that fits, what it takes, and why it was taken.
 
     Args:
-        shape: with the gradient dtype that the way needs. way: the choice. memory: of one rank.
+        shape: the model, with the gradient dtype that the way needs.
+        way: the way that was chosen.
+        memory: what one rank takes.
+        limits: what may be used.
         why: sentences: what did not fit in the ways before it.
-        largest_micro_batch: sequences that would fit this way. accumulation: micro-batches of a step.
-        speed: of a step; None where no rates are known. runner_up: the next best way, and its speed. asked: what for.
+        largest_micro_batch: sequences that would fit this way.
+        accumulation: times that all blocks are passed in a step; `way.parts` micro-batches pass each together.
+        speed: speed of a step; None where no rates are known.
+        runner_up: the next best way, and its speed; None where there is none.
+        asked: what the plan was made of.
     """
 
     shape: Shape
@@ -157,12 +168,18 @@ def make_plan(
     sequences: int = 1,
     preferred: int = 1,
     rates: Rates | None = None,
+    next_best: bool = True,
 ) -> Plan:
     """Return the best way that fits; see the top of this file.
 
     Args:
-        sequences: of a rank in one optimizer step. preferred: the largest micro-batch taken unless one is forced.
-        rates: of what one rank has for itself; None: ways are not simulated.
+        shape: the model and what is asked of it.
+        limits: what may be used.
+        forced: what the user decided.
+        sequences: sequences of a rank in one optimizer step.
+        preferred: the largest micro-batch taken unless one is forced.
+        rates: rates that one rank has for itself; None does not simulate the ways.
+        next_best: whether to look for the next best way, too.
 
     Raises:
         DoesNotFit: if no way fits, or the checkpoints do not fit their disk.
@@ -185,7 +202,7 @@ def make_plan(
             fitting.append(Candidate(settled, with_spare_host(kept, settled, limits, forced), accumulation))
     if not fitting:
         raise refusal(shape, limits, forced, sequences, preferred, passed)
-    best = [] if rates is None else fastest(fitting, rates)
+    best = [] if rates is None else fastest(fitting, rates, next_best=next_best)
     chosen = best[0][0] if best else fitting[0]
     taken = memory(chosen.shape, chosen.way, cpu=limits.cpu)
     check_disk(taken, limits)

@@ -25,8 +25,11 @@ class Event(NamedTuple):
     """Something that takes time.
 
     Args:
-        name: for the eye. stream: that does it. work: resource to how much of it. after: numbers of events before it.
-        latency_s: that passes whatever the rates are.
+        name: name that is shown.
+        stream: the stream that does it.
+        work: how much the event uses of each resource.
+        after: numbers of events that must end before it begins.
+        latency_s: seconds that pass whatever the rates are.
     """
 
     name: str
@@ -46,11 +49,12 @@ class Script:
         self, name: str, stream: str, work: Mapping[str, float], after: Sequence[int | None] = (), latency_s: float = 0.0
     ) -> int:
         """Add an event; return its number. None in `after` stands for nothing to wait for."""
-        known = tuple([number for number in after if number is not None])
-        if known and max(known) >= len(self.events):
+        number = len(self.events)
+        known = tuple([each for each in after if each is not None])
+        if known and max(known) >= number:
             raise ValueError(f"{name} waits for an event that comes later: a stream could wait for itself")
-        self.events.append(Event(name, stream, dict(work), known, latency_s))
-        return len(self.events) - 1
+        self.events.append(Event(name, stream, work, known, latency_s))
+        return number
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class Timeline:
     """When events ran.
 
     Args:
-        events: those that were simulated. starts, ends: of each, in seconds from the beginning.
+        events: those that were simulated.
+        starts: start of each event, in seconds from the beginning.
+        ends: end of each event, in seconds from the beginning.
     """
 
     events: Sequence[Event]
@@ -77,7 +83,8 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
     """Return when each event runs.
 
     Args:
-        rates: of each resource, in its own units a second.
+        events: the events; those of one stream run in this order.
+        rates: rate of each resource, in its own units a second.
 
     Raises:
         ValueError: for work on a resource that has no rate.
@@ -98,39 +105,43 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
     left = [1.0] * len(events)
     running: list[int] = []
     busy: set[str] = set()  # streams of what runs
+    waking = list(queues)  # streams whose first event may be able to begin now
     now = 0.0
 
     def end(number: int) -> None:
         ends[number] = now
         for each in awaited[number]:
             waits[each] -= 1
+            if not waits[each]:
+                waking.append(events[each].stream)
 
     while True:
-        looking = True
-        while looking:  # an event of no time lets others begin, on streams that were looked at before
-            looking = False
-            for stream, queue in queues.items():
-                while queue and stream not in busy and not waits[queue[0]]:
-                    number = queue.popleft()
-                    starts[number] = now
-                    if takes[number] > 0:
-                        running.append(number)
-                        busy.add(stream)
-                    else:
-                        end(number)
-                        looking = True
+        while waking:
+            stream = waking.pop()
+            queue = queues[stream]
+            while queue and stream not in busy and not waits[queue[0]]:
+                number = queue.popleft()
+                starts[number] = now
+                if takes[number] > 0:
+                    running.append(number)
+                    busy.add(stream)
+                else:  # an event of no time lets others begin
+                    end(number)
         if not running:
             break
         speeds = _speeds(running, takes, shares)
         step = min([left[each] / speed for each, speed in zip(running, speeds)])
         now += step
+        still = []
         for each, speed in zip(running, speeds):
             left[each] -= speed * step
-        for each in running:
-            if left[each] <= 1e-12:
-                end(each)
-                busy.discard(events[each].stream)
-        running = [each for each in running if ends[each] < 0]
+            if left[each] > 1e-12:
+                still.append(each)
+                continue
+            end(each)
+            busy.discard(events[each].stream)
+            waking.append(events[each].stream)
+        running = still
     return Timeline(events, starts, ends)
 
 
@@ -140,8 +151,11 @@ def alone(event: Event, rates: Mapping[str, float]) -> float:
     Raises:
         ValueError: for work on a resource that has no rate.
     """
+    longest = 0.0
     try:
-        return event.latency_s + max([amount / rates[name] for name, amount in event.work.items()], default=0.0)
+        for name, amount in event.work.items():
+            longest = max(longest, amount / rates[name])
+        return event.latency_s + longest
     except KeyError:
         unknown = event.work.keys() - rates.keys()
         raise ValueError(f"{event.name}: nothing says how fast {min(unknown)} is") from None
@@ -149,10 +163,10 @@ def alone(event: Event, rates: Mapping[str, float]) -> float:
 
 def _speeds(running: Sequence[int], takes: Sequence[float], shares: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
     """Return how much of each running event is done in a second."""
-    asked: dict[str, float] = defaultdict(float)
-    for each in running:
+    asked: dict[str, float] = {}
+    for each in running if len(running) > 1 else ():
         for name, share in shares[each]:
-            asked[name] += share
+            asked[name] = asked.get(name, 0.0) + share
     if max(asked.values(), default=0.0) <= 1:  # the usual case: nobody waits for anybody
         return [1.0 / takes[each] for each in running]
     return [

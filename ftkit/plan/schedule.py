@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ftkit.plan.events import Script, Timeline, simulate
+from ftkit.plan.events import Event, Script, Timeline, simulate
 from ftkit.plan.memory import slot_itemsize
 from ftkit.plan.shape import Line, Placed, Shape, Way
 
@@ -66,8 +66,13 @@ class Speed:
     """What a step takes.
 
     Args:
-        seconds: of a step. tokens: of all ranks in a step. operations: of a rank in a step, recomputation counted.
-        busy: share of a step that each stream works. timeline: of the three steps. step: (start, end) of the last.
+        seconds: duration of a step.
+        tokens: tokens of all ranks in a step.
+        operations: operations of a rank in a step, recomputation counted.
+        busy: share of a step that each stream works.
+        timeline: timeline of the three steps.
+        step: (start, end) of the last one.
+        round_s: seconds that a further round of micro-batches takes; 0 where a step has one round.
     """
 
     seconds: float
@@ -76,6 +81,21 @@ class Speed:
     busy: Mapping[str, float]
     timeline: Timeline
     step: tuple[float, float]
+    round_s: float = 0.0
+
+    def longer(self, rounds: int, more: int) -> Speed:
+        """Return the speed of a step with `more` rounds like its last one; its timeline shows the first ones.
+
+        Args:
+            rounds: rounds of micro-batches of this step.
+            more: rounds that are added.
+        """
+        return replace(
+            self,
+            seconds=self.seconds + more * self.round_s,
+            tokens=self.tokens + more * self.tokens // rounds,
+            operations=self.operations + more * self.operations / rounds,
+        )
 
     def without_timeline(self) -> Speed:
         """Return it without its events, which are many."""
@@ -114,9 +134,15 @@ class Rates:
     """What one rank has for itself while all of its box work, per second.
 
     Args:
-        compute: operations, by hidden size. link: bytes of a collective (bus bandwidth). pcie: bytes each way.
-        dram: bytes of host memory. hbm: bytes of device memory. nvme_read, nvme_write: bytes.
-        collective_s: latency of a collective. itemsize: bytes of an element that `compute` is of.
+        compute: operations, by hidden size.
+        link: bytes of a collective (bus bandwidth).
+        pcie: bytes each way.
+        dram: bytes of host memory.
+        hbm: bytes of device memory.
+        nvme_read: bytes read from NVMe; 0 where there is none.
+        nvme_write: bytes written to NVMe; 0 where there is none.
+        collective_s: latency of a collective, in seconds.
+        itemsize: bytes of an element that `compute` is of.
         in_order: collectives and updates take turns with the arithmetic, as on CPU ranks, which have no streams.
     """
 
@@ -163,6 +189,9 @@ def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Spe
     """Return what a step takes.
 
     Args:
+        shape: the model and what is asked of it.
+        way: how it is held and trained.
+        rates: what one rank has for itself.
         accumulation: times that all blocks are passed in a step; `way.parts` micro-batches pass each together.
 
     Raises:
@@ -174,8 +203,10 @@ def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Spe
     marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
     first, last = marks[-2], marks[-1]
     tokens = shape.world_size * way.micro_batch * way.parts * accumulation * shape.sequence_tokens
-    operations = sum(event.work.get("compute", 0.0) for event in step.script.events) / STEPS
-    return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last))
+    operations = sum([event.work.get("compute", 0.0) for event in step.script.events]) / STEPS
+    before, after = step.rounds[-2:] if accumulation > 1 else [(), ()]
+    round_s = max([timeline.ends[b] - timeline.ends[a] for a, b in zip(before, after)], default=0.0)
+    return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last), round_s)
 
 
 def script(shape: Shape, way: Way, accumulation: int, steps: int = 1, *, in_order: bool = False) -> Script:
@@ -186,11 +217,26 @@ def script(shape: Shape, way: Way, accumulation: int, steps: int = 1, *, in_orde
     return step.script
 
 
+def parts_of_step(
+    shape: Shape, way: Way, *, in_order: bool = False
+) -> tuple[Sequence[Event], Sequence[Event], Sequence[Event]]:
+    """Return the events of a step's first round of micro-batches, of each further round, and of its update."""
+    step = _Step(shape, way, 2, 0.0, in_order=in_order)
+    step.add()
+    first, second = (number + 1 for number in step.until)
+    events = step.script.events
+    return events[:first], events[first:second], events[second:]
+
+
 class _Step:
     """Writes steps into a script, one after the other.
 
     Args:
-        shape, way, accumulation: see `speed`. collective_s, in_order: see `Rates`.
+        shape: the model and what is asked of it.
+        way: how it is held and trained.
+        accumulation: see `speed`.
+        collective_s: see `Rates`.
+        in_order: see `Rates`.
     """
 
     def __init__(self, shape: Shape, way: Way, accumulation: int, collective_s: float, *, in_order: bool) -> None:
@@ -202,6 +248,8 @@ class _Step:
         self.tokens = way.micro_batch * way.parts * shape.sequence_tokens
         self.written: dict[int, int] = {}  # block to the event with which its update is done; -1: what is outside blocks
         self.computed: list[int] = []  # the last computations
+        self.rounds: list[tuple[int, ...]] = []  # the last computation of each round, and the last move of a gradient
+        self.until: list[int] = []  # the last event of each round
         self.slots: dict[int, int] = {}  # slot to the block whose weights it has
         self.reduced: int | None = None
         self.drained: int | None = None
@@ -216,6 +264,8 @@ class _Step:
             self._forward(first=round_ == 0)
             self._loss()
             self._backward(first=round_ == 0)
+            self.rounds.append((self.computed[-1],) if self.drained is None else (self.computed[-1], self.drained))
+            self.until.append(len(self.script.events) - 1)
         end = self.computed[-1]
         self._update()
         return [end] if self.way.deferred else [end, *self.written.values()]

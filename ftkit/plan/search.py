@@ -12,11 +12,11 @@ It refuses nothing. What it costs: one step's events for each way, three simulat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ftkit.plan.events import alone
-from ftkit.plan.schedule import Rates, Speed, script, speed
+from ftkit.plan.events import Event, alone
+from ftkit.plan.schedule import Rates, Speed, parts_of_step, speed
 from ftkit.plan.shape import Shape, Way
 from ftkit.plan.ways import KINDS
 
@@ -41,14 +41,15 @@ class Candidate:
     accumulation: int
 
 
-def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candidate, Speed]]:
+def fastest(candidates: Sequence[Candidate], rates: Rates, *, next_best: bool = True) -> list[tuple[Candidate, Speed]]:
     """Return the way to take and the next best one of another kind, with their speeds; none where the rates do not say.
 
     Ways that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block less,
     which tells nobody anything. Nor does the same with something on NVMe.
 
     Args:
-        candidates: from cheap to dear.
+        candidates: ways that fit, from cheap to dear.
+        rates: what one rank has for itself.
     """
     known = list(_worth_it([each for each in candidates if rates.know(each.shape, each.way)]))
     bounds = [bound(each, rates) for each in known]
@@ -59,11 +60,11 @@ def fastest(candidates: Sequence[Candidate], rates: Rates) -> list[tuple[Candida
             break
         found[number] = seconds(known[number], rates)
     ranked = []
-    while found and len(ranked) < 2:
+    while found and len(ranked) < 1 + next_best:
         shortest = min(found.values())
         best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
         ranked.append((best, speed_of(best, rates)))
-        found = _of_other_kinds(best.way, known, bounds, ordered, rates) if len(ranked) == 1 else {}
+        found = _of_other_kinds(best.way, known, bounds, ordered, rates) if next_best and len(ranked) == 1 else {}
     return ranked
 
 
@@ -111,13 +112,12 @@ def seconds(candidate: Candidate, rates: Rates) -> float:
 
     Of many rounds of micro-batches all after the first two are alike: they are counted, not simulated. (Not where gradients
     go to NVMe: what has not been written yet by the end of a round grows from round to round. Where they are summed in host
-    memory it takes some rounds until they are alike, which is less than a thousandth.)
+    memory it takes some rounds until they are alike, which is about a thousandth.)
     """
     shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
     if rounds <= ROUNDS or way.gradients == "nvme":
         return speed_of(candidate, rates).seconds
-    fewer, enough = (speed(shape, way, rates, accumulation=each).seconds for each in (ROUNDS - 1, ROUNDS))
-    return enough + (rounds - ROUNDS) * (enough - fewer)
+    return speed(shape, way, rates, accumulation=ROUNDS).longer(ROUNDS, rounds - ROUNDS).seconds
 
 
 def speed_of(candidate: Candidate, rates: Rates) -> Speed:
@@ -128,30 +128,24 @@ def speed_of(candidate: Candidate, rates: Rates) -> Speed:
     shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
     if rounds <= MOST_ROUNDS:
         return speed(shape, way, rates, accumulation=rounds)
-    fewer, enough = (speed(shape, way, rates, accumulation=each) for each in (MOST_ROUNDS - 1, MOST_ROUNDS))
-    more = rounds - MOST_ROUNDS
-    return replace(
-        enough,
-        seconds=enough.seconds + more * (enough.seconds - fewer.seconds),
-        tokens=enough.tokens + more * (enough.tokens - fewer.tokens),
-        operations=enough.operations + more * (enough.operations - fewer.operations),
-    )
+    return speed(shape, way, rates, accumulation=MOST_ROUNDS).longer(MOST_ROUNDS, rounds - MOST_ROUNDS)
 
 
 def bound(candidate: Candidate, rates: Rates) -> float:
     """Return seconds than which no step of this way is shorter."""
+    first, further, update = (
+        _busy(events, rates.all(candidate.shape.hidden))
+        for events in parts_of_step(candidate.shape, candidate.way, in_order=rates.in_order)
+    )
     rounds = candidate.accumulation
-    if rounds <= 2:
-        return max(_busy(candidate, rounds, rates).values())
-    one, two = (_busy(candidate, each, rates) for each in (1, 2))  # every further round asks for the same
-    return max(two[key] + (rounds - 2) * (two[key] - one.get(key, 0.0)) for key in two)
+    keys = first.keys() | further.keys() | update.keys()
+    return max(first.get(key, 0.0) + (rounds - 1) * further.get(key, 0.0) + update.get(key, 0.0) for key in keys)
 
 
-def _busy(candidate: Candidate, rounds: int, rates: Rates) -> dict[tuple[str, str], float]:
-    """Return the seconds of each stream's events, and of all work on each resource, in a step of so many rounds."""
-    resources = rates.all(candidate.shape.hidden)
+def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """Return the seconds of each stream's events, and of all work on each resource."""
     found: dict[tuple[str, str], float] = defaultdict(float)
-    for event in script(candidate.shape, candidate.way, rounds, in_order=rates.in_order).events:
+    for event in events:
         found["stream", event.stream] += alone(event, resources)
         for name, amount in event.work.items():
             found["resource", name] += amount / resources[name]

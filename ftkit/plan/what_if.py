@@ -36,7 +36,7 @@ def what_if(asked: Asked) -> Iterator[Answer]:
     """Yield an answer for each question that arises."""
     for question, other in _questions(asked):
         try:
-            yield Answer(question, other.plan())
+            yield Answer(question, other.plan(next_best=False))
         except DoesNotFit as error:
             yield Answer(question, None, " and ".join(map(str, error.shortages)))
 
