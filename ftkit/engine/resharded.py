@@ -34,6 +34,15 @@ METADATA = frozenset(
 """Names of properties, methods and functions that read no values. Those that begin with `is_` belong to them too."""
 VALUES = frozenset({"is_nonzero", "is_set_to", "is_shared", "is_coalesced"})
 """Names that begin with `is_` and read values or storages."""
+OF_THE_PARAMETER = frozenset(
+    {
+        "device", "get_device", "data_ptr", "result_type", "_has_compatible_shallow_copy_type",
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided",
+    }
+)  # fmt: skip
+"""Names to which a cut answers as its parameter does, and those that begin with `is_` but for these:"""
+OF_THE_CUT = frozenset({"is_leaf", "is_inference"})
 CASTS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
     "cpu": torch.device("cpu"),
@@ -41,9 +50,13 @@ CASTS = {
 
 
 class Guard(Tensor):
-    """What a resharded parameter and the tensors cut from it (`.data`, `.detach()`) have in common."""
+    """What a resharded parameter and the tensors cut from it (`.data`, `.detach()`) have in common.
+
+    A cut lies on meta, so that `other.data = parameter.data`, which no class can see, is torch's own error and not a NaN.
+    """
 
     ftkit_name: str = "a parameter"
+    ftkit_parameter: Tensor | None = None  # of a cut: what it was cut from
     ftkit_has_gradient: Callable[[], bool] | None = None
 
     @classmethod
@@ -71,6 +84,8 @@ class Guard(Tensor):
             if name == "new_tensor" and _first(args[1:], kwargs) is not None:
                 raise _refusal(name, _first(args[1:], kwargs))
             if name in METADATA or (name.startswith("is_") and name not in VALUES):
+                if name in OF_THE_PARAMETER or (name.startswith("is_") and name not in OF_THE_CUT):
+                    args = tuple(map(_uncut, args))
                 return func(*args, **kwargs)
             if name in ("__repr__", "__format__", "__str__"):
                 return _shown(args[0])
@@ -135,13 +150,19 @@ def _cut(kind: str, parameter: Tensor, given: tuple[Any, ...]) -> Any:
         if _same_placeholder(parameter, given[0]):
             return None
         raise _refusal("an assignment to .data", parameter)
-    cut = torch.Tensor.detach(parameter).as_subclass(Guard)
-    cut.ftkit_name = parameter.ftkit_name  # type: ignore[attr-defined]  # both are Guards
+    own = _uncut(parameter)
+    cut = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta").as_subclass(Guard)
+    cut.ftkit_name, cut.ftkit_parameter = own.ftkit_name, own
     return cut
 
 
+def _uncut(value: Any) -> Any:
+    """Return the parameter that a cut was cut from, and anything else as it is."""
+    return value.ftkit_parameter if isinstance(value, Guard) and value.ftkit_parameter is not None else value
+
+
 def _same_placeholder(parameter: Tensor, other: Any) -> bool:
-    return isinstance(other, Guard) and other.data_ptr() == parameter.data_ptr() and other.shape == parameter.shape
+    return _uncut(other) is _uncut(parameter) and other.shape == parameter.shape
 
 
 def _grad(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
@@ -189,7 +210,7 @@ def _cast(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _is_already(parameter: Tensor, wanted: Any) -> bool:
     if isinstance(wanted, torch.device):
-        known = parameter.device
+        known = _uncut(parameter).device
         return known.type == wanted.type and (known.type == "cpu" or wanted.index in (None, known.index))
     return bool(parameter.dtype == wanted)
 
@@ -209,7 +230,7 @@ def _first(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _shown(parameter: Any) -> str:
-    known = f"shape {tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}"
+    known = f"shape {tuple(parameter.shape)}, {parameter.dtype}, {_uncut(parameter).device}"
     return f"<resharded {parameter.ftkit_name}: {known}; its values are in shards>"
 
 

@@ -243,7 +243,19 @@ VALUES = {
     "a hook that reads .grad": lambda p: p.register_post_accumulate_grad_hook(lambda p: p.grad.norm()),
 }
 
+TAKEN = {
+    "data of another": lambda p: setattr(torch.zeros(p.shape), "data", p.data),
+    "data of a parameter": lambda p: setattr(nn.Linear(p.shape[1], p.shape[0]).weight, "data", p.detach()),
+    "set_": lambda p: torch.zeros(p.shape).set_(p.data),
+}
+"""Done by torch without a question to any class: its own errors."""
+
 METADATA = {
+    "data's metadata": lambda p: (
+        (p.data.device, p.data.dtype, p.data.is_meta, p.data.requires_grad) == (p.device, p.dtype, False, False)
+    ),
+    "data into itself": lambda p: setattr(p, "data", p.data) is None and p.data.to("cpu").shape == p.shape,
+    "like data": lambda p: torch.zeros_like(p.data).device == p.data.new_zeros(2).device == p.device,
     "shape": lambda p: p.shape[0] * p.size(1) == p.numel() == p.nelement(),
     "dtype": lambda p: p.dtype == torch.float32 and p.element_size() == 4 and p.is_floating_point(),
     "device": lambda p: p.device.type == "cpu" and not p.is_meta and not p.is_cuda and p.get_device() == -1,
@@ -271,6 +283,9 @@ def tried(build, stage):
                 silent += [] if home in str(error) else [f"{name} without the name"]
             else:
                 silent.append(name)
+        for name, use in TAKEN.items():
+            with pytest.raises((RuntimeError, NotImplementedError), match="meta|incompatible tensor type"):
+                use(parameter)
         wrong += [name for name, use in METADATA.items() if not use(parameter)]
     assert model.to("cpu") is model.float()
     assert model.num_parameters() == build().num_parameters()
