@@ -8,8 +8,8 @@
 Tenants are what the engine counts itself; the rest of a rank's RSS is Python and torch with their libraries, activations,
 logits, batches and what the allocator keeps. On a GPU rank what lies on the device is no tenant.
 
-It refuses nothing, and it is made when memory is nearly gone: a process that has ended meanwhile is left out. What it
-costs: a look at every process of the box, some ten milliseconds.
+It is made when memory is nearly gone: a process that has ended meanwhile is left out. Cost: a look at every process of
+the box, some ten milliseconds.
 """
 
 from __future__ import annotations

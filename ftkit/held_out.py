@@ -4,7 +4,7 @@ Evaluation keeps, of each row, the sum of its losses, its label tokens and how m
 numbers a row, not its logits. Loss, perplexity and accuracy are those of all label tokens together, whatever the
 batches and the number of ranks were; the losses of single rows let two runs be compared question by question.
 
-It refuses nothing. What it costs: the logits of one row in fp32 at a time.
+Cost: the logits of one row in fp32 at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a user should know of a run before its first step, and would not see from the numbers.
 
-It refuses nothing: what must not run is refused where it is read. What it costs: a few lines on the screen.
+What must not run is refused where it is read. Cost: a few lines on the screen.
 """
 
 from __future__ import annotations

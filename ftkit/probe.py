@@ -3,8 +3,8 @@
 Every fact is asked once, nothing is judged here, and a tool that is missing or fails is a fact too. A probe is plain data:
 `ftkit doctor --json` writes it beside its findings, so that somebody else's box can be judged, and tests keep a few.
 
-It refuses nothing. What it costs: some seconds for importing torch and asking nvidia-smi; with a folder to measure, two more
-and 256 MiB written there.
+Cost: some seconds for importing torch and asking nvidia-smi; with a folder to measure, two more and 256 MiB written
+there.
 """
 
 from __future__ import annotations

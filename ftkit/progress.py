@@ -5,7 +5,7 @@ logging step, the same keys in each, and one an evaluation, which has `eval_loss
 same numbers; on a terminal as a bar, otherwise as some twenty lines. `EndOnRequest` lets all ranks agree, once a step, to
 save and end: a rank that heard the signal later must not enter another step alone.
 
-It refuses nothing. What it costs: one all-reduce of a single number a step, and a file opened a logging step.
+Cost: one all-reduce of a single number a step, and a file opened a logging step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ftkit recipes list`: what the first line of each packaged recipe says, as a table.
 
 The planner wrote those lines (`make recipes`), and a test makes them anew, so the list needs no torch and takes no time.
-It refuses nothing: a recipe without such a line is listed with what it says instead.
+A recipe without such a line is listed with what it says instead.
 """
 
 from __future__ import annotations

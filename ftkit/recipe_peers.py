@@ -1,7 +1,7 @@
 """Keys of other tools, and the key of a recipe that says the same.
 
 A person who comes from the Trainer, TRL, Axolotl, LLaMA-Factory or DeepSpeed writes the names of home. Such a key is
-refused like any unknown one; the message names the recipe's own key. It refuses nothing itself and costs nothing.
+refused like any unknown one; the message names the recipe's own key.
 """
 
 from __future__ import annotations

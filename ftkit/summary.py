@@ -1,6 +1,6 @@
 """What came of a run: summary.json, and the same for the eye.
 
-It refuses nothing. What it costs: one exchange of two numbers between the ranks, at the end.
+Cost: one exchange of two numbers between the ranks, at the end.
 """
 
 from __future__ import annotations

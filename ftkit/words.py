@@ -1,4 +1,4 @@
-"""Words around numbers, for messages a person reads. It refuses nothing and costs nothing."""
+"""Words around numbers, for messages a person reads."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ that first touches it, which is the kernel's default.
 Threads are as many as a rank's cores, unless the user said OMP_NUM_THREADS (torchrun's own default of 1 is not the
 user's word). A rank that is alone on its box is left as it is.
 
-It refuses nothing: where the system does not tell or allow, ranks stay unbound, and `str(affinity)` says so. What it
-costs: a few small files, once; an exchange of a line between ranks.
+Where the system does not tell or allow, ranks stay unbound, and `str(affinity)` says so. Cost: a few small files, once;
+an exchange of a line between ranks.
 """
 
 from __future__ import annotations

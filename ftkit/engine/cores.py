@@ -1,7 +1,7 @@
 """The physical cores of a box, by NUMA node, as Linux tells them.
 
-It refuses nothing: where the system does not say, every CPU is a core of its own and all lie on node 0. What it costs: a
-few small files. What containers grant in CPU time (quotas) is no matter of this file: those are not cores.
+Where the system does not say, every CPU is a core of its own and all lie on node 0. Cost: a few small files. What
+containers grant in CPU time (quotas) is no matter of this file: those are not cores.
 """
 
 from __future__ import annotations

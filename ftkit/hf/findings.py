@@ -1,6 +1,6 @@
 """What is known of a recipe's data before training: what becomes of the rows, what is wrong with them, some of them.
 
-Found once (`ftkit.data_preview`), shown by whoever has a screen. It refuses nothing and costs nothing.
+Found once (`ftkit.data_preview`), shown by whoever has a screen.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A token need not be a whole character, and the text of a token depends on what s
 or the few tokens that make up a character. Special tokens are pieces by themselves, under their names. What is shown is
 read from the prepared data, so it is what the model gets.
 
-It refuses nothing. The cost: two decodings a token, of a handful of sequences.
+Cost: two decodings a token, of a handful of sequences.
 """
 
 from __future__ import annotations

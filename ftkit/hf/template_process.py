@@ -4,8 +4,8 @@ A template is a program of its author. jinja2's sandbox keeps it from files and 
 without limit, and constant expressions are computed when it is compiled. So it is compiled and executed in a fork of this
 process that may take `MEMORY_BYTES` more than it has and `SECONDS` a text. Whatever goes wrong in there becomes a sentence.
 
-It refuses nothing by itself: an error of the template is the row's (`TemplateError`), a limit that is passed is the
-template's and stops (`UserError`). What it costs: a fork, and some 50 microseconds a text.
+An error of the template is the row's (`TemplateError`), a limit that is passed is the template's and stops (`UserError`).
+Cost: a fork, and some 50 microseconds a text.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A cell is plain Python: `%` and `!` are IPython's, and the ranks have none. Values go to the kernel as text: plain data as a
 literal that is read again with `ast.literal_eval`, anything else as its repr and what it shows richly.
 
-It refuses nothing. What it costs: values of more than `MOST_LITERAL` characters arrive as a shortened repr.
+Cost: values of more than `MOST_LITERAL` characters arrive as a shortened repr.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ They are started, not forked, so the kernel may have used CUDA; they meet at a s
 loopback, and the process group is theirs alone. They have a session of their own: an interrupt of the kernel reaches them
 as a message and not as a signal. What they write past Python (C libraries, programs) is read here, and the last of it kept.
 
-It refuses nothing. What it costs: two threads a worker, and torch imported here.
+Cost: two threads a worker, and torch imported here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In Jupyter a run is one output that is replaced in place: HTML with the report's own charts, in the notebook's light or dark.
 Elsewhere it is lines of text, and the first one says so.
 
-It refuses nothing. What it costs: a drawing takes milliseconds, and at most a tenth of the time.
+Cost: a drawing takes milliseconds, and at most a tenth of the time.
 """
 
 from __future__ import annotations

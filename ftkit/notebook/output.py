@@ -1,6 +1,6 @@
 """stdout and stderr of rank 0, as streams whose text goes to the kernel, line by line, in order with its answers.
 
-It refuses nothing. What it costs: a message a line.
+Cost: a message a line.
 """
 
 from __future__ import annotations

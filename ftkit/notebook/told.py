@@ -1,6 +1,6 @@
 """How far a run has come, told to the kernel: the bar of a run (`progress.Bar`) that tells in place of drawing.
 
-It refuses nothing. What it costs: at most `STEPS_A_SECOND` messages for steps, and one a logging step.
+Cost: at most `STEPS_A_SECOND` messages for steps, and one a logging step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ thread is, hands on the wish to stop, and ends the process when the kernel is go
 sockets closes with it, and where somebody else holds that open, the parent's number changes. Should this process be stopped
 then, Linux wakes it.
 
-It refuses nothing: an error goes to the kernel and the worker lives on.
+An error goes to the kernel and the worker lives on.
 """
 
 from __future__ import annotations

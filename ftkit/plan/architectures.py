@@ -1,6 +1,6 @@
 """Facts of models that are fine-tuned often, so that they are planned without a download. They stand in architectures.yaml.
 
-It refuses nothing: of other names it knows nothing. What it costs: a small file, read when it is asked.
+Of other names it knows nothing. Cost: a small file, read when it is asked.
 """
 
 from __future__ import annotations

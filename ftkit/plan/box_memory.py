@@ -6,9 +6,9 @@ step's, a systemd slice's, or the machine's own memory. `BoxMemory.find` looks u
 What the kernel can take back at once does not count as used: file cache, and in v2 reclaimable slabs. The machine's own
 word for that is MemAvailable. Swap is ignored: a run that swaps is as good as dead.
 
-It refuses nothing: a file that is missing or strange means that there is no such limit, and a system without /proc has
-none that this file knows. What it costs: a few small files a reading, about 0.1 ms; nothing is kept between two readings,
-so that threads may read at once.
+A file that is missing or strange means that there is no such limit, and a system without /proc has none that this file
+knows. Cost: a few small files a reading, about 0.1 ms; nothing is kept between two readings, so that threads may read at
+once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ after it can win. A way that is another one with something moved down to NVMe ca
 ways that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better
 than that, and simpler ways have fewer parts that can be slow.
 
-It refuses nothing. What it costs: one step's events for each way, three simulated for a few: a second or two for 13B.
+Cost: one step's events for each way, three simulated for a few: a second or two for 13B.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan for the eye: what each tier holds for which purpose, what was granted, what was chosen and why.
 
-It refuses nothing and knows no torch. Sizes are shown in GiB; the same in bytes is `Plan.as_dict`.
+It knows no torch. Sizes are shown in GiB; the same in bytes is `Plan.as_dict`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ gap; one that is not finite is a cross at the chart's upper edge, and never bend
 at most some hundred points: of each stretch of the axis the first, least, largest and last value, so that no spike is lost.
 Hovering tells numbers, by <title>: there is no script.
 
-It refuses nothing: of no numbers it makes an empty chart that says so. All text is escaped here, once.
+Of no numbers it makes an empty chart that says so. All text is escaped here, once.
 """
 
 from __future__ import annotations

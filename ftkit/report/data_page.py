@@ -2,7 +2,7 @@
 
 What is trained on is underlined, on a ground of its own and set in `<mark>`; special tokens stand in frames under their
 names; a packed sample begins with its place. So nothing is told by a colour alone. All text is data of strangers: it is
-escaped, and what nobody would see is written as a sign. It needs no other file, and has no scripts. It refuses nothing.
+escaped, and what nobody would see is written as a sign. It needs no other file, and has no scripts.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `RunReport` is a callback of the HF Trainer, and a context around the run: whoever leaves it by an error has ended early.
 Rank 0 alone writes. It also records one step of this process (the third, or the last of fewer) for the timeline.
 
-It refuses nothing: what goes wrong here is said once and costs the report, never the run. What it costs: a writing takes
-milliseconds; the next one waits for `EVERY_SECONDS` and for `REST` times what the last one took, so that a report of a
-million lines takes no larger part of its run's time than one of ten.
+What goes wrong here is said once and costs the report, never the run. Cost: a writing takes milliseconds; the next one
+waits for `EVERY_SECONDS` and for `REST` times what the last one took, so that a report of a million lines takes no larger
+part of its run's time than one of ten.
 """
 
 from __future__ import annotations

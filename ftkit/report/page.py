@@ -4,8 +4,8 @@
 asks the browser to open it again every `REFRESH_SECONDS`; that, and nothing else, moves. The page forbids itself scripts and
 anything from elsewhere (Content-Security-Policy), so that a hostile text in it stays a text even if an escape were missing.
 
-It refuses nothing that `facts.read` takes. What it costs: milliseconds for a run of thousands of lines; of charts at most
-some hundred kilobytes, however long the run was.
+It takes whatever `facts.read` takes. Cost: milliseconds for a run of thousands of lines; of charts at most some hundred
+kilobytes, however long the run was.
 """
 
 from __future__ import annotations

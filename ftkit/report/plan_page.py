@@ -1,7 +1,7 @@
 """A plan as a page: what each tier holds, the simulated step, and the memory of a GPU within it.
 
-Made by `ftkit plan --page FILE.html`; like a report it needs no other file and asks for nothing. It refuses nothing. A plan
-without seconds has its memory only.
+Made by `ftkit plan --page FILE.html`; like a report it needs no other file and asks for nothing. A plan without seconds
+has its memory only.
 """
 
 from __future__ import annotations

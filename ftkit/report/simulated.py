@@ -1,4 +1,4 @@
-"""The step that the plan simulated, as a timeline; apart from timeline.py, which knows no plan. It refuses nothing."""
+"""The step that the plan simulated, as a timeline; apart from timeline.py, which knows no plan."""
 
 from __future__ import annotations
 

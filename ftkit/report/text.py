@@ -1,6 +1,6 @@
 """What strangers may have written, made fit for a page: text is escaped, numbers are numbers or None.
 
-It refuses nothing: what is no number is None, what is no text becomes one, what is too long is cut and says so.
+What is no number is None, what is no text becomes one, what is too long is cut and says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The timeline of a step as SVG: streams down, time across, what ran when; of a trace, or of the plan's simulation.
 
-It refuses nothing: of spans that lie outside the step, or that are not numbers, nothing is drawn. However many there are, a
-drawing has at most `MOST_SPANS`: those too short to be seen are drawn as one with their neighbours.
+Of spans that lie outside the step, or that are not numbers, nothing is drawn. However many there are, a drawing has at
+most `MOST_SPANS`: those too short to be seen are drawn as one with their neighbours.
 """
 
 from __future__ import annotations

@@ -46,6 +46,13 @@ FAULTS = (
         _READS + "test_values_of_a_resharded_parameter_raise_and_metadata_do_not",
     ),
     fault(
+        "what is cut from a resharded parameter has NaN behind it",
+        "ftkit/engine/resharded.py",
+        "    cut = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=\"meta\").as_subclass(Guard)",
+        "    cut = torch.Tensor.detach(own).as_subclass(Guard)",
+        _READS + "test_values_of_a_resharded_parameter_raise_and_metadata_do_not",
+    ),
+    fault(
         "in fp16 a last loss that is no number is no failure",
         "ftkit/hf/trainer.py",
         "        return optimizer is not None and optimizer.loss_scale.dynamic and optimizer.step_was_skipped\n",
