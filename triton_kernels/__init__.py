@@ -1,10 +1,16 @@
 """Fused Triton kernels, one operation a file: reference, kernel, autograd function, public function.
 
     rms_norm                RMSNorm, with the residual addition
+    layer_norm              LayerNorm
+    rotary                  rotary embedding of queries and keys
+    activation              SiLU, GELU, ReLU, with the bias before them
     gated                   SwiGLU, GeGLU
     cross_entropy           of logits, in their place
     linear_cross_entropy    of a head's outputs, of which only a chunk exists
+    adamw                   the update of a shard on a device
+    squared_norm            of a gradient, with the check for non-finite values
 
-They know torch and Triton only, multiply no matrices themselves, and are plain PyTorch where there is no GPU. No model uses
-them yet.
+They know torch and Triton only, multiply no matrices themselves, and are plain PyTorch where there is no GPU.
+ftkit.hf.fusing exchanges a model's modules for them, ftkit.hf.head its loss, and ftkit.hf.flat_kernels the loops of the
+optimizer.
 """
