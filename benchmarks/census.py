@@ -25,8 +25,7 @@ FOLDERS = {"ftkit": "ftkit", "triton_kernels": "ftkit.kernels"}
 TIERS = {"device", "host", "nvme"}
 BY_NAME = {"hasattr", "getattr", "setattr", "delattr"}
 FUNCTION_LINES, CLASS_LINES = 60, 300
-SEVERAL = 2
-"""Parameters that share a line of an `Args:` section, from which on the line is counted."""
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass
@@ -202,7 +201,7 @@ class Census:
         for docstring in module.docstrings:
             self._several_parameters(module, docstring)
 
-    def _long(self, module: Module, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, row: str, most: int) -> None:
+    def _long(self, module: Module, node: Definition, row: str, most: int) -> None:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         if lines > most:
             self.places[row].append(f"{module.where(node)} {node.name}: {lines}")
@@ -226,7 +225,7 @@ class Census:
             elif inside and line.strip() and len(line) - len(line.lstrip()) <= indent:
                 inside = False
             elif inside and len(line) - len(line.lstrip()) == indent + 4:
-                head, colon, rest = line.partition(":")
+                head, _, rest = line.partition(":")
                 if "," in head or _names_another(rest):
                     self.places["lines of Args with several parameters"].append(
                         f"{module.path}:{docstring.lineno + offset} {line.strip()[:80]}"
