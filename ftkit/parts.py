@@ -20,6 +20,7 @@ from ftkit.arguments import check_report_to, compute_dtype
 from ftkit.errors import UserError
 from ftkit.hf.blocks import check_shardable
 from ftkit.hf.generation import base_of, prompt_ids, unanswerable
+from ftkit.hf.rendering import Rendering
 from ftkit.hf.settings import DTYPES, check_dtype
 from ftkit.plan.choice import Plan
 from ftkit.planning import build
@@ -33,8 +34,11 @@ class Parts:
     """What a run is made of.
 
     Args:
-        tokenizer: of the model. model: its weights not yet read. plan: how memory is used. rows: trained on and held out.
-        asked: questions that are answered before and after.
+        tokenizer: the model's tokenizer.
+        model: the model, whose weights are not read yet.
+        plan: how memory is used.
+        rows: the rows to train on, and those held out.
+        asked: questions that the model answers before and after training.
     """
 
     tokenizer: Any
@@ -48,7 +52,9 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     """Make the parts of a run.
 
     Args:
-        recipe: the facts. ranks: processes of the whole run. planned: returns the plan for a model, the same on all ranks.
+        recipe: the facts.
+        ranks: processes of the whole run.
+        planned: returns the plan for a model, the same on all ranks.
 
     Raises:
         UserError: for whatever would stop the run before its first step and can be seen without its ranks.
@@ -61,8 +67,8 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     model = build_model(recipe)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     decoder_inputs(recipe, model)  # refuses, as the Trainer's collator will
-    skip = recipe.data.on_bad_row == "skip"
-    asked = questions(recipe.show, recipe.data.ignore_columns, skip=skip) if recipe.show else []
+    skip, ignored, rendering = recipe.data.on_bad_row == "skip", recipe.data.ignore_columns, Rendering.of(tokenizer)
+    asked = questions(recipe.show, ignored, skip=skip, rendering=rendering) if recipe.show else []
     check_questions(recipe, model, tokenizer, asked)
     plan = planned(model)
     way = plan.way

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ftkit.errors import UserError
 from ftkit.hf.columns import without
 from ftkit.hf.formats import BadRowError, Conversation, detect, parse_record, read_row, unread_columns
+from ftkit.hf.rendering import Rendering
 from ftkit.hf.rows import Row, Source
+from ftkit.hf.turns import turn_of
 from ftkit.recipe import Show
 
 ROWS_LOOKED_AT = 50
@@ -29,7 +31,7 @@ class Question:
         turns: Dictionaries with role and content; the last is to be answered.
         expected: The answer in the data, or "".
         glue: What stands between question and answer where the tokenizer has no chat template.
-        unread: Names of columns, and of keys in the parts of turns, that it is asked without.
+        unread: Names of columns, and of keys of turns, that it is asked without.
     """
 
     turns: tuple[dict, ...]
@@ -43,26 +45,29 @@ class Question:
         return self.turns[-1]["content"]
 
 
-def questions(show: Show, ignore_columns: Sequence[str] = (), *, skip: bool = False) -> list[Question]:
+def questions(
+    show: Show, ignore_columns: Sequence[str] = (), *, skip: bool = False, rendering: Rendering | None = None
+) -> list[Question]:
     """Return the questions of a recipe.
 
     Args:
         show: The section of the recipe.
         ignore_columns: Names of columns and keys to read without, as in training.
         skip: Whether rows that cannot be used are passed over.
+        rendering: How turns become tokens: it knows which of their keys are read.
 
     Raises:
         UserError: The file has no row with a question and an answer, or one before those that cannot be used.
     """
     if show.path is None:
         return [Question(({"role": "user", "content": prompt},)) for prompt in show.prompts]
-    found = list(islice(_of_file(show.path, frozenset(ignore_columns), skip), show.count))
+    found = list(islice(_of_file(show.path, frozenset(ignore_columns), skip, rendering), show.count))
     if not found:
         raise UserError(f"show.path: {show.path} has no row with a question and an answer; write show.prompts instead")
     return found
 
 
-def _of_file(path: str, ignored: frozenset[str], skip: bool) -> Iterator[Question]:
+def _of_file(path: str, ignored: frozenset[str], skip: bool, rendering: Rendering | None) -> Iterator[Question]:
     rows = list(islice(Source(path=path).rows(), ROWS_LOOKED_AT))
     read = []
     for row in rows:
@@ -73,15 +78,32 @@ def _of_file(path: str, ignored: frozenset[str], skip: bool) -> Iterator[Questio
         try:
             columns = _read(row, ignored)
             content = read_row(columns, kind)
+            question = _asked(content, rendering) if isinstance(content, Conversation) else None
         except BadRowError as error:
             if not skip:
                 raise UserError(f"show.path: {row.place}: {error}") from error
         else:
-            if isinstance(content, Conversation):
-                last = max(number for number, turn in enumerate(content.turns) if turn["role"] == "assistant")
-                if last:
-                    unread = (*unread_columns(columns, kind), *content.unread, *(["tools"] if content.tools else []))
-                    yield Question(content.turns[:last], content.turns[last]["content"], content.glue, unread)
+            if question is not None:
+                yield replace(question, unread=(*unread_columns(columns, kind), *question.unread))
+
+
+def _asked(content: Conversation, rendering: Rendering | None) -> Question | None:
+    """Return a conversation up to its last answer, without what nobody reads; None where nothing is asked.
+
+    Raises:
+        BadRowError: The chat template refuses it.
+    """
+    last = max(number for number, turn in enumerate(content.turns) if turn["role"] == "assistant")
+    if not last:
+        return None
+    turns = content.turns[:last]
+    asked = replace(content, turns=turns, tools=None)
+    keys = rendering.unread_keys(asked, asked=last) if rendering is not None else []
+    if keys:
+        left = [without(turn, frozenset(keys), set(), content.column) for turn in turns]
+        turns = tuple(turn_of(turn, f"`{content.column}`, turn {number}") for number, turn in enumerate(left, 1))
+    unread = (*content.unread, *keys, *(["tools"] if content.tools else []))
+    return Question(turns, content.turns[last]["content"], content.glue, unread)
 
 
 def _read(row: Row, ignored: frozenset[str]) -> dict:

@@ -47,6 +47,8 @@ def test_every_name_of_another_tool_leads_to_a_key_that_is_there():
         ("train.ignore_colums=[a]", "did you mean 'data.ignore_columns'?"),
         ("data.ignore_column=[a]", "did you mean 'ignore_columns'?"),
         ("data.long_text=splitt", "did you mean 'split'?"),
+        ("eval.split=test", "eval.split: rows to evaluate come from a file (eval.path) or are a share of data's"),
+        ("eval.name=some/set", "eval.name: rows to evaluate come from a file (eval.path)"),
     ],
 )
 def test_a_misplaced_key_is_pointed_to_its_section(assignment, meant):

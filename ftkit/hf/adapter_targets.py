@@ -49,7 +49,8 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     """Raise for a name in an adapter's configuration that matches nothing of the model it is for.
 
     Args:
-        model: the base, with or without the adapter.
+        model: the base model, with or without the adapter.
+        config: the adapter's configuration.
 
     Raises:
         UserError: with the field, the name, and the nearest one that would match.
@@ -70,10 +71,21 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     targets = asked["target_modules"]
     if isinstance(targets, str) and targets.lower() == "all-linear":
         targets = _linear(model)
+    targeted = [name for name in modules if _is_adapted(name, targets)]
+    _check_excluded(asked["exclude_modules"], modules, targeted)
     adapted = [name for name in modules if _is_adapted(name, targets) and not _is_adapted(name, asked["exclude_modules"])]
     others = [name for name in parameters if _is_adapted(name, list(asked["target_parameters"] or ()))]
     layers, lists = asked["layers_to_transform"], asked["layers_pattern"]
+    if isinstance(targets, str) and layers not in (None, []):
+        raise UserError(
+            f"adapter: layers_to_transform is not read beside target_modules={targets!r}, which is a pattern: write the "
+            "layers into it, or name the targets in a list"
+        )
+    if lists and layers in (None, []):
+        raise UserError("adapter: layers_pattern is read beside layers_to_transform only: give both, or neither")
     _check_layers(model, layers, lists, [*adapted, *others] or modules)
+    if not isinstance(asked["target_modules"], str) and not _is_made_by_peft(model, asked["exclude_modules"], targeted):
+        _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
     chosen = adapted or ([] if others else modules)
     chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
     if not isinstance(targets, str):  # of a pattern PEFT leaves layers aside
@@ -91,6 +103,38 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     if config.peft_type == PeftType.TRAINABLE_TOKENS:
         found = [name for name in modules if _is_adapted(name, targets)]
         _check_tokens(model, "token_indices", dict.fromkeys(found, config.token_indices) or config.token_indices, modules)
+
+
+def _is_made_by_peft(model: nn.Module, excluded: Any, targeted: Sequence[str]) -> bool:
+    """Return whether targets may be PEFT's own: where it was before, a model's default, and all-linear, stand in a list."""
+    if not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        return False
+    return bool(excluded) or set(_linear(model)) <= set(targeted)
+
+
+def _check_excluded(excluded: Any, modules: Sequence[str], targeted: Sequence[str]) -> None:
+    """Raise for a name that excludes no target, but lies above some: PEFT excludes modules, and not what is in them."""
+    for name in [excluded] if isinstance(excluded, str) else sorted(excluded or ()):
+        named = {module for module in modules if _is_adapted(module, name if excluded == name else [name])}
+        below = [target for target in targeted if any(target.startswith(f"{module}.") for module in named)]
+        if below and named.isdisjoint(targeted):
+            raise UserError(
+                f"adapter: exclude_modules: {name!r} excludes none of the targets: PEFT excludes what has this name, and "
+                f"not what is in it, such as {below[0]}. Name that, or give a pattern, which is text and no list: "
+                f"exclude_modules={'(.*[.])?' + (name if excluded == name else re.escape(name)) + '[.].*'!r}"
+            )
+
+
+def _check_left(targets: Any, left: Sequence[str], adapted: Sequence[str]) -> None:
+    """Raise for a target of which nothing is left once layers are chosen and modules excluded."""
+    for name in sorted(map(str, targets or ())):
+        if not any(_is_target(name, module) for module in left):
+            inside = any(_is_target(name, module) for module in adapted)
+            why = "is in none of the layers_to_transform" if inside else "is excluded whole by exclude_modules"
+            raise UserError(
+                f"adapter: target_modules (adapter.targets in a recipe): {name!r} {why}, so that it would have no adapter. "
+                "Remove it, or correct the other field"
+            )
 
 
 def check_kinds(config: Any) -> None:

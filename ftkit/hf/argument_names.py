@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from transformers import TrainingArguments
+
 from ftkit.errors import UserError
 
 OPTIMIZER_READS = {
@@ -26,12 +28,24 @@ CHECKPOINTING = ("use_reentrant", "context_fn", "determinism_check", "debug", "e
 """What torch.utils.checkpoint takes, and two that transformers takes from there."""
 CHECKPOINTING += ("every_n_layers", "offload")
 
+SAMPLING: tuple[str, ...] = tuple(TrainingArguments.__dataclass_fields__["train_sampling_strategy"].metadata["choices"])
+"""What transformers knows of `train_sampling_strategy`; any other word means random."""
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Those that take the lengths of rows from a column."""
+
+TOKENS_SEEN = ("all", "non_padding", "no")
+"""What transformers knows of `include_num_input_tokens_seen`; any other word means all."""
+
+WITHOUT_KWARGS = ("constant", "constant_with_warmup")
+"""Schedules for which transformers does not read `lr_scheduler_kwargs`; for others an unknown name raises."""
+
 
 def check_arguments(args: Any, trainer: type) -> None:
     """Stop for names in a Trainer's arguments that nobody reads.
 
     Args:
-        args: of the Trainer. trainer: its class.
+        args: the Trainer's arguments.
+        trainer: the Trainer's class.
 
     Raises:
         UserError: with the argument, the name, and what is read.
@@ -39,8 +53,15 @@ def check_arguments(args: Any, trainer: type) -> None:
     kwargs = getattr(args, "activation_checkpointing_kwargs", None) or getattr(args, "gradient_checkpointing_kwargs", None)
     _check("gradient_checkpointing_kwargs", kwargs if isinstance(kwargs, Mapping) else (), CHECKPOINTING)
     _check("include_for_metrics", args.include_for_metrics or (), IN_METRICS)
+    if not isinstance(args.include_num_input_tokens_seen, bool):
+        _check("include_num_input_tokens_seen", [args.include_num_input_tokens_seen], TOKENS_SEEN)
+    if not _is_own(trainer, "_get_train_sampler", "get_train_dataloader"):
+        _check("train_sampling_strategy", [args.train_sampling_strategy], SAMPLING)
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if schedule in WITHOUT_KWARGS and not _is_own(trainer, "create_scheduler"):
+        _check(f"lr_scheduler_kwargs (with lr_scheduler_type={schedule})", args.lr_scheduler_kwargs or (), ())
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer not in OPTIMIZER_READS or _makes_its_optimizer(trainer):
+    if optimizer not in OPTIMIZER_READS or _is_own(trainer, "create_optimizer", "get_optimizer_cls_and_kwargs"):
         return
     said = args.optim_args if isinstance(args.optim_args, str) else ""
     names = [part.partition("=")[0] for part in said.replace(" ", "").split(",") if part]
@@ -57,13 +78,14 @@ def check_length_column(args: Any, dataset: Any) -> None:
     """Stop for a column with the lengths of rows that the data have not: they would be measured instead.
 
     Args:
-        args: of a Trainer. dataset: to train on.
+        args: the Trainer's arguments.
+        dataset: the training data.
 
     Raises:
         UserError: with the nearest column.
     """
     name, columns = args.length_column_name, getattr(dataset, "column_names", None)
-    if args.train_sampling_strategy == "group_by_length" and name != "length" and isinstance(columns, list):
+    if args.train_sampling_strategy in BY_LENGTH and name != "length" and isinstance(columns, list):
         close = difflib.get_close_matches(name, columns, 1)
         meant = f"did you mean {close[0]!r}? " if close else ""
         if name not in columns:
@@ -92,7 +114,7 @@ def _check(argument: str, names: Iterable[Any], known: Iterable[str], advice: st
             raise UserError(f"{argument}: {name!r} is read by nobody{meant or '.'} Read: {read}{advice}")
 
 
-def _makes_its_optimizer(trainer: type) -> bool:
-    """Return whether a class of the user's makes the optimizer."""
+def _is_own(trainer: type, *methods: str) -> bool:
+    """Return whether a class of the user's has one of these methods."""
     own = [each for each in trainer.__mro__ if each.__module__.partition(".")[0] not in ("ftkit", "transformers", "trl")]
-    return any(name in vars(each) for each in own for name in ("create_optimizer", "get_optimizer_cls_and_kwargs"))
+    return any(name in vars(each) for each in own for name in methods)

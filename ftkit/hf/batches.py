@@ -10,11 +10,13 @@ mask (see `ftkit.hf.packing`), or boundaries, and padding is one more sample, wi
 encoder-decoder batch have a length of their own; the model makes `decoder_input_ids` from them, or the collator does
 where the model will not see the labels (label smoothing).
 
-Refused: order by length here (Trainer has it), padding on the left (positions would shift).
+Refused: order by length here (Trainer has it), padding on the left (positions would shift; rows that are padded themselves
+have an attention_mask, which is kept), columns that nobody reads.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +41,7 @@ class StepOrder(torch.utils.data.Sampler):
         rows: number of samples
         seed: the run's seed
         sources: (rows,) integers, which source a sample came from; needed with weights
-        weights: one positive number a source, or None
+        weights: one positive number for each source, or None
 
     Raises:
         UserError: weights that do not match the sources
@@ -110,6 +112,12 @@ class StepOrder(torch.utils.data.Sampler):
         return np.random.RandomState([low, high, *salt])
 
 
+READ = ("input_ids", "labels", "attention_mask", "position_ids")
+"""Columns of samples that become tensors."""
+NOTES = ("place", "source")
+"""Columns of prepared data that say where a sample is from."""
+
+
 @dataclass(frozen=True)
 class Collator:
     """Make a batch of tensors from samples, padded to the longest.
@@ -149,14 +157,19 @@ class Collator:
         """Return the batch of B samples.
 
         Args:
-            samples: dictionaries with input_ids, labels and, if packed, position_ids; other columns are left out
+            samples: dictionaries with input_ids, labels and, if packed, position_ids; or an attention_mask, 0 where a
+                sample is padded itself
 
         Returns:
             input_ids (B, T) int64, labels (B, T) int64 with -100 where padded (encoder-decoder: of their own length),
             decoder_input_ids like them where they are made here,
             and either attention_mask (B, T) int64, or, if packed, position_ids (B, T) int64, use_cache=False and perhaps
             attention_mask (B, 1, 1, S + 1) int32 (see `ftkit.hf.packing.boundaries_of`).
+
+        Raises:
+            UserError: a sample without input_ids or labels, or with a column of which nothing would be made
         """
+        _check_columns(samples)
         ids = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
         labels = [torch.as_tensor(sample["labels"], dtype=torch.int64) for sample in samples]
         batch: dict[str, Any] = {"input_ids": self.padded(ids, self.pad_token_id)}
@@ -172,7 +185,7 @@ class Collator:
             # A cache, even an empty one, makes transformers overlook that the sequences are packed.
             packed = {"attention_mask": boundaries_of(positions)} if self.boundaries else {}
             return {**batch, "position_ids": positions, "use_cache": False, **packed}
-        batch["attention_mask"] = self.padded([torch.ones_like(row) for row in ids], 0)
+        batch["attention_mask"] = self.padded([_mask_of(sample, row) for sample, row in zip(samples, ids)], 0)
         return batch
 
     def padded(self, rows: list[torch.Tensor], filler: int) -> torch.Tensor:
@@ -183,3 +196,40 @@ class Collator:
         for number, row in enumerate(rows):
             stacked[number, : len(row)] = row
         return stacked
+
+
+def _check_columns(samples: Sequence[dict]) -> None:
+    """Raise for a column that is not there, for one that nobody reads, and for a mask beside positions."""
+    packed = "position_ids" in samples[0]
+    for sample in samples:
+        there = ", ".join(map(str, sample))
+        for name in READ[:2] if not packed else (*READ[:2], READ[3]):
+            if name not in sample:
+                close = difflib.get_close_matches(name, map(str, sample), 1)
+                meant = f"did you mean {close[0]!r}? " if close else ""
+                raise UserError(f"a batch: a row has no {name!r}; {meant}It has {there}")
+        for name in sample:
+            if name not in (*READ, *NOTES) or (name == READ[3] and not packed):
+                close = difflib.get_close_matches(str(name), READ, 1)
+                meant = f"did you mean {close[0]!r}? " if close and close[0] not in sample else ""
+                raise UserError(
+                    f"a batch: rows have {name!r}, of which ftkit's Collator makes nothing; {meant}Correct the name, remove "
+                    "the column, or use a collator that reads it"
+                )
+        if packed and not torch.as_tensor(sample.get("attention_mask", 1)).all():
+            raise UserError(
+                "a batch: rows have position_ids, and an attention_mask with zeros, which is not read beside them: cut the "
+                "masked tokens off"
+            )
+
+
+def _mask_of(sample: dict, ids: torch.Tensor) -> torch.Tensor:
+    """Return the attention mask of a sample: its own, or ones.
+
+    Raises:
+        UserError: it has another length than the tokens
+    """
+    mask = torch.as_tensor(sample["attention_mask"], dtype=ids.dtype) if "attention_mask" in sample else torch.ones_like(ids)
+    if mask.shape != ids.shape:
+        raise UserError(f"a batch: a row has {len(ids)} input_ids and an attention_mask of {list(mask.shape)}")
+    return mask

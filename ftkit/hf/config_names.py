@@ -12,12 +12,14 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
+from transformers.utils import cached_file
 
 from ftkit.errors import UserError
 
@@ -26,9 +28,14 @@ logger = logging.getLogger(__name__)
 TOKENS = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
 GENERATION = tuple(f"{name}_token_id" for name in TOKENS)
 """Fields of every saved configuration; a class may read them from the generation configuration only."""
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+"""Of these transformers drops where a class has no such field."""
 
-LEGACY = ("rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "_attn_implementation", "auto_map")
+LEGACY = ("torch_dtype", "attn_implementation", "_attn_implementation", "auto_map")
 """Fields that transformers still reads and that no configuration has."""
+
+ROTATION = ("rope_theta", "rope_scaling")
+"""Two more, which it reads where a class has `rope_parameters`."""
 
 OF_FILES = ("architectures", "transformers_version", "_name_or_path", "_commit_hash", "quantization_config")
 """What stands in files and says nothing of the model itself."""
@@ -47,23 +54,26 @@ LIKE_A_FIELD = 0.85
 """How alike the name of a field must be to one of these to be taken for it."""
 
 
-def check_fields(fields: Mapping[str, Any]) -> None:
+def check_fields(fields: Mapping[str, Any], *, generation: bool = True) -> None:
     """Compare the fields of an inline configuration with those of its class, parts of it (`text_config`) included.
 
     Args:
-        fields: with `model_type`
+        fields: the configuration's fields, `model_type` among them
+        generation: whether the model's generation configuration is made of it
 
     Raises:
         UserError: a field that the class does not know, with the nearest
     """
-    _check(fields, AutoConfig.for_model(str(fields["model_type"])), "model.config")
+    _check(fields, AutoConfig.for_model(str(fields["model_type"])), "model.config", generation=generation)
 
 
 def check_file(fields: Mapping[str, Any], model_type: str, file: str) -> None:
     """Compare the fields of a file, which is to be the configuration of a new model, with those of its class.
 
     Args:
-        fields: of the file. model_type: of a class of transformers. file: its name.
+        fields: the file's fields.
+        model_type: model type of a class of transformers.
+        file: name of the file, for messages.
 
     Raises:
         UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
@@ -74,43 +84,76 @@ def check_file(fields: Mapping[str, Any], model_type: str, file: str) -> None:
         logger.warning("%s: read by nobody: %s", file, ", ".join(unread))
 
 
-def check_generation(config: GenerationConfig, source: str) -> None:
-    """Compare the fields of a model's generation configuration with those that transformers reads.
+def check_generation(config: GenerationConfig | str | os.PathLike[str], revision: str | None = None) -> None:
+    """Compare the fields of a generation configuration with those that transformers reads.
 
     Args:
-        config: as transformers loaded it, with every field of the file. source: the folder or name of the hub.
+        config: the folder or hub name that it comes from, or its file: of some, transformers drops what it does not know,
+            so the file is read itself. Or an object.
+        revision: revision of the hub name.
 
     Raises:
         UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
     """
-    names, given, unread = vars(GenerationConfig()), config.to_diff_dict(), list[str]()
-    for name in (each for each in vars(config) if each[0] != "_"):
+    names, unread = vars(GenerationConfig()), list[str]()
+    if isinstance(config, GenerationConfig):
+        place, fields = "generation_config", config.to_diff_dict()
+    else:
+        file = Path(config)
+        folder, name = (file.parent, file.name) if file.is_file() else (config, "generation_config.json")
+        found = cached_file(
+            folder,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        place, fields = f"{folder}: {name}", _content(Path(found)) if found is not None else {}
+    given = [name for name, value in fields.items() if value is not None]
+    for name in (each for each in fields if each[0] != "_"):
         if name not in names and not _is_passed(name, names, given, unread):
             (close,) = difflib.get_close_matches(name, names, 1)
             raise UserError(
-                f"{source}: generation_config.json has a field {name!r}, which nobody reads; did you mean {close!r}? "
-                "Correct the name or remove it."
+                f"{place} has a field {name!r}, which nobody reads; did you mean {close!r}? Correct the name or remove it."
             )
     if unread:
-        logger.warning("%s: generation_config.json has fields that nobody reads: %s", source, ", ".join(unread))
+        logger.warning("%s has fields that nobody reads: %s", place, ", ".join(unread))
 
 
-def check_changes(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
+def check_changes(changes: Mapping[str, Any], config: PretrainedConfig, *, generation: bool = True) -> None:
     """Compare fields that are set beside a configuration (`load_model(folder, field=...)`) with those that it has.
+
+    Args:
+        changes: the fields.
+        config: the configuration.
+        generation: whether the model's generation configuration is made of it.
 
     Raises:
         UserError: a field that the configuration does not have, with the nearest, or a part of a rotation
     """
-    _check(changes, config, "load_model")
+    _check(changes, config, "load_model", makes=False, generation=generation)
+    _check_rotation(changes, config, "load_model")
+
+
+def _check_rotation(changes: Mapping[str, Any], config: PretrainedConfig, path: str) -> None:
+    """Stop where a part of a rotation is set, which would take the place of the whole or be read by nobody."""
+    for name, value in changes.items():
+        part = getattr(config, name, None) if name in config.sub_configs else None
+        if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):
+            _check_rotation(value, part, f"{path}.{name}")
     rope = getattr(config, "rope_parameters", None)
     said = changes.get("rope_parameters", changes.get("rope_scaling"))
     without_base = isinstance(said, Mapping) and "rope_theta" not in said and not any(map(_is_mapping, said.values()))
     base_alone = "rope_theta" in changes and "rope_theta" not in vars(config)
-    if isinstance(rope, Mapping) and "rope_theta" in rope and (without_base or base_alone):
-        whole = {**rope, **(said if isinstance(said, Mapping) else {})}
+    if not isinstance(rope, Mapping) or not (without_base or base_alone):
+        return
+    whole = dict(rope)  # of each type of layer, or of all
+    if "rope_theta" in rope:
+        whole |= said if isinstance(said, Mapping) else {}
         whole["rope_theta"] = changes.get("rope_theta", rope["rope_theta"])
+    if "rope_theta" in rope or any(map(_is_mapping, rope.values())):
         raise UserError(
-            f"load_model: a configuration of {config.model_type} has its rotation in rope_parameters, rope_theta with the "
+            f"{path}: a configuration of {config.model_type} has its rotation in rope_parameters, rope_theta with the "
             f"rest, and reads it nowhere else: give rope_parameters={whole!r}"
         )
 
@@ -119,17 +162,44 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str, unread: list[str] | None = None) -> None:
+def _check(
+    fields: Mapping[str, Any],
+    known: PretrainedConfig,
+    path: str,
+    unread: list[str] | None = None,
+    *,
+    makes: bool = True,
+    generation: bool = True,
+) -> None:
     """Stop for fields that are not known.
 
     Args:
-        unread: where those go that resemble no field which is missing; None: they stop, too.
+        fields: fields to check.
+        known: configuration of the class, whose fields are known.
+        path: where the fields stand, for messages.
+        unread: gets the unknown fields that resemble no missing one; None: these are refused, too.
+        makes: whether a configuration is made of the fields; else they are set on one that is there.
+        generation: whether the model's generation configuration is made of it.
     """
-    names = {*known.to_dict(), *vars(known), *known.attribute_map, *GENERATION, *LEGACY, "model_type"}
+    names = {*known.to_dict(), *vars(known), *known.attribute_map, *LEGACY, "model_type"}
     kind = type(known)
-    names |= {name for name in dir(kind) if getattr(getattr(kind, name), "fset", None) is not None}  # num_labels
+    own = {name for name in dir(kind) if getattr(getattr(kind, name), "fset", None) is not None}  # num_labels
+    names |= own.difference(ROTATION)  # which every class has
+    parts = [getattr(known, name, None) for name in known.sub_configs] if makes else []  # a flat file fills them, too
+    if any("rope_parameters" in vars(each) for each in (known, *parts) if isinstance(each, PretrainedConfig)):
+        names |= {*ROTATION, "rope_parameters"}
+    encodes = getattr(known, "is_encoder_decoder", False)  # then the model reads it itself
+    names |= {*GENERATION}.difference(FORCED) if generation else {"decoder_start_token_id"} if encodes else set()
     for name, value in fields.items():
-        if name not in names and not _is_passed(name, names, fields, unread):
+        if name in GENERATION and name not in names:
+            if value is not None and unread is None:
+                raise UserError(
+                    f"{path}.{name}: a configuration of {known.model_type} has no such field; how a model generates is said "
+                    "by generation_config.json in its folder. Write it there, and remove it here."
+                )
+            if value is not None:
+                unread.append(name)
+        elif name not in names and not _is_passed(name, names, fields, unread):
             close = difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(
@@ -140,7 +210,7 @@ def _check(fields: Mapping[str, Any], known: PretrainedConfig, path: str, unread
             _check_rope(value, f"{path}.{name}", unread)
         part = getattr(known, name, None) if name in known.sub_configs else None
         if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):
-            _check(value, part, f"{path}.{name}", unread)
+            _check(value, part, f"{path}.{name}", unread, generation=generation)
 
 
 def _is_passed(name: str, names: Iterable[str], fields: Mapping[str, Any], unread: list[str] | None) -> bool:
@@ -170,7 +240,7 @@ def check_tokenizer_fields(folder: str) -> None:
     """Look at what the files of a tokenizer say: each key once, no field that is nearly one that is read, one template.
 
     Args:
-        folder: names of the hub are passed over
+        folder: the tokenizer's folder; a hub name is passed over
 
     Raises:
         UserError: with the field that was meant, or both places of what is said twice
@@ -258,7 +328,7 @@ def check_template_files(folder: str) -> None:
     """Stop where a tokenizer has no chat template and its folder a file that is one by its name, which is not read.
 
     Args:
-        folder: of a tokenizer without a chat template; names of the hub are passed over
+        folder: folder of a tokenizer without a chat template; a hub name is passed over
 
     Raises:
         UserError: with the file
@@ -276,8 +346,8 @@ def check_special_tokens(tokenizer: Any, folder: str) -> None:
     """Compare the special tokens that a tokenizer's folder names with its vocabulary.
 
     Args:
-        tokenizer: as transformers loaded it
-        folder: where from; names of the hub are passed over
+        tokenizer: the tokenizer as transformers loaded it
+        folder: the folder it comes from; a hub name is passed over
 
     Raises:
         UserError: a token that no vocabulary has, with the nearest

@@ -40,8 +40,10 @@ def reading(where: str, does: str, fields: Mapping[str, Any] | None = None, advi
     """Let whatever others' code raises over a user's file be a `UserError`.
 
     Args:
-        where: file or folder, with which the error begins. does: what was not possible. fields: of the configuration that
-            it is about, one of which may be named. advice: what to change.
+        where: file or folder with which the error begins.
+        does: what was not possible.
+        fields: fields of the configuration that is read; the error may name one of them.
+        advice: what to change.
     """
     try:
         yield
@@ -71,8 +73,10 @@ def read_config(
     """Return the configuration of a model.
 
     Args:
-        source: folder or hub name with the weights, or None. config: replaces the folder's: an object, its fields with
-            `model_type`, or a path.
+        source: folder or hub name with the weights, or None.
+        config: replaces the folder's configuration: an object, its fields with `model_type`, or a path.
+        revision: revision of the hub name.
+        trust_remote_code: whether Python from the folder is run.
 
     Raises:
         UserError: there is none, transformers cannot read it, or `config` has a field that nobody reads.
@@ -85,7 +89,7 @@ def read_config(
             raise UserError("model.config: model_type is missing (llama, gpt2, t5, ...)")
         _check_numbers(fields, "model.config")
         with reading("model.config", "no model configuration that transformers can read", fields):
-            check_fields(fields)
+            check_fields(fields, generation=source is None)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
     where = config or source
     if where is None:

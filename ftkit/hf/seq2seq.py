@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from ftkit.hf.arguments import TrainingArguments
+from ftkit.hf.config_names import check_generation
 from ftkit.hf.trainer import Trainer
 
 
@@ -20,7 +21,14 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` on ftkit's engine. Takes `ftkit.Seq2SeqTrainingArguments`."""
+    """`transformers.Seq2SeqTrainer` on ftkit's engine. Takes `ftkit.Seq2SeqTrainingArguments`.
+
+    Raises:
+        UserError: a field of the generation configuration that nobody reads.
+    """
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
-        super().__init__(model, args if args is not None else Seq2SeqTrainingArguments("tmp_trainer"), *others, **kwargs)
+        args = args if args is not None else Seq2SeqTrainingArguments("tmp_trainer")
+        if getattr(args, "ftkit", None) is not None and getattr(args, "generation_config", None) is not None:
+            check_generation(args.generation_config)
+        super().__init__(model, args, *others, **kwargs)

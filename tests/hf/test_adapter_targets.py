@@ -13,11 +13,13 @@ from peft import (
     DeloraConfig,
     FourierFTConfig,
     IA3Config,
+    LoHaConfig,
     LoraConfig,
     OSFConfig,
     PrefixTuningConfig,
     TaskType,
     TrainableTokensConfig,
+    VeraConfig,
     WaveFTConfig,
     XLoraConfig,
     get_peft_model,
@@ -50,9 +52,48 @@ WRONG = {
         "Write it before",
     ),
     "a rank of an excluded module": (
-        lora(rank_pattern={"q_proj": 4}, exclude_modules=["q_proj"]),
+        lora(rank_pattern={"layers.0.self_attn.q_proj": 4}, exclude_modules=["layers.0.self_attn.q_proj"]),
         "rank_pattern",
         "v_proj",
+    ),
+    "an excluded container": (
+        lora(target_modules="all-linear", exclude_modules=["mlp"]),
+        "exclude_modules: 'mlp' excludes none of the targets",
+        "such as model.layers.0.mlp.gate_proj",
+        "exclude_modules='(.*[.])?mlp[.].*'",
+    ),
+    "an excluded layer": (
+        lora(exclude_modules=["layers.0"]),
+        "exclude_modules: 'layers.0' excludes none of the targets",
+        "such as model.layers.0.self_attn.q_proj",
+    ),
+    "an excluded container by a pattern": (
+        lora(exclude_modules=r".*\.self_attn"),
+        "excludes none of the targets",
+        "q_proj",
+    ),
+    "a target that is excluded whole": (
+        lora(exclude_modules=["v_proj"]),
+        "target_modules (adapter.targets in a recipe): 'v_proj' is excluded whole by exclude_modules",
+    ),
+    "a target outside the layers": (
+        lora(target_modules=["q_proj", "embed_tokens"], layers_to_transform=[1, 2]),
+        "'embed_tokens' is in none of the layers_to_transform",
+    ),
+    "a target in other layers": (
+        lora(target_modules=["q_proj", "layers.0.self_attn.v_proj"], layers_to_transform=[1]),
+        "'layers.0.self_attn.v_proj' is in none of the layers_to_transform",
+    ),
+    **{
+        f"layers beside a pattern of {kind.__name__}": (
+            kind(target_modules=r".*\.(q|v)_proj", layers_to_transform=[1]),
+            "layers_to_transform is not read beside target_modules='.*\\\\.(q|v)_proj'",
+        )
+        for kind in (LoHaConfig, VeraConfig)
+    },
+    "a list of layers without layers": (
+        C3AConfig(block_size=8, target_modules=["q_proj"], layers_pattern="layers"),
+        "layers_pattern is read beside layers_to_transform only",
     ),
     "a rank of a layer that is left out": (
         lora(layers_to_transform=[0], rank_pattern={"layers.2.self_attn.q_proj": 4}),
@@ -136,7 +177,11 @@ def test_a_name_that_matches_nothing_stops(case, folder):
         assert word in str(refusal.value), str(refusal.value)
 
 
-@pytest.mark.parametrize("case", ["a target beside good ones", "one of two modules to save", "a rank", "an alpha"])
+BEFORE = ["a target beside good ones", "one of two modules to save", "a rank", "an alpha", "an excluded container"]
+BEFORE += ["a target outside the layers", "layers beside a pattern of VeraConfig"]
+
+
+@pytest.mark.parametrize("case", BEFORE)
 def test_a_name_that_matches_nothing_stops_where_peft_was_called_by_the_user(case):
     config, *words = WRONG[case]
     model = get_peft_model(runs.llama(), config)
@@ -168,7 +213,16 @@ GOOD = [
     lora(target_modules="all-linear"),
     lora(target_modules=r".*\.(q|k)_proj"),
     lora(target_modules=["self_attn.q_proj", "model.layers.1.mlp.up_proj"], modules_to_save=["lm_head", "model.norm"]),
-    lora(rank_pattern={"layers.1.self_attn.v_proj": 8, r".*2\.self_attn\.v_proj": 1}, exclude_modules=["q_proj"]),
+    lora(
+        rank_pattern={"layers.1.self_attn.v_proj": 8, r".*2\.self_attn\.v_proj": 1},
+        exclude_modules=["layers.0.self_attn.q_proj"],
+    ),
+    lora(target_modules="all-linear", exclude_modules=["q_proj", "lm_head"]),
+    lora(target_modules="all-linear", exclude_modules=r".*\.mlp\..*"),
+    lora(target_modules="all-linear", exclude_modules="(.*[.])?mlp[.].*"),
+    lora(exclude_modules=["model.layers.0.self_attn.q_proj", "k_proj"]),
+    LoHaConfig(target_modules="all-linear", layers_to_transform=[1, 2], r=2),
+    lora(target_modules=None, exclude_modules=["v_proj"]),
     lora(layers_to_transform=[0, 2], layers_pattern="layers"),
     lora(layers_to_transform=[0, 2], rank_pattern={"layers.2.self_attn.q_proj": 4, r"0\.self_attn\.v_proj": 4}),
     lora(target_modules="all-linear", rank_pattern={"down_proj": 4}),

@@ -63,6 +63,20 @@ def test_a_trainer_looks_before_it_begins(tmp_path):
     assert trainer.units is None
 
 
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_trainer_looks_before_it_evaluates_or_predicts(tmp_path, call):
+    run = runs.Run(options={"callbacks": [callback("on_evalute")]}, eval_rows=2)
+    trainer = runs.make_trainer("ours", str(tmp_path), run)
+    rows = [trainer.eval_dataset] if call == "predict" else []
+    with pytest.raises(ftkit.UserError, match=r"called on_evalute, .*did you mean on_evaluate"):
+        getattr(trainer, call)(*rows)
+    trainer.callback_handler.callbacks.pop()
+    getattr(trainer, call)(*rows)
+    trainer.add_callback(callback("on_predcit"))
+    with pytest.raises(ftkit.UserError, match=r"called on_predcit, .*did you mean on_predict"):
+        getattr(trainer, call)(*rows)
+
+
 class Watching(transformers.TrainerCallback):
     """A user's callback that reads weights after each step."""
 

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from ftkit.errors import UserError
+from ftkit.generate import load
 from ftkit.hf.loading import generation_config, load_model
 from ftkit.hf.rendering import Rendering
 from ftkit.recipe import Model
 from ftkit.run_rows import load_tokenizer
-from tests.tiny import make_tokenizer
+from tests.tiny import make_base, make_tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
 LLAMA |= {"num_attention_heads": 4}
@@ -248,6 +249,63 @@ def test_a_misspelled_field_of_a_generation_configuration_stops(written, meant, 
         generation_config(tmp_path, config=LLAMA)
     file.write_text(json.dumps({meant: next(iter(written.values()))}))
     generation_config(tmp_path, config=LLAMA)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_generation_configuration_is_read_where_transformers_drops_fields(tmp_path, marked):
+    make_base(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"_from_model_config": marked, "eos_token_id": 2, "temprature": None}))
+    with pytest.raises(UserError, match="'temprature', which nobody reads; did you mean 'temperature'"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="'temprature', which nobody reads; did you mean 'temperature'"):
+        load(str(tmp_path))
+    file.write_text(json.dumps({"_from_model_config": marked, "eos_token_id": 2}))
+    assert load_model(tmp_path).generation_config.eos_token_id == 2
+    assert load(str(tmp_path))[0].generation_config.eos_token_id == 2
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+T5 = {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+GEMMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+GEMMA3 = {"model_type": "gemma3", "text_config": {**GEMMA, "num_key_value_heads": 2, "head_dim": 8}}
+GEMMA3["vision_config"] = {key: value for key, value in GEMMA.items() if key != "vocab_size"} | {"image_size": 28}
+
+
+@pytest.mark.parametrize("field", [{"rope_theta": 1e6}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}])
+def test_a_rotation_of_a_class_that_has_none_stops(field):
+    (name,) = field
+    with pytest.raises(UserError, match=rf"model\.config\.{name}: a configuration of gpt2 has no such field"):
+        load_model(None, config={**GPT2, **field})
+    with pytest.raises(UserError, match=rf"load_model\.{name}: a configuration of gpt2 has no such field"):
+        load_model(None, config=GPT2, **field)
+    assert load_model(None, config={**LLAMA, **field}).config.rope_parameters["rope_theta"]
+
+
+def test_a_token_of_generation_that_a_class_has_no_field_for_stops(tmp_path):
+    make_base(tmp_path)
+    with pytest.raises(UserError, match=r"load_model\.forced_bos_token_id: .*Write it there"):
+        load_model(tmp_path, forced_bos_token_id=9)
+    with pytest.raises(UserError, match=r"load_model\.decoder_start_token_id: .*generation_config\.json"):
+        load_model(tmp_path, decoder_start_token_id=1)
+    with pytest.raises(UserError, match=r"model\.config\.forced_bos_token_id: .*generation_config\.json"):
+        load_model(None, config={**LLAMA, "forced_bos_token_id": 9})
+    assert load_model(tmp_path, eos_token_id=7).config.eos_token_id == 7
+    assert load_model(None, config={**LLAMA, "decoder_start_token_id": 1}).generation_config.decoder_start_token_id == 1
+    assert load_model(None, config={**LLAMA, "forced_bos_token_id": None}).config.hidden_size == 32
+    assert load_model(None, config=T5, decoder_start_token_id=0).config.decoder_start_token_id == 0
+
+
+def test_a_part_of_a_configuration_is_merged_with_what_is_there():
+    task = {"task": "image-text-to-text"}
+    made = load_model(None, config=GEMMA3, text_config={"attention_dropout": 0.1}, **task).config.text_config
+    assert (made.attention_dropout, made.hidden_size, made.head_dim) == (0.1, 32, 8)
+    with pytest.raises(UserError, match=r"load_model\.text_config\.attention_dropot: .*'attention_dropout'"):
+        load_model(None, config=GEMMA3, text_config={"attention_dropot": 0.1}, **task)
+    with pytest.raises(UserError, match=r"load_model\.text_config: .*give rope_parameters=\{'(full|sliding)_attention'"):
+        load_model(None, config=GEMMA3, text_config={"rope_theta": 5e5}, **task)
+    with pytest.raises(UserError, match=r"load_model\.rope_theta: a configuration of gemma3 has no such field"):
+        load_model(None, config=GEMMA3, rope_theta=5e5, **task)
 
 
 def test_a_field_of_a_generation_configuration_that_resembles_none_is_named(tmp_path, caplog):

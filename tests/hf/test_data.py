@@ -601,6 +601,44 @@ def test_the_collator_pads_to_the_longest():
     assert Collator(9, multiple_tokens=8)([{"input_ids": [1], "labels": [1]}])["labels"].shape == (1, 8)
 
 
+def test_the_collator_keeps_the_mask_of_rows_that_are_padded_themselves():
+    left = {"input_ids": [9, 9, 5], "labels": [-100, -100, 5], "attention_mask": [0, 0, 1]}
+    right = {"input_ids": [4, 9], "labels": [4, -100], "attention_mask": [1, 0]}
+    batch = Collator(9)([left, right, {"input_ids": [1, 2], "labels": [1, 2]}])
+    assert batch["attention_mask"].tolist() == [[0, 0, 1], [1, 0, 0], [1, 1, 0]]
+    with pytest.raises(UserError, match=r"a row has 3 input_ids and an attention_mask of \[2\]"):
+        Collator(9)([{**left, "attention_mask": [0, 1]}])
+    positions = {**left, "position_ids": [0, 1, 2]}
+    with pytest.raises(UserError, match="position_ids, and an attention_mask with zeros"):
+        Collator(9)([positions])
+    assert "attention_mask" not in Collator(9)([{**positions, "attention_mask": [1, 1, 1]}])
+
+
+def test_a_masked_row_has_the_loss_of_the_row_alone():
+    model = tiny_llama()
+    alone = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}
+    ids, labels = [9, 9, 9, *alone["input_ids"]], [-100, -100, -100, -100, *alone["labels"][1:]]
+    padded = {"input_ids": ids, "labels": labels, "attention_mask": [0] * 3 + [1] * 4}
+    losses = [token_losses(model, Collator(9)([row])) for row in (alone, padded)]
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    unmasked = {name: value for name, value in padded.items() if name != "attention_mask"}
+    assert (token_losses(model, Collator(9)([unmasked])) - losses[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": [1], "lables": [1]}, "a row has no 'labels'; did you mean 'lables'"),
+        ({"input_id": [1], "labels": [1]}, "a row has no 'input_ids'; did you mean 'input_id'"),
+        ({"input_ids": [1], "labels": [1], "attention_maks": [1]}, "'attention_maks', .*did you mean 'attention_mask'"),
+        ({"input_ids": [1], "labels": [1], "token_type_ids": [1]}, "rows have 'token_type_ids', of which .*makes nothing"),
+    ],
+)
+def test_a_column_that_no_batch_is_made_of_stops(row, told):
+    with pytest.raises(UserError, match=told):
+        Collator(9)([row])
+
+
 def test_the_padding_token(tokenizer_of):
     assert Collator.of(tokenizer_of()).pad_token_id == tokenizer_of().eos_token_id
     assert Collator.of(tokenizer_of(pad_token="<|im_start|>")).pad_token_id == 2

@@ -377,6 +377,20 @@ def test_what_was_loaded_is_not_initialised_again(folder):
     assert all(torch.equal(ours[name], value) for name, value in stock.state_dict().items() if name in ours)
 
 
+def test_generation_is_read_of_a_configuration_where_there_is_no_file_of_its_own(tmp_path):
+    config = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 50}
+    write(tmp_path, transformers.BartForConditionalGeneration(transformers.BartConfig(**config, **heads)))
+    (tmp_path / "generation_config.json").unlink()
+    written = json.loads((tmp_path / "config.json").read_text())
+    written |= {"forced_bos_token_id": 0, "num_beams": 3, "no_repeat_ngram_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    ours, stock = ftkit.load_model(tmp_path), transformers.BartForConditionalGeneration.from_pretrained(tmp_path)
+    said = ours.generation_config.to_diff_dict()
+    assert {name: value for name, value in said.items() if value is not False} == stock.generation_config.to_diff_dict()
+    assert ours.generation_config.num_beams == 3
+
+
 def test_a_block_that_lacks_weights(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.layers.2.input_layernorm.weight"]

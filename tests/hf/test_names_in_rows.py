@@ -8,6 +8,7 @@ from ftkit.errors import UserError
 from ftkit.hf.data import prepare
 from ftkit.hf.formats import read_row
 from ftkit.hf.once import RefusedError
+from ftkit.hf.rendering import Rendering
 from ftkit.questions import questions
 from ftkit.recipe import Show
 from ftkit.run_rows import prepare_rows
@@ -381,6 +382,24 @@ def test_what_a_row_to_show_is_asked_without_is_named(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [each.unread for each in questions(Show(path=str(path)))] == [(), ("id",), ("tools",)]
     assert [each.unread for each in questions(Show(path=str(path)), ["id", "tools"])] == [(), (), ()]
+
+
+def test_keys_of_turns_that_a_row_to_show_is_asked_without_are_named(tmp_path, tokenizers):
+    path = tmp_path / "shown.jsonl"
+    rows = [{"messages": [{**USER, "name": "Ann", "images": ["a.png"]}, {**ANSWER, "note": 1}]}, GOOD]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for template, unread in (
+        (TEMPLATE, ("messages.name", "messages.images")),
+        (WITH_NAMES, ("messages.images",)),
+        (None, ("messages.name", "messages.images")),
+    ):
+        asked = questions(Show(path=str(path)), rendering=Rendering.of(tokenizers(template)))
+        assert [each.unread for each in asked] == [unread, ()]
+        assert asked[0].turns == ({**USER, **({"name": "Ann"} if "messages.name" not in unread else {})},)
+    called = [USER, {"role": "assistant", "content": "", "tool_calls": [TOOL]}, *TURNS]
+    path.write_text(json.dumps({"messages": called}) + "\n")
+    with pytest.raises(UserError, match=r"shown.jsonl:1: the assistant content of `messages`, turn 2 is empty"):
+        questions(Show(path=str(path)), rendering=Rendering.of(tokenizers(TEMPLATE)))
 
 
 FIRST_CALL = TEMPLATE.replace(

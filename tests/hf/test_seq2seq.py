@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,22 @@ def test_arguments_of_the_plain_trainer_are_refused_as_in_stock(tmp_path):
     runs.fresh_state()
     with pytest.raises(AttributeError, match="generation_config"):
         ftkit.Seq2SeqTrainer(runs.t5(), ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_misspelled_field_of_a_generation_configuration_stops(tmp_path, marked):
+    runs.fresh_state()
+    file = tmp_path / "ours.json"
+    told = {"use_cpu": True, "report_to": "none"}
+    wrong = transformers.GenerationConfig(max_length=7, num_beam=2)
+    file.write_text(json.dumps({"_from_model_config": marked, "max_length": 7, "num_beam": 2}))
+    for given in (str(file), file, wrong):
+        arguments = ftkit.Seq2SeqTrainingArguments(str(tmp_path), generation_config=given, **told)
+        with pytest.raises(ftkit.UserError, match="has a field 'num_beam', which nobody reads; did you mean 'num_beams'"):
+            ftkit.Seq2SeqTrainer(runs.t5(), arguments)
+    file.write_text(json.dumps({"_from_model_config": marked, "max_length": 7, "num_beams": 2}))
+    trainer = ftkit.Seq2SeqTrainer(runs.t5(), replace(arguments, generation_config=str(file)))
+    assert trainer.model.generation_config.num_beams == 2
 
 
 class Beams:
