@@ -13,7 +13,7 @@ from pathlib import Path
 from ftkit.errors import UserError
 from ftkit.recipe import Recipe
 from ftkit.resumed import check_resumed
-from ftkit.run_folder import RunFolder
+from ftkit.run_folder import RunFolder, step_of
 
 
 def checkpoints_to_try(
@@ -47,6 +47,10 @@ def checkpoints_to_try(
         changed = check_resumed(recipe, checkpoints[0].resolve().parent / folder.recipe.name)
         if changed and first:
             say(changed)
+    if resume == "auto" and checkpoints and first:
+        for path, step in folder.left().items():
+            if step_of(path) > step_of(checkpoints[0]):
+                say(f"passed over: {path}: the run went back to step {step} since; --resume {path} would continue from it")
     return checkpoints
 
 

@@ -143,7 +143,8 @@ def _train(
                 raise
             restarts -= 1
             # What was saved since the start, then what the user said.
-            checkpoints = [path for path, own in folder.identities().items() if before.get(path) != own][::-1] + given
+            now = folder.identities()
+            checkpoints = [path for path in folder.newest_first() if before.get(path) != now.get(path)] + given
             _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
         raise EndedEarly(result["stopped"])

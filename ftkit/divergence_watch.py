@@ -114,7 +114,7 @@ class DivergenceWatch(TrainerCallback):
         """
         event = self.ended_by
         assert event is not None
-        last = next(reversed(self.folder.checkpoints()), None)
+        last = next(iter(self.folder.newest_first()), None)
         if self.action == "stop":
             advice = "there is no checkpoint to resume from" if last is None else f"--resume auto goes on from {last.name}"
             raise Diverged(f"{event}\n{advice}; train.on_divergence: skip or rollback would go past that step")
@@ -122,7 +122,7 @@ class DivergenceWatch(TrainerCallback):
             self.unsuitable.add(self.resumed)
         self.rollbacks += 1
         comm = self.trainer.units.comm
-        newest_first = self.folder.checkpoints()[::-1]
+        newest_first = self.folder.newest_first()
         suitable = [path for path in newest_first if path not in self.unsuitable] or newest_first
         known = comm.same([str(path) for path in suitable])
         try:

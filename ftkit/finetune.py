@@ -37,7 +37,7 @@ from ftkit.hf.attention import use_packed_attention
 from ftkit.hf.data import Collator, check_isolation
 from ftkit.hf.faults import stops_of
 from ftkit.hf.generation import generate
-from ftkit.hf.nonfinite import weights_not_finite
+from ftkit.hf.nonfinite import made_no_update, weights_not_finite
 from ftkit.hf.shapes import common_limits
 from ftkit.launch import Stop
 from ftkit.memory_stop import MemoryStop
@@ -225,6 +225,7 @@ class Job:
         if trainer.is_world_process_zero():
             folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
         began = time.perf_counter()
+        self._take_line(checkpoint)
         trainer.train(resume_from_checkpoint=checkpoint)
         while watch.ended_by is not None:
             try:
@@ -235,6 +236,7 @@ class Job:
                     write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
                 raise
             trainer.args.eval_on_start = False
+            self._take_line(checkpoint)
             trainer.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - began
         if end.ended_at_step is not None:
@@ -249,9 +251,9 @@ class Job:
         if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
             trainer.retire_checkpoints(done[-1])
         held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
-        after = shown.answers(trainer.model) if asked else []
         first_step, last_step = before.global_step if before else 0, trainer.state.global_step
         problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
+        problem = problem or made_no_update(trainer.sharded_optimizer, last_step - first_step)
         if problem is None and not math.isfinite(held_out):
             problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
@@ -263,6 +265,7 @@ class Job:
             trainer.save_model(str(folder.model))
             if trainer.is_world_process_zero():
                 folder.list_model(whole=True)
+        after = shown.answers(trainer.model) if asked and not broken else [""] * len(asked)
         summary = summarise(trainer, folder, seconds, dtype, plan, before)
         summary |= {"problem": problem, "model_written": not broken}
         if trainer.is_world_process_zero():
@@ -274,9 +277,22 @@ class Job:
             raise Diverged(f"{problem}. {self._advice()}")
         return summary
 
+    def _take_line(self, checkpoint: str | None) -> None:
+        """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
+        folder, trainer, known = self.folder, self.trainer, self.folder.newest_first()
+        before = state_of(checkpoint)
+        if trainer.is_world_process_zero():
+            trainer.line = folder.go_on_from(Path(checkpoint) if checkpoint else None, before.global_step if before else 0)
+        [trainer.line] = broadcast_object_list([trainer.line])
+        left = folder.left()
+        trainer.damaged |= set(left)
+        for path in [path for path in known[::-1] if path in left]:
+            told = f"{path} stays, and --resume auto passes it over: the run goes back to step {left[path]}"
+            self.say.print(literal(told))
+
     def _advice(self) -> str:
         """Return what to do about a run that failed."""
-        last, divergences = next(reversed(self.folder.checkpoints()), None), self.folder.divergences
+        last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
         told = [f"{divergences} names the steps."] if divergences.exists() else []
         told += ["There is no checkpoint to go back to." if last is None else f"The last checkpoint is {last.name}."]
         ways = ["Lower optimizer.lr"]

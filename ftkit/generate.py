@@ -26,6 +26,7 @@ from ftkit.engine.seal import CONTENTS
 from ftkit.errors import UserError
 from ftkit.hf.adapting import with_trained_adapter
 from ftkit.hf.blocks import shard
+from ftkit.hf.config_names import check_generation
 from ftkit.hf.generation import generate
 from ftkit.hf.loading import load_model
 from ftkit.hf.model_config import check_folder, check_layers, read_config, reading
@@ -40,8 +41,8 @@ def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tu
 
     Args:
         folder: A model folder, an adapter folder, or a hub id.
-        prompts: Questions, one a turn.
-        settings: See `ftkit.hf.generation.generate`.
+        prompts: Questions, each a user's turn.
+        settings: Keyword arguments of `ftkit.hf.generation.generate`.
 
     Raises:
         UserError: The folder is no model, or its tokenizer refuses the prompt.
@@ -54,7 +55,10 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
     """Answer prompts as one of several ranks, which share the model; return all answers.
 
     Args:
-        stop: Of this rank. folder, prompts: See `answers`. settings: See `ftkit.hf.generation.generate`.
+        stop: Says which rank this is.
+        folder: A model folder or a hub id.
+        prompts: Questions, each a user's turn.
+        settings: Keyword arguments of `ftkit.hf.generation.generate`.
 
     Raises:
         UserError: See `answers`; or the folder is an adapter.
@@ -102,6 +106,7 @@ def load(folder: str) -> tuple[Any, Any]:
         # Said, not left out: where it is left out, transformers asks on stdin whether to run the folder's code.
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         check_layers(config, file)
+        check_generation(base)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
     with reading(folder if adapter else base, "cannot be loaded", advice=NEEDED):

@@ -42,7 +42,7 @@ class MemoryStop(TrainerCallback):
     ) -> None:
         self.folder, self.rank, self.leave = folder, rank, leave
         self.guard = Guard(memory or BoxMemory.find(), self.end_at_once)
-        self.found = set(folder.checkpoints())
+        self.found = folder.identities()
         self.trainer: RecipeTrainer | None = None
         self.step = 0
         self.seats = [Seat.own(rank, 0, host_tenants(None, None))]
@@ -121,7 +121,7 @@ class MemoryStop(TrainerCallback):
         text, resumable = f"host memory is running out: {alarm.reason} ({alarm.reading})", False
         try:
             checkpoint = self._last_checkpoint()
-            resumable = checkpoint is not None and checkpoint not in self.found
+            resumable = checkpoint is not None and self.folder.identities().get(checkpoint) != self.found.get(checkpoint)
             told = make_report(alarm, self.seats, outcome="ended", step=self.step, checkpoint=checkpoint)
             text = text_of(told)
             write_json(self.folder.guard, told)
@@ -130,4 +130,4 @@ class MemoryStop(TrainerCallback):
         self.leave(MemoryShort(text, resumable))
 
     def _last_checkpoint(self) -> Path | None:
-        return next(reversed(self.folder.checkpoints()), None)
+        return next(iter(self.folder.newest_first()), None)

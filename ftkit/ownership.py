@@ -7,7 +7,8 @@ checkpoint, `model-files.json` beside the model. An empty file or folder is nobo
 of a checkpoint is damaged or missing, its files are ours by the names that saves write (`SAVED`), and all others are not.
 
 It refuses nothing by itself: `RunFolder.prepare` and the commands that write a page ask here. What it costs: one small read
-a file and one `stat` a file of a folder. A symbolic link under a name of ours is never ours, but for a link to a checkpoint.
+a file, one `stat` a file of a folder, and of `model/` a read of small files and of 4 MiB of larger ones. A symbolic link
+under a name of ours is never ours, but for a link to a checkpoint.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ SAVED = re.compile(
 """Names that our saves or the stock Trainer's give to files of a checkpoint, beside the lists."""
 SAVED_BY_ENGINE = re.compile(r"[^/]+\.\w+\.safetensors")
 """Names that the engine gives to the files of its folder, beside the list."""
+WHOLE_BYTES = 16 << 20
+"""Files of a model up to this size are read whole, to know them again."""
+SAMPLES, SAMPLE_BYTES = 1024, 4 << 10
+"""Of larger ones so many ranges, from the first byte to the last."""
 PEFT_CARD = b"library_name: peft"
 """In the README.md that PEFT writes beside an adapter."""
 
@@ -93,6 +98,12 @@ def is_our_checkpoint(path: Path) -> bool:
     """Return whether a folder checkpoint-N was saved by the engine, whole or damaged, or holds nothing."""
     listed = (path / CONTENTS).is_file() and is_list(path / CONTENTS)
     return (path / ENGINE_FOLDER).is_dir() or listed or _holds_nothing(path)
+
+
+def is_rotated(path: Path) -> bool:
+    """Return whether a Trainer may remove a folder as a checkpoint that is one too many: `checkpoint-N`, ours or stock's."""
+    named = re.fullmatch(r"checkpoint-\d+", path.name) is not None
+    return named and (is_our_checkpoint(path) or (path / "trainer_state.json").is_file())
 
 
 def strangers_in_checkpoint(path: Path) -> list[Path]:
@@ -149,13 +160,13 @@ def _head(path: Path) -> bytes:
 
 
 def list_model(folder: Path, *, whole: bool) -> str:
-    """Return the text of `model-files.json` for a folder: the name and size of each file, or that it is being written."""
-    files = {name: path.lstat().st_size for name, path in _files(folder)} if whole else None
+    """Return the text of `model-files.json` for a folder: each file's name, size and sum, or that it is being written."""
+    files = {name: [path.lstat().st_size, _sum(path)] for name, path in _files(folder)} if whole else None
     return json.dumps(marked({"folder": folder.name, "files": files}), indent=1) + "\n"
 
 
 def strangers_in_model(folder: Path, listing: Path) -> list[Path]:
-    """Return the files of a folder `model` that no run wrote: those its list lacks, or has with another size.
+    """Return the files of a folder `model` that no run wrote: those its list lacks, or has with another size or sum.
 
     Args:
         folder: the folder `model` of a run.
@@ -175,7 +186,31 @@ def strangers_in_model(folder: Path, listing: Path) -> list[Path]:
         return []
     if not isinstance(listed, dict):
         listed = {}
-    return [each for name, each in _files(folder) if each.lstat().st_size and listed.get(name) != each.lstat().st_size]
+    return [each for name, each in _files(folder) if each.lstat().st_size and not _is_as_noted(each, listed.get(name))]
+
+
+def _is_as_noted(path: Path, noted: Any) -> bool:
+    """Return whether a file is what the list of a model notes of it: its size and sum, of an earlier version its size."""
+    size, *sums = noted if isinstance(noted, list) else [noted]
+    return size == path.lstat().st_size and sums in ([], [_sum(path)])
+
+
+def _sum(path: Path) -> str | None:
+    """Return a sum over a file, all of a small one and ranges of a large one; None where it is none or cannot be read."""
+    try:
+        if path.is_symlink() or not path.is_file():
+            return None
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= WHOLE_BYTES:
+                return sha256(file.read()).hexdigest()[:16]
+            sampled = []
+            for number in range(SAMPLES):
+                file.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                sampled.append(file.read(SAMPLE_BYTES))
+            return sha256(b"".join(sampled)).hexdigest()[:16]
+    except OSError:
+        return None
 
 
 def refuse_foreign_page(path: Path, option: str) -> None:

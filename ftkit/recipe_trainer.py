@@ -34,7 +34,7 @@ from ftkit.hf.samples import IGNORED_LABEL
 from ftkit.hf.trainer import Trainer
 from ftkit.ownership import strangers_in_checkpoint
 from ftkit.replacing import remove_unfinished, set_aside
-from ftkit.run_folder import RunFolder, step_of
+from ftkit.run_folder import LINE, Line, RunFolder, step_of
 from ftkit.words import counted
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class RecipeTrainer(Trainer):
         self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example
         self.keep = keep
         self.evaluated: dict[int, float] = {}  # step to held-out loss, of this run and of what it continues
-        self.damaged: set[Path] = set()  # checkpoints that were passed over
+        self.damaged: set[Path] = set()  # checkpoints that were passed over, also those of a line that the run left
+        self.line: Line = []
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self.left_out: frozenset[int] = frozenset()
@@ -208,7 +209,7 @@ class RecipeTrainer(Trainer):
     def noted(self) -> dict[str, Any]:
         """See `ftkit.Trainer.noted`: also the losses that the next step is judged by, and those of held-out rows."""
         evaluated = {str(step): loss for step, loss in self.evaluated.items()}
-        return {**self._noted, "losses": list(self.losses.losses), "evaluated": evaluated}
+        return {**self._noted, "losses": list(self.losses.losses), "evaluated": evaluated, LINE: self.line}
 
     def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
         """Take those losses.

@@ -10,8 +10,9 @@
     report.html             all of it for the eye
     trace.json              one step of rank 0, in the format of Chrome's trace viewer
     checkpoint-N/           what --resume continues from
+    line.json               where the run went back to an earlier checkpoint, if it did
     model/                  the Hugging Face folder (an adapter folder when an adapter was trained)
-    model-files.json        the names and sizes of the files of model/
+    model-files.json        the names, sizes and sums of the files of model/
 
 It refuses a place that cannot be written, before any rank is started, and to mix a new run with what an old one left:
 checkpoints, a model, a summary. What it costs: those must be resumed from, moved, or given up with --overwrite, which
@@ -43,6 +44,10 @@ from ftkit.replacing import put_back, remove_unfinished
 LOCK = ".lock"
 SHOWN = 3
 """Foreign files that a message names."""
+LINE = "line"
+"""Under which a checkpoint, and line.json, note the line that they are of."""
+Line = list[list[int]]
+"""[number, step] of each time that a run went back to an earlier checkpoint; the numbers rise. None: []."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,20 +108,25 @@ class RunFolder:
         return self.path / "eval_per_example.json"
 
     @property
+    def line(self) -> Path:
+        """Which line of checkpoints was last trained, if the run ever went back."""
+        return self.path / "line.json"
+
+    @property
     def model(self) -> Path:
         """The Hugging Face folder."""
         return self.path / "model"
 
     @property
     def model_list(self) -> Path:
-        """The names and sizes of the files of `model`."""
+        """The names, sizes and sums of the files of `model`."""
         return self.path / "model-files.json"
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that a run writes, beside those of `model` and of checkpoints; the summary first."""
         first = (self.summary, self.recipe, self.metrics, self.divergences, self.per_example, self.guard)
-        return (*first, self.standing, self.report, self.trace, self.model_list)
+        return (*first, self.standing, self.report, self.trace, self.model_list, self.line)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -202,6 +212,50 @@ class RunFolder:
         found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
         return sorted(found, key=step_of)
 
+    def newest_first(self) -> list[Path]:
+        """Return the complete checkpoints that the run, as it was last trained, came by; the newest first."""
+        left = self.left()
+        return [path for path in self.checkpoints()[::-1] if path not in left]
+
+    def left(self) -> dict[Path, int]:
+        """Return the complete checkpoints of lines that the run left, each with the step that it went back to."""
+        line, found = self._line(), {}
+        for path in self.checkpoints():
+            own = line_of(path)
+            if own is not None and not _comes_by(line, own, step_of(path)):
+                parts = (at for at, (one, other) in enumerate(zip(own, line)) if one != other)
+                at = next(parts, min(len(own), len(line)))
+                found[path] = (line if at < len(line) else own)[at][1]
+        return found
+
+    def go_on_from(self, checkpoint: Path | None, step: int) -> Line:
+        """Note which line is trained from here on, and return it: a new one where the run goes back.
+
+        Args:
+            checkpoint: What the run goes on from; None: from its beginning.
+            step: The step that that is of.
+        """
+        line, there = self._line(), self.checkpoints()
+        own = [] if checkpoint is None else line_of(checkpoint) or []
+        beyond = [path for path in there if step_of(path) > step]
+        if own != line or any(_comes_by(own, line_of(path) or [], step_of(path)) for path in beyond):
+            numbers = [number for each in (line, own, *(line_of(path) or [] for path in there)) for number, _ in each]
+            own = [*own, [max(numbers, default=0) + 1, step]]
+        if own or self.line.exists():
+            write_json(self.line, {LINE: own})
+        return own
+
+    def _line(self) -> Line:
+        """Return the line that was last trained; without line.json that of the checkpoint with the highest number."""
+        try:
+            noted = _as_line(json.loads(self.line.read_bytes())[LINE]) if ownership.is_ours(self.line) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            noted = None
+        if noted is not None:
+            return noted
+        lines = [line_of(path) or [] for path in self.checkpoints()]
+        return max(lines, key=lambda line: line[-1][0] if line else 0, default=[])
+
     def identities(self) -> dict[Path, int]:
         """Return the checkpoints, oldest first, each with what tells it from another one of its name."""
         return {path: path.stat().st_ino for path in self.checkpoints()}
@@ -221,7 +275,8 @@ class RunFolder:
         """Make the folder, or refuse it, and find the checkpoints to continue from.
 
         Args:
-            resume: None, `auto` (the last checkpoint that is whole, or the beginning if there is none), or a folder.
+            resume: None, `auto` (the last checkpoint that is whole, of the line that was last trained, or the beginning if
+                there is none), or a folder.
             overwrite: Remove what an earlier run left, instead of refusing it.
             inputs: Files and folders that the run reads, which must not be removed.
             owner: This process holds the folder's lock; another one of the same run removes nothing.
@@ -315,7 +370,7 @@ class RunFolder:
                     write(path, path.read_text(encoding="utf-8", errors="replace"))
 
     def list_model(self, *, whole: bool) -> None:
-        """Note the files of `model`: that they are about to be written, or, once they are whole, their names and sizes."""
+        """Note the files of `model`: that they are about to be written, or, once they are whole, which they are."""
         self.model.mkdir(exist_ok=True)
         write(self.model_list, ownership.list_model(self.model, whole=whole))
 
@@ -328,7 +383,7 @@ class RunFolder:
         if resume is None:
             return []
         if resume == "auto":
-            return found[::-1]
+            return self.newest_first()
         path = Path(os.path.expanduser(resume))
         if not path.is_dir():
             known = ", ".join(str(each) for each in found) or "none"
@@ -338,10 +393,15 @@ class RunFolder:
     def _refuse_earlier_run(self) -> None:
         """Refuse to begin where an earlier run left what this one would overwrite or mix with."""
         otherwise = "replace that run with --overwrite, or choose another folder with --set output.dir=PATH"
-        if found := self.checkpoints():
+        if found := self.newest_first():
             raise UserError(
-                f"output.dir: {self.path} holds {found[-1].name} of an earlier run; continue it with --resume auto, "
+                f"output.dir: {self.path} holds {found[0].name} of an earlier run; continue it with --resume auto, "
                 f"{otherwise}"
+            )
+        for path, step in list(self.left().items())[-1:]:
+            raise UserError(
+                f"output.dir: {self.path} holds {path.name} of an earlier run, which went back to step {step} since and has "
+                f"no checkpoint of that line here; name one with --resume PATH, {otherwise}"
             )
         if left := [path.name for path in (self.summary, self.model) if path.exists()]:
             raise UserError(
@@ -395,6 +455,27 @@ def append_line(path: Path, record: Any) -> None:
 def step_of(checkpoint: Path) -> int:
     """Return the step that a folder checkpoint-N is of."""
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def line_of(checkpoint: Path) -> Line | None:
+    """Return the line that a checkpoint is of; None where its list cannot be read, which is told when it is tried."""
+    try:
+        path = checkpoint / ownership.ENGINE_FOLDER / ownership.LISTING
+        extra = json.loads(path.read_bytes())["extra"] if ownership.is_list(path) else None
+        return _as_line(extra.get(LINE, []))  # an earlier version noted none
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _as_line(noted: Any) -> Line | None:
+    """Return a line that was read; None where it is none."""
+    pairs = isinstance(noted, list) and all(isinstance(each, list) and len(each) == 2 for each in noted)
+    return noted if pairs and all(type(number) is int for each in noted for number in each) else None
+
+
+def _comes_by(line: Line, own: Line, step: int) -> bool:
+    """Return whether a line comes by a checkpoint of some step that is of the line `own`."""
+    return line[: len(own)] == own and (len(own) == len(line) or step <= line[len(own)][1])
 
 
 def _step(line: str) -> float:

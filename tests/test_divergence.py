@@ -154,6 +154,15 @@ def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
         worlds[2].run(job, text)
 
 
+def test_a_run_of_which_no_step_made_an_update_is_a_failure(home, worlds):
+    """Every loss is finite, and no gradient is, however small fp16's loss scale."""
+    train = {"batch_tokens": 192, "max_steps": 3, "dtype": "fp16"}
+    text = text_of(home, "idle", "continue", train=train)
+    with pytest.raises(RankFailure, match=r"Diverged: training failed: not one of 3 steps made an update: in fp16"):
+        worlds[2].run(spoiled_job, text, dict.fromkeys(range(1, 4), 1e36))
+    assert "not one of 3 steps" in json.loads((home / "idle" / "summary.json").read_text())["problem"]
+
+
 @pytest.mark.slow
 def test_weights_that_the_dtype_of_the_model_cannot_hold_are_said_in_the_summary(home, worlds):
     """The base is in fp16; the masters are finite."""

@@ -19,8 +19,11 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ftkit import ownership
+from ftkit.begin import checkpoints_to_try
 from ftkit.engine.comm import Communicator
 from ftkit.engine.pieces import PieceWriter
+from ftkit.engine.seal import write_sealed
 from ftkit.errors import UserError
 from ftkit.generate import answers
 from ftkit.held_out import HeldOut
@@ -29,7 +32,7 @@ from ftkit.parts import decoder_inputs
 from ftkit.recipe import parse
 from ftkit.recipe_trainer import WholeSteps
 from ftkit.resume import first_whole
-from ftkit.run_folder import RunFolder
+from ftkit.run_folder import RunFolder, step_of, write_json
 from ftkit.summary import _lines
 from tests.jobs import job, lines, losses, ranks_of, recipe, records, resumed_job
 from tests.report.test_page import check
@@ -400,6 +403,77 @@ def test_resume_takes_the_newest_checkpoint_that_is_whole(home, whole, worlds):
     (folder / "checkpoint-8" / "trainer_state.json").write_text("{}")
     with pytest.raises(RankFailure, match=r"checkpoint-8/trainer_state\.json: 2 bytes, \d+ were written"):
         worlds[2].run(resumed_job, recipe(home, "passed-over"), [found[1]])
+
+
+def test_resume_auto_goes_on_with_the_line_that_was_last_trained(home, whole, worlds):
+    """After going back, a checkpoint of the line that was left is passed over whatever its number, and stays."""
+    folder = home / "went-back"
+    shutil.copytree(whole[0], folder)
+    run = RunFolder(folder)
+    text = (folder / "recipe.yaml").read_text().replace(str(whole[0]), str(folder))
+    (folder / "recipe.yaml").write_text(ownership.marked_recipe(ownership.unmarked_recipe(text)))
+    assert not run.line.exists()
+    told = worlds[1].run(job, text, (), str(folder / "checkpoint-8"), 1)[0]
+    assert "ended at step 9" in told["stopped"]
+    assert [path.name for path in run.newest_first()][:2] == ["checkpoint-9", "checkpoint-8"]
+    assert run.left() == {folder / "checkpoint-10": 8}
+    said = []
+    found = checkpoints_to_try(parse(text, "recipe"), run, "auto", overwrite=False, first=True, say=said.append)
+    assert found == run.newest_first()
+    assert any(f"passed over: {folder / 'checkpoint-10'}: the run went back to step 8" in line for line in said)
+    shutil.copytree(folder, home / "went-back-copy")
+    (home / "went-back-copy" / "line.json").unlink()
+    assert RunFolder(home / "went-back-copy").newest_first()[0].name == "checkpoint-9", "the checkpoints tell it, too"
+    worlds[1].run(job, text, (), str(found[0]))
+    assert run.newest_first()[0].name == "checkpoint-10"
+    assert run.left() == {}, "it was written again"
+    for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_lines_of_a_run_that_goes_back_again_and_again(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def save(step, line):
+        folder = tmp_path / f"checkpoint-{step}" / "ftkit"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed(folder / "manifest.json", {"extra": {"line": line}})
+
+    def newest():
+        return [step_of(path) for path in run.newest_first()]
+
+    assert run.go_on_from(None, 0) == []
+    for step in (4, 8, 10):
+        save(step, [])
+    assert run.go_on_from(tmp_path / "checkpoint-10", 10) == []
+    assert not run.line.exists()
+    assert run.go_on_from(tmp_path / "checkpoint-4", 4) == [[1, 4]]
+    assert newest() == [4], "before anything was saved"
+    save(6, [[1, 4]])
+    save(8, [[1, 4]])
+    assert newest() == [8, 6, 4]
+    assert run.go_on_from(tmp_path / "checkpoint-8", 8) == [[1, 4]], "going on is not going back"
+    assert run.go_on_from(tmp_path / "checkpoint-6", 6) == [[1, 4], [2, 6]]
+    save(12, [[1, 4], [2, 6]])
+    assert newest() == [12, 6, 4]
+    assert run.left() == {tmp_path / "checkpoint-8": 6, tmp_path / "checkpoint-10": 4}
+    assert run.go_on_from(tmp_path / "checkpoint-10", 10) == [[3, 10]], "back to the line that was left first"
+    assert newest() == [10, 4]
+    (tmp_path / "checkpoint-12" / "ftkit" / "manifest.json").write_text("{")
+    assert newest() == [12, 10, 4], "what cannot be read is told when it is tried"
+    run.line.write_text("{")
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    assert newest() == [8, 6, 4], "the highest number that checkpoints note"
+
+
+def test_a_run_whose_line_has_no_checkpoint_left_does_not_begin_anew(tmp_path):
+    run = RunFolder(tmp_path)
+    write_json(run.line, {"line": [[1, 4]]})
+    (tmp_path / "checkpoint-10" / "ftkit").mkdir(parents=True)
+    write_sealed(tmp_path / "checkpoint-10" / "ftkit" / "manifest.json", {"extra": {}})
+    with pytest.raises(UserError, match="checkpoint-10 of an earlier run, which went back to step 4 since"):
+        run.check("auto")
+    assert run.check(str(tmp_path / "checkpoint-10"))
 
 
 def chosen(checkpoints):

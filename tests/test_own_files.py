@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from ftkit import cli
+from ftkit import cli, ownership
 from ftkit.begin import checkpoints_to_try
 from ftkit.engine.seal import check_contents, reseal, write_contents, write_sealed
 from ftkit.errors import UserError
@@ -27,7 +27,7 @@ from tests.jobs import job, recipe
 
 NAMES = [
     *("recipe.yaml", "metrics.jsonl", "divergences.jsonl", "summary.json", "eval_per_example.json", "guard.json"),
-    *("report.json", "report.html", "trace.json", "model-files.json"),
+    *("report.json", "report.html", "trace.json", "model-files.json", "line.json"),
 ]
 TRAINING = {"step": 1, "epoch": 0.1, "loss": 2.0, "tokens": 8, "divergences": 0, "peak_host_bytes": 1}
 
@@ -109,6 +109,26 @@ def test_a_file_that_the_user_added_or_changed_after_a_run_is_not_removed(tmp_pa
         folder.prepare(None, overwrite=True)
     assert "mine" in (tmp_path / name).read_text()
     assert folder.summary.exists(), "nothing was removed before it was refused"
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_file_of_the_model_that_was_edited_without_changing_its_size_is_not_replaced(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(ownership, "WHOLE_BYTES", ownership.WHOLE_BYTES if size == "small" else 1 << 10)
+    folder = a_run(tmp_path)
+    path = folder.model / "model.safetensors"
+    path.write_bytes(bytes(1 << 20))
+    folder.list_model(whole=True)
+    assert folder.prepare("auto") == [folder.path / "checkpoint-3"]
+    with open(path, "r+b") as file:
+        file.seek(1 << 19)
+        file.write(b"m" * (8 << 10))
+    for options in ({"resume": None, "overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(UserError, match=r"no run of ftkit wrote .*model\.safetensors, or it was changed since"):
+            folder.prepare(**options)
+    sizes = {each.name: each.stat().st_size for each in folder.model.iterdir()}
+    write_json(folder.model_list, {"folder": "model", "files": sizes})  # of an earlier version
+    assert folder.prepare(None, overwrite=True) == []
+    assert not folder.model.exists()
 
 
 def test_what_a_run_left_is_known_wherever_it_is_moved(tmp_path):

@@ -25,6 +25,7 @@ GRADIENT: Any = Tensor.grad
 class Collecting:
     """What is added to the class of a parameter."""
 
+    ftkit_name: str
     ftkit_collected: Callable[[], bool] | None = None
 
     @property
@@ -37,7 +38,7 @@ class Collecting:
         own = GRADIENT.__get__(self)
         if own is None and self.ftkit_collected is not None and self.ftkit_collected():
             raise UserError(
-                "the gradient of this parameter is with ftkit's engine, and .grad would be None: "
+                f"{self.ftkit_name}: its gradient is with ftkit's engine, and .grad would be None: "
                 "torch.nn.utils.clip_grad_norm_, a sum of norms or an optimizer of torch would do nothing. Use "
                 "clip_grad_norm_ and grad_norm() of the sharded optimizer (trainer.sharded_optimizer), "
                 "accelerator.clip_grad_norm_, and the grad_norm that the Trainer logs; to clear it, optimizer.zero_grad()"
@@ -54,7 +55,7 @@ class Collecting:
         """Return a plain parameter with a copy of the values and the user's attributes."""
         assert isinstance(self, Tensor)
         plain = nn.Parameter(self.detach().clone(), self.requires_grad)
-        plain.__dict__.update({key: value for key, value in self.__dict__.items() if key != "ftkit_collected"})
+        plain.__dict__.update({key: value for key, value in self.__dict__.items() if not key.startswith("ftkit_")})
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -72,12 +73,14 @@ def collecting_class(plain: type) -> type:
     return type(plain.__name__, (Collecting, plain), {"__module__": plain.__module__})
 
 
-def collect(parameter: nn.Parameter, collected: Callable[[], bool]) -> None:
+def collect(parameter: nn.Parameter, name: str, collected: Callable[[], bool]) -> None:
     """Let `parameter.grad` raise while its gradient is with the engine.
 
     Args:
         parameter: a trained parameter that is whole on every rank.
+        name: name of the parameter in the model.
         collected: whether the engine has a gradient of it.
     """
     parameter.__class__ = collecting_class(type(parameter))
-    parameter.ftkit_collected = collected  # type: ignore[attr-defined]  # tensors take attributes
+    parameter.ftkit_name = name  # type: ignore[attr-defined]  # tensors take attributes
+    parameter.ftkit_collected = collected  # type: ignore[attr-defined]  # as above

@@ -248,15 +248,37 @@ class FlatParameter:
             self.attach(self.full)
             self.edits_taken = self.edits()
             for index, parameter in enumerate(self.parameters if self.trainable else ()):
-                collect(parameter, partial(_has_touched, own, index))
+                collect(parameter, self.layout.segments[index].name, partial(_has_touched, own, index))
             return
         for parameter, segment in zip(self.parameters, self.layout.segments):
             guard(parameter, segment.name, lambda: (line := own()) is not None and line.has_gradient)
         self.detach()
 
+    def unusable(self) -> tuple[set[str], dict[str, float]]:
+        """Return tensors that came with values which are not finite, and the largest values of those beyond the dtype.
+
+        This rank looks at what it is going to take over: before `allocate`.
+        """
+        broken: set[str] = set()
+        beyond: dict[str, float] = {}
+        first, last = (0, self.layout.numel) if self.resident else self.layout.shard_range(self.rank)
+        for span in self.layout.spans(first, last):
+            source, name = self.parameters[span.index].detach(), span.segment.name
+            if is_absent(source):
+                continue
+            low = span.start - span.segment.start
+            values = source.reshape(-1)[low : low + span.numel]
+            for part in [values] if values.dtype == self.dtype else values.split(PIECE_NUMEL):
+                if is_finite(part.to(self.dtype)):
+                    continue
+                if is_finite(part):
+                    beyond[name] = max(float(part.abs().max()), beyond.get(name, 0.0))
+                else:
+                    broken.add(name)
+        return broken, beyond
+
     def _take_over(self, device: torch.device) -> None:
         sources = [parameter.detach() for parameter in self.parameters]
-        self.broken: set[str] = set()  # tensors that came with values that are not finite
         self.built = not all(map(is_absent, sources))
         if not self.built:
             return
@@ -265,8 +287,6 @@ class FlatParameter:
             if not is_absent(sources[span.index]):
                 low = span.start - span.segment.start
                 out.copy_(sources[span.index].reshape(-1)[low : low + span.numel])
-                if not is_finite(out):
-                    self.broken.add(span.segment.name)
 
         if self.trainable and any(not is_absent(s) and s.dtype.itemsize > self.dtype.itemsize for s in sources):
             exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), "device")

@@ -243,7 +243,8 @@ def _refusal(name: str, parameter: Any) -> UserError:
         else "Read it on all ranks together: `with ftkit.gathered_parameters(model):` gives every parameter its value, "
         "without gradients. In a loss that needs gradients read `.weight` of an embedding or a head in a Trainer's "
         "compute_loss, or within `ftkit.root_parameters(model)`; for a penalty on weights set weight_decay. A module or "
-        "a hook inside a block has its value if it is a parameter of that block; with ftkit={'stage': 2} weights are whole "
-        "everywhere. To save, use trainer.save_model() or ftkit.save_model()"
+        "a hook on a module inside a block has its value if it is a parameter of that block. A hook on the block itself is "
+        "outside it: put it on a module inside, or set ftkit={'stage': 1}. With ftkit={'stage': 2} weights are whole for "
+        "whoever takes no gradient of them. To save, use trainer.save_model() or ftkit.save_model()"
     )
     return UserError(f"{called} is resharded: this rank has a part of its values only, and {name} would need all. {advice}")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ftkit.engine.affinity import Affinity
 from ftkit.engine.comm import Communicator
 from ftkit.engine.drain import Drain
-from ftkit.engine.finite import refuse_broken
+from ftkit.engine.finite import refuse_beyond, refuse_broken
 from ftkit.engine.flat import FlatParameter, Policy, absent
 from ftkit.engine.flat_kernels import FlatKernels
 from ftkit.engine.host_adam import HostAdamW
@@ -394,6 +394,7 @@ def shard(
 
     Cost: this rank's shards and two slots of the widest block; the model's own storage is let go tensor by tensor.
     """
+    refuse_failed(model)
     inside = {id(each) for _, block in blocks for each in block.modules()}
     units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
@@ -404,6 +405,7 @@ def shard(
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     sorted_ = _sort(model, blocks, bindings, whole, wide, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
+    outside: list[FlatParameter] = []
     for (kind, owner, trainable, dtype, _), members in sorted_.items():
         several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
         suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
@@ -423,19 +425,23 @@ def shard(
         if kind == "block":
             owners[owner].append(flat)
         else:
+            outside.append(flat)
+    _refuse_values(units)
+    with changing(model):
+        for flat in outside:
             _outside(units, flat, bindings, inside)
-    units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
-    _allocate(units)
-    _make_units(units, blocks, owners, arguments, fingerprint, split)
-    _specialise_entries(units, entries)
-    model.register_state_dict_pre_hook(lambda *_: units.be_current())
-    for module in model.modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta:
-                setattr(module, key, buffer.to(comm.device))
-    for flat in units.flats:
-        flat.agree()
-    units._registered, units._names = units._registration(), units._present_names()
+        units.aliases = {b.name: places[0].name for places in bindings.values() for b in places[1:]}
+        _allocate(units)
+        _make_units(units, blocks, owners, arguments, fingerprint, split)
+        _specialise_entries(units, entries)
+        model.register_state_dict_pre_hook(lambda *_: units.be_current())
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    setattr(module, key, buffer.to(comm.device))
+        for flat in units.flats:
+            flat.agree()
+        units._registered, units._names = units._registration(), units._present_names()
     return units
 
 
@@ -449,7 +455,45 @@ def _allocate(units: Units) -> None:
         units.drain = Drain(leaving, tiers, units.host_adam(torch.get_num_threads()))
     for flat in flats:
         flat.allocate(tiers, units.drain)
-    refuse_broken(units.comm, {name for flat in flats for name in flat.broken})
+
+
+def _refuse_values(units: Units) -> None:
+    """Raise for weights that are not finite, or not in the dtype to compute in, while the model is as it came. A collective.
+
+    Cost: one pass over the values that this rank takes over.
+    """
+    found = [(flat.dtype, *flat.unusable()) for flat in units.flats]
+    refuse_broken(units.comm, {name for _, broken, _ in found for name in broken})
+    for dtype in dict.fromkeys(dtype for dtype, _, _ in found):
+        largest = {name: most for own, _, beyond in found if own == dtype for name, most in beyond.items()}
+        refuse_beyond(units.comm, largest, dtype)
+
+
+FAILED = "_ftkit_failed"
+"""Attribute of a model that was left half sharded."""
+
+
+@contextmanager
+def changing(model: nn.Module) -> Iterator[None]:
+    """Note it in the model if the body, which changes it, fails: `refuse_failed` raises then."""
+    try:
+        yield
+    except BaseException:
+        setattr(model, FAILED, True)
+        raise
+
+
+def refuse_failed(model: nn.Module) -> None:
+    """Raise for a model that an earlier call left half sharded.
+
+    Raises:
+        UserError: with what to do.
+    """
+    if hasattr(model, FAILED):
+        raise UserError(
+            "sharding this model failed before, and left it half sharded: make the model again, as before that first call, "
+            "and see the first error"
+        )
 
 
 def _bindings(model: nn.Module) -> dict[int, list[Binding]]:

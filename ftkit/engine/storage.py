@@ -163,8 +163,9 @@ class TensorFile:
         size = entry.dtype.itemsize
         step = PIECE_BYTES // size
         for low in range(0, values.numel(), step):
-            piece = values[low : low + step].detach().to(device="cpu", dtype=entry.dtype).contiguous()
-            refuse_not_finite(name, piece, infinite=infinite)
+            source = values[low : low + step].detach()
+            piece = source.to(device="cpu", dtype=entry.dtype).contiguous()
+            refuse_not_finite(name, piece, infinite=infinite, source=source)
             data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has the buffer protocol, its stubs do not say so
             position = entry.offset + (start + low) * size
             while data:

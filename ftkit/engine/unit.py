@@ -437,8 +437,9 @@ class Unit:
         """Return the error for a gradient of weight `name` that the block's own backward did not give."""
         return UserError(
             f"{name} got a gradient outside the backward of its block {self.name} (a penalty on it, in compute_loss or in "
-            "a hook): this ZeRO stage takes a block's gradients while its own backward runs. For an L2 penalty set "
-            "weight_decay; for another one train with ftkit={'stage': 1, 'activations': 'keep'}"
+            "a hook; or a hook on the block itself, which runs outside it): this ZeRO stage takes a block's gradients while "
+            "its own backward runs. For an L2 penalty set weight_decay; put a hook on a module inside the block; for "
+            "anything else train with ftkit={'stage': 1, 'activations': 'keep'}"
         )
 
     @contextmanager

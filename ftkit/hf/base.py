@@ -5,8 +5,10 @@ where the base is not in the checkpoint, a sum of each frozen tensor as it is in
 and sampled bytes of a tensor, small tensors whole. Tensors are compared by name, so a folder may be moved, copied or
 cut into other files.
 
-It refuses a base that has changed, naming the field or the tensor. What a note lacks, such as that of an earlier version, is
-not compared. What it costs: a few reads a tensor, and one read of the frozen weights in memory.
+A module with several models, or adapters, in it has a note of each. It refuses a base that has changed, naming the field or
+the tensor. What a note lacks, such as that of an earlier version, is not compared, nor, with another version of transformers
+or PEFT, a field that only one of them knows. What it costs: a few reads a tensor, and one read of the frozen weights in
+memory.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
+import transformers
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,6 +55,14 @@ NO_MATTER_OF_ADAPTERS = frozenset(
     ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "init_lora_weights")
 )
 """The same of PEFT's; first values lie in the checkpoint."""
+FIELDS = {
+    "config": ("config.json's ", "transformers"),
+    "configs": ("the configuration of ", "transformers"),
+    "adapter": ("the adapter's ", "peft"),
+    "adapters": ("the adapter of ", "peft"),
+}
+"""Parts of a note that are fields: how a message names one, and whose they are; of further models under their names."""
+VERSIONS = "versions"
 Note = dict[str, Any]
 
 
@@ -80,14 +92,23 @@ def note_before_sharding(model: nn.Module) -> Note:
 
 
 def _described(model: nn.Module) -> tuple[Note, nn.Module]:
-    """Return what the configurations of a model and its adapter say, and the model of transformers inside it."""
-    adapted = next((module for module in model.modules() if isinstance(module, PeftModel)), None)  # in a user's module, too
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    note: Note = {"config": config_note(inner)}
-    if adapted is not None:
-        configs = adapted.peft_config.items()
-        note["adapter"] = {name: _plain(each.to_dict(), NO_MATTER_OF_ADAPTERS) for name, each in configs}
-    return note, inner
+    """Return what the configurations of a model and its adapters say, and the first model of transformers inside it."""
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, PeftModel)}  # in a user's, too
+    inner = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)} or {"": model}
+    seen = {id(getattr(module, "config", None)): name for name, module in reversed(inner.items())}
+    first, *others = (name for name in inner if name in seen.values())  # parts of a model share its configuration
+    note: Note = {VERSIONS: {"transformers": transformers.__version__, "peft": peft.__version__}}
+    note["config"] = config_note(inner[first])
+    note["configs"] = {name: config_note(inner[name]) for name in others}
+    adapters = [(name, _adapters_note(module)) for name, module in adapted.items()]
+    if adapters:
+        note["adapter"] = adapters[0][1]
+        note["adapters"] = {f"{name}.{key}": fields for name, told in adapters[1:] for key, fields in told.items()}
+    return note, inner[first]
+
+
+def _adapters_note(model: PeftModel) -> Note:
+    return {name: _plain(each.to_dict(), NO_MATTER_OF_ADAPTERS) for name, each in model.peft_config.items()}
 
 
 def config_note(model: nn.Module) -> Note:
@@ -165,10 +186,9 @@ def check_base(noted: Any, now: Note, where: str) -> bool:
     if not isinstance(noted, dict) or not all(isinstance(each, dict) for each in noted.values()):
         raise BrokenCheckpoint(f"{where}: its note of the base is not valid")
     told = [
-        f"config.json's {key}: {_short(old)} then, {_short(new)} now" for key, old, new in _changes(noted, now, "config")
-    ]
-    told += [
-        f"the adapter's {key}: {_short(old)} then, {_short(new)} now" for key, old, new in _changes(noted, now, "adapter")
+        f"{named}{key}: {_short(old)} then, {_short(new)} now"
+        for part, (named, package) in FIELDS.items()
+        for key, old, new in _changes(noted, now, part, package)
     ]
     if not told:
         told = [f"the weights of {name}" for name in changed_tensors(noted.get("files", {}), now.get("files", {}))]
@@ -197,20 +217,27 @@ def _changed_frozen(noted: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [name for name, old, new in pairs if old != new and old.partition(" ")[0] == new.partition(" ")[0]]
 
 
-def _changes(noted: Note, now: Note, part: str) -> list[tuple[str, Any, Any]]:
-    return list(_differences(noted.get(part, {}), now.get(part, {})))
+def _changes(noted: Note, now: Note, part: str, package: str) -> list[tuple[str, Any, Any]]:
+    version = noted.get(VERSIONS, {}).get(package)
+    same = version is not None and version == now.get(VERSIONS, {}).get(package)
+    if part not in noted or part not in now:  # an earlier version noted the first model only
+        return []
+    return list(_differences(noted[part], now[part], every=same))
 
 
-def _differences(old: Any, new: Any, name: str = "", *, named: bool = True) -> Iterator[tuple[str, Any, Any]]:
+def _differences(old: Any, new: Any, name: str = "", *, every: bool) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, before, now) of what differs.
 
-    A field that only one version of transformers knows is passed over; an entry of a field's dictionary (`rope_parameters`)
-    is not.
+    A field that only one version of transformers knows is passed over, unless `every` field counts; an entry of a field's
+    dictionary (`rope_parameters`) is not.
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        whole = named and (not name or "model_type" in old or "peft_type" in old)
-        for key in sorted({*old, *new}) if not whole else sorted(old.keys() & new.keys()):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+        fields = "model_type" in old or "peft_type" in old
+        known = old.keys() & new.keys()
+        for key in sorted({*old, *new}):
+            counts = every and not key.startswith("_") and key not in NO_MATTER if fields else bool(name)
+            if key in known or counts:
+                yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key, every=every)
     elif old != new and not (name.endswith("problem_type") and None in (old, new)):  # a model's first batch may set it
         yield name, old, new
 

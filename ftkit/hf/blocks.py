@@ -29,7 +29,7 @@ from ftkit.engine.disk import IN_MEMORY
 from ftkit.engine.flat import Policy
 from ftkit.engine.foreign import refuse_foreign_optimizers
 from ftkit.engine.host_adam import HostAdamW
-from ftkit.engine.shard import Units
+from ftkit.engine.shard import Units, changing, refuse_failed
 from ftkit.engine.shard import shard as shard_blocks
 from ftkit.engine.tiers import Placement, Tier, Tiers
 from ftkit.engine.tree import take_tensors
@@ -46,7 +46,7 @@ from ftkit.hf.head import attach_head_loss
 from ftkit.hf.in_step import let_generate
 from ftkit.hf.loading import load_weights
 from ftkit.hf.own_saves import look_before_saving
-from ftkit.hf.refused_adapters import refuse_merged, refuse_merging, refuse_prefixes
+from ftkit.hf.refused_adapters import refuse_allocating, refuse_merged, refuse_merging, refuse_prefixes
 from ftkit.hf.replication import named_block_classes, replicated
 from ftkit.hf.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.shapes import common_limits, forced_of, own_dtype, shape_of
@@ -257,6 +257,7 @@ def shard(
 
     Cost: each rank keeps its shards (N/W at stage 3); a collective or two.
     """
+    refuse_failed(model)
     settings = EngineSettings.of(settings)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -306,9 +307,11 @@ def shard(
     refuse_caches(units)
     let_generate(units)
     refuse_merging(model)
+    refuse_allocating(model)
     if source is not None:
-        settled.note(units, source)
-        load_weights(units)
+        with changing(model):
+            settled.note(units, source)
+            load_weights(units)
     return units
 
 

@@ -27,7 +27,7 @@ from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import units_of
 from ftkit.hf.generation import evaluating
-from ftkit.hf.head import only_loss, usable_loss
+from ftkit.hf.head import adds_to_loss, only_loss, usable_loss
 from ftkit.hf.in_step import Inputs, in_step
 from ftkit.hf.samples import IGNORED_LABEL
 
@@ -117,7 +117,12 @@ def loss_sum(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if labels is None or labels.dim() != 2:
         raise UserError("evaluation: a batch needs `labels` (B, T), one for each token")
     shifted = shifts(model)
-    if usable_loss(model) is not None:
+    chunked = usable_loss(model)
+    if chunked is not None and adds_to_loss(model):
+        with chunked.each_token() as tokens:
+            model(**batch)
+        return tokens[-1].rows[:, :2].double().sum(0)
+    if chunked is not None:
         counted = (labels[:, 1:] != IGNORED_LABEL).sum()
         with only_loss(model, wanted=True):
             loss = model(**batch, num_items_in_batch=torch.ones((), device=labels.device)).loss

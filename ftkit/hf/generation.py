@@ -26,18 +26,24 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ftkit.engine.finite import are_broken
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.blocks import units_of
 from ftkit.hf.data import prompt_tokens
 from ftkit.hf.formats import BadRowError, Conversation
 from ftkit.hf.in_step import in_step, one_token
+from ftkit.hf.nonfinite import at_hand_not_finite
 from ftkit.hf.rendering import Rendering
 from ftkit.hf.room import cache_bytes, held
+from ftkit.hf.turns import role_key, turn_of, unread_parts
 from ftkit.plan.ways import Limits
 
 BATCH_SIZE = 8
 """Prompts that are answered together on a rank."""
+
+PROMPT = "prompt"
+"""Column of a prompt's turns, for the names of their keys."""
 
 
 def generate(
@@ -57,29 +63,37 @@ def generate(
     """Answer prompts. All ranks of a sharded model call it with the same list, and all get all answers, in order.
 
     Args:
-        model: of transformers or peft, with its weights; sharded by `ftkit.shard`, or whole.
-        tokenizer: its tokenizer; one with a chat template gets a text as a user's turn.
-        prompts: texts, or conversations as lists of dictionaries with role and content, the last turn to be answered.
-        max_new_tokens: length of an answer.
+        model: a model of transformers or PEFT with its weights, sharded by `ftkit.shard` or whole.
+        tokenizer: the model's tokenizer; one with a chat template gets a text as a user's turn.
+        prompts: texts, or conversations as lists of dictionaries with role and content, the last turn to be answered;
+            turns are read as those of rows are.
+        max_new_tokens: most tokens of an answer.
         temperature: 0 takes the likeliest token each time; above, logits are divided by it and tokens drawn.
         top_p: draw from the likeliest tokens that have this probability together, in (0, 1].
-        seed: of the draws. Prompt number i draws from a stream of (seed, i), one number a token: not from torch's global
-            one, which stays as it is.
-        hold: "auto" gathers all weights once where they fit; True does or raises; False brings them block by block.
-        batch_size: prompts answered together. It, and not the number of ranks, decides which prompts share a batch.
+        seed: seed of the draws. Prompt number i draws from a stream of (seed, i), one number a token: not from torch's
+            global one, which stays as it is.
+        hold: "auto" gathers all weights once where they fit; True does so or raises; False gathers them block by block.
+        batch_size: number of prompts answered together. It, and not the number of ranks, decides which prompts share a
+            batch.
         glue: what stood between question and answer in training where there is no chat template; of all, or of each.
-        limits: memory granted; None: that with which the model was sharded.
+        limits: memory granted; None takes the limits with which the model was sharded.
 
     Returns:
         The answers, without special tokens.
 
     Raises:
-        UserError: a prompt that the template refuses or that is too long; hold=True where the weights do not fit.
+        UserError: a prompt that the template refuses, that has a key which nobody reads or that is too long; hold=True
+            where the weights do not fit; weights that are NaN or infinite.
+
+    Cost: what its tokens take, and one pass over each rank's weights, to see that they are finite.
     """
     _check_prompts(prompts)
     seq2seq = base_of(model).config.is_encoder_decoder
     glues = [glue] * len(prompts) if isinstance(glue, str) else glue
-    ids = [prompt_ids(tokenizer, turns_of(each), seq2seq=seq2seq, glue=own) for each, own in zip(prompts, glues)]
+    if len(glues) != len(prompts):
+        raise UserError(f"glue: found {len(glues)} of them and {len(prompts)} prompts; one text, or one for each, is needed")
+    turns = _conversations(tokenizer, prompts)
+    ids = [prompt_ids(tokenizer, each, seq2seq=seq2seq, glue=own) for each, own in zip(turns, glues)]
     answers = generate_everywhere(
         model,
         ids,
@@ -91,6 +105,7 @@ def generate(
         batch_size=batch_size,
         eos_token_ids=end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
+        tokenizer=tokenizer,
         limits=limits,
     )
     return [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
@@ -102,7 +117,10 @@ def generate_everywhere(
     """Answer token ids: all ranks call it with the same list, and all get all answers, in order.
 
     Args:
-        prompts: token ids of each. batch_size: see `generate`. settings: see `generate_ids`.
+        model: see `generate`.
+        prompts: token ids of each prompt.
+        batch_size: see `generate`.
+        settings: keyword arguments of `generate_ids`.
     """
     units = units_of(model)
     rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)
@@ -131,17 +149,24 @@ def generate_ids(
     batch_size: int = BATCH_SIZE,
     eos_token_ids: Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    tokenizer: Any = None,
     limits: Limits | None = None,
 ) -> list[list[int]]:
     """Answer this rank's own prompts, given as token ids. All ranks call it, each with its own list, which may be empty.
 
     Args:
-        prompts: token ids of each; batches are made in this order.
-        numbers: of the prompts, from which with `seed` their random numbers come, and which errors name; None: their places
-            in this list.
-        eos_token_ids: what ends an answer; None: what the model's generation settings say.
-        pad_token_id: fills a batch; None: what the model's settings say, else an end token.
-        max_new_tokens, temperature, top_p, seed, hold, batch_size, limits: see `generate`.
+        prompts: token ids of each prompt; batches are made in this order.
+        max_new_tokens: see `generate`.
+        temperature: see `generate`.
+        top_p: see `generate`.
+        seed: see `generate`.
+        numbers: number of each prompt: it seeds the draws with `seed`, and errors name it; None: its place in this list.
+        hold: see `generate`.
+        batch_size: see `generate`.
+        eos_token_ids: tokens that end an answer; None: those of the model's generation settings.
+        pad_token_id: token that fills a batch; None: that of the model's settings, else an end token.
+        tokenizer: the model's tokenizer, for stop_strings of its generation settings.
+        limits: see `generate`.
 
     Returns:
         The new tokens of each answer, the end token included where there is one.
@@ -154,10 +179,17 @@ def generate_ids(
     sampling = _Sampling(temperature, top_p, seed)
     numbers = range(len(prompts)) if numbers is None else numbers
     problem = _problem(base, prompts, numbers, max_new_tokens, batch_size, sampling)
+    if base.generation_config.stop_strings and tokenizer is None:
+        problem = problem or "the model's generation settings have stop_strings, which need a tokenizer: give it here"
     rounds = -(-len(prompts) // batch_size) if batch_size > 0 else 0
     told = units.comm.all((rounds, problem)) if units is not None else [(rounds, problem)]
     if problems := [each for _, each in told if each is not None]:
         raise UserError(problems[0])
+    if broken := at_hand_not_finite(model, units):
+        raise UserError(
+            f"{are_broken(broken)}: every answer would be empty or noise. Fetch or write the model again; after training, "
+            "go back to a checkpoint from before the first step whose loss is not finite"
+        )
     pad = next(n for n in (pad_token_id, base.generation_config.pad_token_id, *ends, 0) if n is not None)
     longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
     beside = cache_bytes(base, min(batch_size, len(prompts)), longest)
@@ -170,9 +202,9 @@ def generate_ids(
                 if rows:
                     draw = sampling.draw([numbers[row] for row in rows])
                     batch = [prompts[row] for row in rows]
-                    answers += _batch(model, batch, max_new_tokens, draw, ends, pad)
+                    answers += _batch(model, batch, max_new_tokens, draw, ends, pad, tokenizer)
                 else:
-                    _batch(model, [[pad]], 1, None, ends, pad)
+                    _batch(model, [[pad]], 1, None, ends, pad, tokenizer)
     return answers
 
 
@@ -180,7 +212,9 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
     """Return the tokens after which a model answers: those that stood before an answer in training.
 
     Args:
-        turns: dictionaries with role and content, the last to be answered. seq2seq: for an encoder-decoder.
+        tokenizer: a Hugging Face tokenizer.
+        turns: dictionaries with role and content; the last turn is to be answered.
+        seq2seq: whether the model is an encoder-decoder.
         glue: see `generate`.
     """
     if not seq2seq:
@@ -194,7 +228,13 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
 
 def _check_prompts(prompts: Any) -> None:
     """Raise for what is no list of texts and conversations: of one text, each letter would be answered."""
-    if isinstance(prompts, (str, Mapping)) or any(isinstance(each, Mapping) for each in prompts):
+    rows = [prompts] if isinstance(prompts, Mapping) else [each for each in prompts if isinstance(each, Mapping)]
+    if row := next((each for each in rows if not role_key(each)), None):
+        raise UserError(
+            f"prompts: found a row with {', '.join(map(str, row))}, and of each a text, or a list of turns with role and "
+            "content, is needed"
+        )
+    if isinstance(prompts, str) or rows:
         raise UserError("prompts: found one text or conversation, and a list of them is needed: [prompt]")
     for number, prompt in enumerate(prompts):
         turns = prompt if isinstance(prompt, (list, tuple)) else [prompt]
@@ -203,9 +243,32 @@ def _check_prompts(prompts: Any) -> None:
             raise UserError(f"prompts: number {number} is {str(prompt)[:60]}; {needed}")
 
 
-def turns_of(prompt: str | Sequence[dict]) -> list[dict]:
-    """Return a prompt as a conversation: a text is a user's turn."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def _conversations(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[dict]]) -> list[list[dict]]:
+    """Return prompts as turns, read as those of rows are; a text is a user's turn.
+
+    Raises:
+        UserError: a turn that is none, or that has a key which nobody reads.
+    """
+    rendering = Rendering.of(tokenizer)
+    found = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            found.append([{"role": "user", "content": prompt}])
+            continue
+        try:
+            if strange := next((turn for turn in prompt if not role_key(turn)), None):
+                raise BadRowError(f"a turn has no role: it has {', '.join(map(str, strange))}; role and content are needed")
+            turns = [turn_of(turn, f"turn {place}") for place, turn in enumerate(prompt, 1)]
+            unread = [name for turn in prompt for name in unread_parts(turn, PROMPT)]
+            unread += rendering.unread_keys(Conversation(tuple(turns), column=PROMPT), asked=len(turns))
+        except BadRowError as error:
+            raise UserError(f"prompts: number {number}: {error}") from error
+        if unread:
+            named = ", ".join(name.removeprefix(f"{PROMPT}.") for name in dict.fromkeys(unread))
+            reader = "the chat template does not read" if tokenizer.chat_template else "nobody reads without a chat template"
+            raise UserError(f"prompts: number {number} has turns with {named}, which {reader}; correct or remove it")
+        found.append(turns)
+    return found
 
 
 def end_tokens(model: nn.Module, tokenizer: Any = None) -> list[int]:
@@ -220,7 +283,13 @@ def end_tokens(model: nn.Module, tokenizer: Any = None) -> list[int]:
 
 
 def _batch(
-    model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, draw: Draw | None, ends: list[int], pad: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    draw: Draw | None,
+    ends: list[int],
+    pad: int,
+    tokenizer: Any = None,
 ) -> list[list[int]]:
     """Answer a batch by transformers' own `generate`; return the new tokens of each row."""
     longest = max(map(len, prompts))
@@ -245,14 +314,22 @@ def _batch(
         num_return_sequences=1,
         use_cache=True,  # training switches it off in the configuration
         return_dict_in_generate=False,
+        tokenizer=tokenizer,
     )
     start = longest if left else 1  # a decoder's answer begins after its start token
-    return [_until_end(row, ends) for row in out[:, start:].tolist()]
+    answers = [_until_end(row, ends) for row in out[:, start:].tolist()]
+    stops = base.generation_config.stop_strings and pad not in ends
+    return [_unfilled(row, pad) for row in answers] if stops else answers
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
     stop = next((place for place, token in enumerate(tokens, 1) if token in ends), len(tokens))
     return tokens[:stop]
+
+
+def _unfilled(tokens: list[int], pad: int) -> list[int]:
+    """Return an answer without what fills it behind the string at which it stopped."""
+    return tokens[: next((place for place in range(len(tokens), 0, -1) if tokens[place - 1] != pad), 0)]
 
 
 # --- sampling
@@ -276,7 +353,10 @@ class Draw(LogitsProcessor):
     up in fp64, exceed u of their total: in the order of the vocabulary, or of the likeliest first where `top_p` is below 1.
 
     Args:
-        temperature: above 0. top_p: in (0, 1]. seed: of all. numbers: of the rows' prompts.
+        temperature: divides the logits; above 0.
+        top_p: probability that the likeliest tokens to draw from have together, in (0, 1].
+        seed: seed of all rows.
+        numbers: number of each row's prompt.
     """
 
     temperature: float
@@ -353,7 +433,10 @@ def unanswerable(
     """Return why a model cannot answer prompts, by their lengths, or None.
 
     Args:
-        base: of transformers. prompts: tokens. numbers: of the prompts, by which they are told.
+        base: the model of transformers.
+        prompts: token ids of each prompt.
+        numbers: number of each prompt, by which the reason names it.
+        max_new_tokens: most tokens of an answer.
     """
     config = base.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel, PeftType
+from peft import AdaLoraModel, PeftModel, PeftType, PolyModel, XLoraModel
+from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.functional import linear as linear_layer
@@ -40,6 +41,8 @@ READERS = LIBRARIES - {"torch"}
 """Libraries whose hooks leave logits alone; torch's are observers and simulated quantisation."""
 WRITTEN_BY = LIBRARIES | {"transformers_modules"}
 """Packages whose forwards are what they were proved to be; the last is that of models which bring their own."""
+PASSING = (BaseTuner.forward, PolyModel.forward, XLoraModel.forward)
+"""Forwards of PEFT's that return what the model gave; any other may add to its loss, or call its head once more."""
 HIDDEN = 8
 """Width of a twin's hidden states."""
 
@@ -223,10 +226,18 @@ def _read_by(model: nn.Module) -> str | None:
         return "its forward is the user's own, and may read its logits"
     if isinstance(model, PeftModel) and any(each.peft_type == PeftType.CPT for each in model.peft_config.values()):
         return "context-aware prompt tuning makes its loss of the logits"
+    if adds_to_loss(model) and not isinstance(model.base_model, AdaLoraModel):  # whose penalty is of its weights alone
+        return "its adapter has a loss of its own"
     head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     if head is not None and (hooks_on(head, AFTER, READERS) or "forward" in vars(head)):
         return "a hook of its head's may read or change its logits"
     return None
+
+
+def adds_to_loss(model: nn.Module) -> bool:
+    """Whether PEFT may add to the loss that the model gives: AdaLoRA's penalty, the loss of a shadow."""
+    tuner = model.base_model if isinstance(model, PeftModel) else None
+    return isinstance(tuner, BaseTuner) and type(tuner).forward not in PASSING
 
 
 def head_loss(model: nn.Module) -> HeadLoss | None:

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,13 @@ def load_model(
     """Build a model whose weights are read when they are used; `ftkit.shard` and the Trainer stream them into shards.
 
     Args:
-        folder: a local folder or hub name with config.json and safetensors; None builds from `config` without weights.
-            The weights come from the folder also where `config` is given.
-        task: of `ftkit.hf.tasks.TASKS`; "auto" takes the one that the configuration's `architectures` name.
+        folder: a local folder or hub name with config.json and safetensors; None builds from `config` without weights. The
+            weights come from the folder also where `config` is given.
+        task: a task of `ftkit.hf.tasks.TASKS`; "auto" takes the one that the configuration's `architectures` name.
         config: replaces the folder's configuration: an object, its fields with `model_type`, or a path.
-        revision: of the hub name.
-        trust_remote_code: run Python from the folder. Off: a folder that needs it is refused.
-        dtype: of the sharded parameters, of torch or "fp32", "bf16", "fp16"; None takes what the configuration says.
+        revision: revision of the hub name.
+        trust_remote_code: whether Python from the folder is run. If not, a folder that needs it is refused.
+        dtype: dtype of the sharded parameters, of torch or "fp32", "bf16", "fp16"; None takes what the configuration says.
         adapter: a PEFT configuration to add; only its parameters then train.
         config_changes: fields of the configuration to set.
 
@@ -132,8 +132,11 @@ def skeleton(
     if revision is not None and (source is None or os.path.isdir(source)):
         raise UserError(f"revision={revision!r} is of a hub name, and {source or 'a configuration'} is none: remove it")
     settled = read_config(source, config, revision, trust_remote_code=trust_remote_code)
-    check_changes(config_changes, settled)
+    check_changes(config_changes, settled, generation=source is None)
     for key, value in config_changes.items():
+        part = getattr(settled, key, None)
+        if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):  # merged, as from_pretrained does
+            value = type(part)(**{**part.to_dict(), **value})
         setattr(settled, f"_{key}" if key == "attn_implementation" else key, value)
     where = source or "the config"
     chosen = task_of(settled, where) if task == "auto" else task
@@ -245,11 +248,11 @@ def load_weights(
     """Stream weights into a sharded model. A collective: whole copies are gathered again, whatever was missing.
 
     Args:
-        units: of a model on one of transformers' classes, PEFT adapters on top or not.
+        units: a sharded model of one of transformers' classes, PEFT adapters on top or not.
         files: safetensors files, by whose names tensors are found; None takes again what came from files when the model was
             sharded, and initialises what was on meta.
         optimizer: its fp32 master weights are replaced too, if it has any yet.
-        init_missing: initialise what no file has; False raises for it.
+        init_missing: whether what no file has is initialised; else it raises.
 
     Raises:
         UserError: for wrong shapes, merged tensors, or files that share no tensor with the model.
@@ -325,9 +328,10 @@ def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: Sharde
     """Read an adapter folder that `save_model` (or PEFT) wrote into a sharded PEFT model.
 
     Args:
-        units: of a PEFT model with the same adapters. Those with names lie in subfolders, as PEFT saves them; a folder that
-            holds a single one may have it itself.
-        optimizer: its fp32 master weights are replaced too.
+        units: a sharded PEFT model with the same adapters.
+        folder: the adapter folder. Adapters with names lie in subfolders, as PEFT saves them; a folder that holds a single
+            one may have it itself.
+        optimizer: the optimizer, whose fp32 master weights are replaced too.
 
     Raises:
         UserError: if the folder lacks a tensor of the adapter, or a shape differs.
@@ -366,7 +370,9 @@ def load_plain(units: Units, path: Path, optimizer: ShardedOptimizer | None = No
     """Read a safetensors file with a module's own names, as `save_model` writes one of other modules than transformers'.
 
     Args:
-        optimizer: its fp32 master weights are replaced too.
+        units: the sharded module.
+        path: the safetensors file.
+        optimizer: the optimizer, whose fp32 master weights are replaced too.
 
     Raises:
         UserError: if the file lacks a tensor, or a shape differs.
@@ -570,6 +576,13 @@ def _generation_config(
         except OSError:
             pass
         else:
-            check_generation(found, source)
+            check_generation(source, revision)
             return found
-    return transformers.GenerationConfig.from_model_config(config)
+    made = transformers.GenerationConfig.from_model_config(config)
+    if source is not None:  # of old folders (BART) config.json has the fields of generation, which a configuration drops
+        with suppress(OSError):
+            read = transformers.GenerationConfig.from_pretrained(source, revision=revision, config_file_name="config.json")
+            fields = {name: vars(read)[name] for name in vars(transformers.GenerationConfig()) if name[0] != "_"}
+            known = vars(made)
+            made.update(**{name: value for name, value in fields.items() if value is not None and known.get(name) is None})
+    return made

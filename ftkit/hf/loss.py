@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ftkit.hf.accelerator import Accelerator
-from ftkit.hf.head import only_loss, usable_loss
+from ftkit.hf.head import adds_to_loss, only_loss, usable_loss
 from ftkit.hf.loss_scaling import COUNTED, RANKS, ROWS, SUM, TOKENS, Scaling, Trial
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.row_parts import IGNORED, can_split, rows_of, selected, token_labels, with_labels
@@ -189,8 +189,9 @@ class LossMixin:
         settings = EngineSettings.of(self.args.ftkit)
         comm = self.accelerator.sharded(self.model).comm
         stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
+        averaged, added = self.args.average_tokens_across_devices, adds_to_loss(self.model)
         if stock and not self.label_smoother and not self.compute_loss_func and usable_loss(self.model) is not None:
-            return Scaling(COUNTED, multiplied=self.args.average_tokens_across_devices)
+            return Scaling(COUNTED, multiplied=averaged and not added, partly=averaged and added)
         rows = rows_of(batch, self.label_names)
         if self._parts > 1 and can_split(batch, rows):  # as much as fits a forward
             batch = selected(batch, range(max(1, rows // self._parts)), rows)
@@ -208,8 +209,10 @@ class LossMixin:
         if before is None:
             self._reached_stock = False
             counted, multiplied, partly = trial.counts(given)
+            if counted and stock and added:  # which may be less than a trial can tell
+                multiplied, partly = False, True
             if counted and settings.loss_reduction in ("auto", COUNTED):
-                return Scaling(COUNTED, multiplied=multiplied, partly=partly and self.args.average_tokens_across_devices)
+                return Scaling(COUNTED, multiplied=multiplied, partly=partly and averaged)
         else:
             multiplied = before.multiplied
         if settings.loss_reduction != "auto":

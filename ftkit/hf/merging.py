@@ -22,7 +22,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.variants import QALoraLinearVariant
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 from torch import Tensor
 
 from ftkit.engine.seal import CONTENTS, check_contents
@@ -99,6 +99,7 @@ def merge_adapter(
     listed = check_contents(adapter) if (adapter / CONTENTS).exists() else _plain_files(adapter)
     refuse_model(out)
     config = _config(adapter)
+    _check_kind(config, adapter)
     name = base or config.base_model_name_or_path
     if not name:
         raise UserError(f"{adapter}/adapter_config.json: names no base model; name it with --base")
@@ -146,6 +147,29 @@ def _config(adapter: Path) -> PeftConfig:
         raise UserError(f"{adapter}: is a checkpoint without an adapter: leave --merge-adapter off")
     with reading(str(adapter), "no adapter folder that PEFT can read"):
         return PeftConfig.from_pretrained(str(adapter))
+
+
+def _check_kind(config: PeftConfig, adapter: Path) -> None:
+    """Refuse an adapter that is no plain LoRA, before anything else is made of it.
+
+    Raises:
+        UserError: naming its kind.
+    """
+    first = getattr(config, "init_lora_weights", True)
+    if config.peft_type != PeftType.LORA:
+        told = f"is an adapter of another kind ({getattr(config.peft_type, 'value', config.peft_type)})"
+    elif getattr(config, "use_dora", False):
+        told = "is a LoRA of another kind (DoRA), which is no change of a matrix alone"
+    elif getattr(config, "trainable_token_indices", None):
+        told = "trains rows of a vocabulary (trainable_token_indices)"
+    elif first not in (True, "gaussian"):
+        told = f"has init_lora_weights={first!r}, under which PEFT may have changed the base's weights, too"
+    else:
+        return
+    raise UserError(
+        f"{adapter}: {told}. Only plain LoRA, and modules trained whole, can be added to the files of a base. Use the "
+        "adapter on its base, peft.PeftModel.from_pretrained(base, folder); its merge_and_unload() merges kinds that can be"
+    )
 
 
 def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, Delta], dict[str, str]]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.comm import Communicator
-from ftkit.engine.finite import is_finite, refuse_broken
-from ftkit.errors import UserError
+from ftkit.engine.finite import is_finite, refuse_beyond, refuse_broken
 
 
 @dataclass
@@ -51,13 +50,9 @@ class Narrowing:
 
     def refuse(self, comm: Communicator, files: Sequence[Path]) -> None:
         """Raise where any rank has read a weight that is not finite, or that fp16 does not hold. A collective."""
-        refuse_broken(comm, self.broken, f"{files[0].parent}: " if files else "")
-        found = {name: largest for ranks in comm.all(self.beyond) for name, largest in ranks.items()}
-        if found:
-            name, more = min(found), f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            raise UserError(
-                f"{files[0].parent}: {name} has a weight of {found[name]:g}{more}, fp16 holds 65504: compute in bf16 or fp32"
-            )
+        where = f"{files[0].parent}: " if files else ""
+        refuse_broken(comm, self.broken, where)
+        refuse_beyond(comm, self.beyond, torch.float16, where)
 
     def told(self) -> str:
         """Return which part of the weights fp16 holds badly."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftkit.engine.buffers import may_be_infinite, persistent_buffers
 from ftkit.engine.comm import Communicator
@@ -143,6 +143,15 @@ def verdict(broken: int, steps: int, *, last: bool) -> str | None:
     return f"training failed: the loss was not finite {when}in {broken} of {counted(steps, 'step')}"
 
 
+def made_no_update(optimizer: ShardedOptimizer, steps: int) -> str | None:
+    """Return what is wrong with a run of so many steps that has never changed a weight, or None."""
+    if not steps or any(count for line in optimizer.lines.values() for count in line.steps):
+        return None
+    why = "in fp16 their gradients were not finite, however small the loss scale: compute in bf16 or fp32"
+    why = why if optimizer.loss_scale.dynamic else "all were left out, or nothing had a gradient"
+    return f"training failed: not one of {counted(steps, 'step')} made an update: {why}"
+
+
 def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
     """Return the names of tensors and buffers that `save_model` would not write, alike on all ranks. A collective.
 
@@ -157,7 +166,29 @@ def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
         for part in values.split(PIECE_NUMEL)
         if not is_finite(part.to(units.dtypes[span.segment.name]))
     }
-    buffers = persistent_buffers(units.model).items()
-    dense = [(name, values) for name, values in buffers if values.layout == torch.strided]  # no other is ever written
-    own |= {name for name, values in dense if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}
+    own |= _buffers_not_finite(units.model)
     return sorted({name for names in units.comm.all(sorted(own)) for name in names})
+
+
+def at_hand_not_finite(model: nn.Module, units: Units | None) -> list[str]:
+    """Return the names of weights and buffers with which a forward would give NaN. A collective where there are units.
+
+    Args:
+        model: the model, with its weights.
+        units: what `shard` made of it; None: it is whole.
+
+    Cost: one pass over each rank's weights, as they are computed with.
+    """
+    if units is None:
+        dense = [(name, values) for name, values in model.named_parameters() if values.layout == torch.strided]
+        return sorted({name for name, values in dense if not is_finite(values.detach())} | _buffers_not_finite(model))
+    units.settle()
+    pieces = ((span.segment.name, values) for flat in units.flats for span, values in flat.spans(flat.weights))
+    own = {name for name, values in pieces if not is_finite(values)} | _buffers_not_finite(units.model)
+    return sorted({name for names in units.comm.all(sorted(own)) for name in names})
+
+
+def _buffers_not_finite(model: nn.Module) -> set[str]:
+    buffers = persistent_buffers(model).items()
+    dense = [(name, values) for name, values in buffers if values.layout == torch.strided]  # no other is ever written
+    return {name for name, values in dense if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}

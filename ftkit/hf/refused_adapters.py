@@ -37,6 +37,25 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
+def refuse_allocating(model: nn.Module) -> None:
+    """Let the methods raise by which AdaLoRA, and AdaMSS that adapts its subspaces, choose what goes on training: they read
+    gradients, which the engine has, and mask weights or switch them off.
+    """
+    tuners = [module for module in model.modules() if isinstance(module, BaseTuner)]
+    for module in (each for each in tuners if hasattr(each, "update_and_allocate")):
+        if any(getattr(config, "use_asa", True) for config in module.peft_config.values()):
+            specialise(module, update_and_allocate=_refuse_allocating)
+
+
+def _refuse_allocating(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise UserError(
+        f"{type(self).__name__}.update_and_allocate() on a sharded model: it reads each parameter's .grad, which is with "
+        "ftkit's engine, and masks weights. Leave the call out: AdaLoRA trains at its first rank then (init_r; set it "
+        "to the rank that you want), with its penalty, and AdaMSS takes use_asa=False. Or use LoRA, or train without the "
+        "engine (ftkit=None)"
+    )
+
+
 def refuse_prefixes(model: nn.Module) -> None:
     """Raise for adapters that train in a way which the engine cannot follow, also inside a module of the user's.
 

@@ -298,6 +298,8 @@ class RunCheckpoints:
             self._try_small_files()
         try:
             check_savable(trainer.units)
+            if not saves:
+                self.try_model_files()
         except UserError as error:
             if saves:
                 raise
@@ -316,16 +318,29 @@ class RunCheckpoints:
             for path in Path(self.trainer.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 if path.name.rpartition("-")[2].isdecimal() and not path.is_dir():
                     raise UserError(f"{path} is there and is no folder: move it, a checkpoint may get that name")
-            with TemporaryDirectory(prefix="ftkit-try-") as folder:
-                try:
-                    self.trainer.save_small_files(Path(folder))
-                except OSError:  # of this folder; that of the run is another
-                    pass
-                except Exception as error:
-                    raise UserError(
-                        f"no checkpoint could be saved: {type(error).__name__}: {error}. Put that right in the model's "
-                        "config, its generation_config or the processing_class, or set save_strategy='no'"
-                    ) from error
+            self._write_once("no checkpoint could be saved", ", or set save_strategy='no'")
+
+    def try_model_files(self) -> None:
+        """Write what lies beside the weights of a model once, and throw it away. A collective.
+
+        Raises:
+            UserError: if that raises, as it would once the weights are written.
+        """
+        with rank_zero(self.trainer.units.comm) as first:
+            if first:
+                self._write_once("the model cannot be saved as it is", " before it is saved")
+
+    def _write_once(self, told: str, otherwise: str) -> None:
+        with TemporaryDirectory(prefix="ftkit-try-") as folder:
+            try:
+                self.trainer.save_small_files(Path(folder))
+            except OSError:  # of this folder; that of the run is another
+                pass
+            except Exception as error:
+                raise UserError(
+                    f"{told}: {type(error).__name__}: {error}. Put that right in the model's config, its "
+                    f"generation_config or the processing_class{otherwise}"
+                ) from error
 
 
 def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:

@@ -13,8 +13,10 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from peft import PeftModel
@@ -28,7 +30,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ftkit.engine.buffers import may_be_infinite, persistent_buffers, refuse_unsaved
 from ftkit.engine.durable import all_ranks, rank_zero
 from ftkit.engine.export import export_tensors
-from ftkit.engine.finite import refuse_not_finite
+from ftkit.engine.finite import is_finite, refuse_not_finite
 from ftkit.engine.optimizer import ShardedOptimizer
 from ftkit.engine.shard import Units
 from ftkit.errors import UserError
@@ -181,9 +183,6 @@ def save_model(
         UserError: if the folder cannot be written, or transformers would have to rewrite tensors.
     """
     path, dtype = Path(folder), named_dtype(dtype)
-    with rank_zero(units.comm) as first:
-        if first:
-            path.mkdir(parents=True, exist_ok=True)
     if isinstance(units.model, PeftModel):
         _save_adapters(units, path, optimizer, dtype)
         return
@@ -191,18 +190,57 @@ def save_model(
     names = check_savable(units)
     own_buffers = persistent_buffers(model)
     buffers = {hub: buffer.detach().cpu() for name, buffer in own_buffers.items() for hub in names.get(name, ())}
-    export_tensors(
-        path,
-        units,
-        optimizer,
-        names_of=lambda name: names.get(name, ()),
-        dtype_of=lambda name: dtype or units.dtypes[name],
-        buffers=buffers,
-        shard_bytes=shard_bytes if isinstance(model, PreTrainedModel) else WHOLE_BYTES,
-    )
+    with rank_zero(units.comm) as first:
+        if first and isinstance(model, PreTrainedModel):
+            _try_config(model)
+    with _made(path, units):
+        export_tensors(
+            path,
+            units,
+            optimizer,
+            names_of=lambda name: names.get(name, ()),
+            dtype_of=lambda name: dtype or units.dtypes[name],
+            buffers=buffers,
+            shard_bytes=shard_bytes if isinstance(model, PreTrainedModel) else WHOLE_BYTES,
+        )
     with rank_zero(units.comm) as first:
         if first and isinstance(model, PreTrainedModel):
             save_config(model, path, dtype or next(iter(units.dtypes.values())))
+
+
+@contextmanager
+def _made(folder: Path, units: Units) -> Iterator[None]:
+    """Make a folder that is not there; where the body is refused, leave none. A collective."""
+    made: list[Path] = []
+    with rank_zero(units.comm) as first:
+        if first:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except UserError:
+        for path in made:
+            with suppress(OSError):  # something is in it
+                path.rmdir()
+        raise
+
+
+def _try_config(model: PreTrainedModel) -> None:
+    """Write what belongs beside the weights once, and throw it away.
+
+    Raises:
+        UserError: if that raises, as it would once the weights are written.
+    """
+    with TemporaryDirectory(prefix="ftkit-try-") as folder:
+        try:
+            save_config(model, Path(folder))
+        except OSError:  # of this folder; the model's is another
+            pass
+        except Exception as error:
+            raise UserError(
+                f"the model cannot be saved as it is: {type(error).__name__}: {error}. Put that right in its config or "
+                "generation_config before it is saved"
+            ) from error
 
 
 def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -236,17 +274,20 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
             wanted.update(*(adapter_names(model, names, adapter) for adapter in model.peft_config))
     saved_buffers = {name: buffers[name].detach().cpu() for name in wanted & buffers.keys()}
     wanted = comm.same(wanted - buffers.keys())
-    whole = {}
+    whole, narrowed = {}, {}
     for name, tensor in _whole(units, optimizer, {line_names[name] for name in wanted}):
         if comm.rank == 0:
             whole[name] = tensor.to(device="cpu", dtype=dtype or units.dtypes[name], copy=True)
+            if not is_finite(whole[name]):
+                narrowed[name] = tensor.clone()
     with rank_zero(comm) as first:
         for name, tensor in whole.items() if first else ():
-            refuse_not_finite(name, tensor.reshape(-1))
+            refuse_not_finite(name, tensor.reshape(-1), source=narrowed.get(name))
         for name, buffer in saved_buffers.items() if first else ():
             refuse_not_finite(name, buffer.reshape(-1), infinite=may_be_infinite(name))
     with rank_zero(comm) as first, names_only(model):
         if first:
+            path.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(path, state_dict={**{name: whole[line_names[name]] for name in wanted}, **saved_buffers})
 
 

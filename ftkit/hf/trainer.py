@@ -5,11 +5,12 @@ so callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's
 override steps aside. What the engine does not support is refused when the Trainer is built, and a run whose engine is not
 in place when training begins stops there: there is no silent DDP.
 
-Four things differ from the stock Trainer on purpose. The loss of several ranks or micro-batches is that of one (`loss.py`:
+Five things differ from the stock Trainer on purpose. The loss of several ranks or micro-batches is that of one (`loss.py`:
 a BERT classifier gets the gradient of one rank, where stock multiplies it by the number of ranks); random numbers of a step
 depend on the micro-batch and not on the rank, where a step has several; checkpoints are written under a
-temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder); and a run that is
-resumed from its last step ends there, where stock makes one step more.
+temporary name and hold the weights in sharded form (with `save_only_model`, as a Hugging Face folder); a run that is
+resumed from its last step ends there, where stock makes one step more; and with a longer `max_steps` or another schedule
+the first resumed step has the new schedule's rate, where stock has the former one's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -30,7 +32,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.debug_utils import DebugOption
-from transformers.trainer_utils import HubStrategy, has_length, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, has_length, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ftkit.engine.checkpoint import load_checkpoint
@@ -59,7 +61,7 @@ from ftkit.hf.islands import (
 )
 from ftkit.hf.loading import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.loss import LossMixin
-from ftkit.hf.nonfinite import LossRecord, judged_by_log, weights_not_finite
+from ftkit.hf.nonfinite import LossRecord, judged_by_log, made_no_update, weights_not_finite
 from ftkit.hf.overflow import began_in, first_overflow
 from ftkit.hf.plain import load_scheduler
 from ftkit.hf.reading import read_by_all
@@ -67,6 +69,7 @@ from ftkit.hf.run_checkpoints import ENGINE_FOLDER, RunCheckpoints, check_folder
 from ftkit.hf.saving import save_arguments, save_config, save_model
 from ftkit.hf.settings import EngineSettings
 from ftkit.hf.together import explained, meet
+from ftkit.ownership import is_rotated
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +192,7 @@ class TrainerMixin(LossMixin):
         if self.args.ftkit is not None and not checks:
             self.add_callback(EngineCheck(self))
         if self.args.ftkit is not None:
-            check_callbacks(self.callback_handler.callbacks)
+            self._check_callbacks()
             check_length_column(self.args, self.train_dataset)
         self.loss_record = LossRecord()
         try:
@@ -202,6 +205,18 @@ class TrainerMixin(LossMixin):
             self.take_failure(problem)
         return result
 
+    _checked: Sequence[TrainerCallback] = ()  # callbacks that were looked at; others may be added at any time
+
+    def _check_callbacks(self) -> None:
+        """Look at the methods of the callbacks that are new.
+
+        Raises:
+            UserError: with one that no event calls.
+        """
+        callbacks = list(self.callback_handler.callbacks)
+        check_callbacks(each for each in callbacks if not any(each is known for known in self._checked))
+        self._checked = callbacks
+
     def failure(self) -> str | None:
         """Return what is wrong with how training ended, alike on all ranks; None if nothing is. A collective.
 
@@ -213,6 +228,8 @@ class TrainerMixin(LossMixin):
         problem = record.judged(broken, skips=self._skips())
         if problem is None and not any(broken) and (made or not record.before.steps):
             problem = judged_by_log(self.state.log_history, first if made else 0)
+        if problem is None and made:
+            problem = made_no_update(self.sharded_optimizer, self.state.global_step - first)
         if problem is None and made and (names := weights_not_finite(self.units, self.sharded_optimizer)):
             problem = f"training failed: {names[0]} is not finite after the last step, whose loss was"
         return problem if made or problem is None else f"{problem}, and no step was left to make"
@@ -241,9 +258,11 @@ class TrainerMixin(LossMixin):
         """Evaluate or predict as the Trainer does, with all ranks.
 
         Raises:
+            UserError: If a callback has a method that no event calls.
             RanksDiffer: If a rank does something else.
         """
         if self.engine_is_on:  # planned for what is to follow
+            self._check_callbacks()
             self._sharded(evaluation=True if self.train_dataset is None else None)
         with explained(lambda: self.units):
             meet(self.units, "evaluation")
@@ -407,8 +426,10 @@ class TrainerMixin(LossMixin):
     def find_islands(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Let compute in fp32 what overflows in fp16 on these batches, say what that is, return whether all is finite.
 
+        A collective.
+
         Args:
-            batches: on their way into the model: this rank's, on its device. A collective.
+            batches: this rank's batches, on its device, as they go into the model.
         """
         first = self.units.comm.rank == 0
         if not batches:
@@ -553,7 +574,7 @@ class TrainerMixin(LossMixin):
         with self._saves_by_loop(False):
             return super()._evaluate(*args, **kwargs)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """End as the Trainer does, which looks at the folders of checkpoints: all have their names then."""
         if self.engine_is_on:
             self.finish_save()
@@ -561,19 +582,44 @@ class TrainerMixin(LossMixin):
             comm = self.units.comm
             if comm.world_size > 1:  # of the steps since the last log, each rank has its own share
                 self._tr_loss = comm.sum(self._tr_loss.float().clone()) / comm.world_size
-        return super()._finalize_training(*args, **kwargs)
+        with self._folders_of_users_stay(self._get_output_dir(trial)):
+            return super()._finalize_training(trial, *args, **kwargs)
+
+    @contextmanager
+    def _folders_of_users_stay(self, run_folder: str) -> Iterator[None]:
+        """Under `save_total_limit=1` the Trainer leaves at its end the best checkpoint alone: do that for it, where it would
+        take a folder of the user's (`checkpoint-1-backup`) for a checkpoint.
+        """
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        there = list(map(Path, sort_checkpoints(run_folder))) if self.engine_is_on and limit == 1 else []
+        own = [path for path in there if is_rotated(path)]
+        if len(own) == len(there) or best is None or not os.path.isdir(best):
+            yield
+            return
+        for path in own if self.args.should_save else ():
+            if not os.path.samefile(path, best):
+                shutil.rmtree(path, ignore_errors=True)
+        self.args.save_total_limit = None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
 
     def retire_checkpoints(self, newest: Path) -> None:
-        """Remove the checkpoints that are too many, as the Trainer does; called on rank 0 once `newest` is there."""
-        best = self.state.best_model_checkpoint
+        """Remove the checkpoints that are too many, as the Trainer does; called on rank 0 once `newest` is there.
+
+        The user's own folders (`checkpoint-best`, `checkpoint-1-backup`) stay and do not count.
+        """
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         if best is not None and newest.is_absolute():
             best = self.checkpoints.absolute(best)
-        rotate_checkpoints(
-            output_dir=str(newest.parent),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=best,
-            use_mtime=True,
-        )
+        there = [path for path in sort_checkpoints(str(newest.parent), use_mtime=True) if is_rotated(Path(path))]
+        if limit is None or limit <= 0 or len(there) <= limit:
+            return
+        kept = {there[-1]} if best is None else {there[-1], str(Path(best))}
+        older = [path for path in there if path not in kept]
+        for path in older[: max(len(there) - max(limit, len(kept)), 0)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         writing = self.checkpoints.writing
@@ -585,6 +631,8 @@ class TrainerMixin(LossMixin):
             return super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         units = self._sharded()
+        if self.checkpoints.writing is None:
+            self.checkpoints.try_model_files()
         pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END  # the hub wants weights at each save
         if not self.checkpoints.sharded or isinstance(self.model, PeftModel) or pushed:
             save_model(units, folder, self.sharded_optimizer)
@@ -628,7 +676,8 @@ class TrainerMixin(LossMixin):
         """Take what the checkpoint that is continued has noted.
 
         Args:
-            path: of the file that it stands in, for messages.
+            path: the file that the note stands in, for messages.
+            noted: what the checkpoint notes.
 
         Raises:
             UserError: if it is not what `noted` gives.

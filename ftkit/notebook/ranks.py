@@ -156,7 +156,7 @@ class Ranks:
         self.start()
         if restore and self._checkpoints():
             assert self._recipe is not None
-            checkpoints = [str(path) for path in self._checkpoints()[::-1]]
+            checkpoints = [str(path) for path in self._checkpoints()]
             step = self._ask("restore", recipe=self._recipe.model_dump(mode="json"), checkpoints=checkpoints)
             print(f'the model of step {step} is in memory; ranks.finetune(resume="auto") goes on from there')
         return self
@@ -362,12 +362,12 @@ class Ranks:
             self._crew = None
 
     def _checkpoints(self) -> list[Path]:
-        return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()
+        return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).newest_first()
 
     def _way_out(self) -> str:
         found = self._checkpoints()
         if found:
-            return f"ranks.restart() starts them anew, from {found[-1].name} of {found[-1].parent}"
+            return f"ranks.restart() starts them anew, from {found[0].name} of {found[0].parent}"
         saved = "; no checkpoint was saved (output.save_every_steps)" if self._recipe is not None else ""
         return f"ranks.restart() starts them anew{saved}"
 

@@ -14,6 +14,7 @@ from ftkit.engine.comm import Communicator
 from ftkit.engine.flat import Policy
 from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.engine.shard import shard
+from ftkit.engine.tiers import Placement
 from ftkit.errors import UserError
 from tests.engine import families
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss
@@ -34,6 +35,23 @@ def sharded(build=lambda: families.build("llama"), policy=None, **settings):
 def everywhere(world, case, *args):
     """Run `case` on every rank; it asserts by itself."""
     world.run(case, *args)
+
+
+# --- before
+
+
+def no_room(threads):
+    raise MemoryError("no room")
+
+
+def test_a_model_that_was_left_half_sharded_says_so():
+    model = families.build("llama")
+    policy = Policy(placement=Placement(gradients="host", state="host"))
+    with pytest.raises(MemoryError, match="no room"):
+        shard_model(model, policy, host_adam=no_room)
+    for each in (policy, Policy(stage=1)):
+        with pytest.raises(UserError, match="failed before, and left it half sharded: make the model again"):
+            shard_model(model, each)
 
 
 # --- use

@@ -302,6 +302,51 @@ def test_a_base_inside_a_users_module_is_compared(change, adapted, tmp_path):
         check_base(before, noted(), "a checkpoint")
 
 
+class Taught(nn.Module):
+    """A student and its frozen teacher."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.student(**inputs)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_every_model_of_a_users_module_is_compared(adapted):
+    def noted(alpha: int = 8, **changes: Any) -> Any:
+        student, teacher = small(), runs.llama(num_hidden_layers=2, **changes)
+        if adapted:
+            student, teacher = get_peft_model(student, adapter()), get_peft_model(teacher, adapter(lora_alpha=alpha))
+        return note_of(ftkit.shard(Taught(student, teacher), {"affinity": False}))
+
+    before = json.loads(json.dumps(noted()))
+    assert check_base(before, noted(), "a checkpoint")
+    with pytest.raises(UserError, match=r"the configuration of teacher\S*\.rms_norm_eps"):
+        check_base(before, noted(rms_norm_eps=1e-2), "a checkpoint")
+    if adapted:
+        with pytest.raises(UserError, match=r"the adapter of teacher\.default\.lora_alpha"):
+            check_base(before, noted(alpha=64), "a checkpoint")
+    earlier = {key: value for key, value in before.items() if key not in ("configs", "adapters", "versions")}
+    assert check_base(earlier, noted(rms_norm_eps=1e-2, alpha=64), "of an earlier version")
+
+
+def test_a_field_of_ones_own_that_comes_or_goes_is_a_change():
+    def noted(**changes: Any) -> Any:
+        return note_of(ftkit.shard(runs.llama(num_hidden_layers=2, **changes), {"affinity": False}))
+
+    plain, scaled = noted(), noted(my_scale=2.0)
+    assert check_base(scaled, noted(my_scale=2.0), "a checkpoint")
+    assert check_base(plain, noted(my_scale=None), "a checkpoint"), "nothing is nothing"
+    with pytest.raises(UserError, match=r"config\.json's my_scale: none then, 2\.0 now"):
+        check_base(plain, scaled, "a checkpoint")
+    with pytest.raises(UserError, match=r"config\.json's my_scale: 2\.0 then, none now"):
+        check_base(scaled, plain, "a checkpoint")
+    other = {**plain, "versions": {**plain["versions"], "transformers": "5.0.0"}}
+    assert check_base(other, scaled, "a checkpoint"), "the other version may not know the field"
+
+
 def test_an_accelerator_refuses_another_configuration(tmp_path):
     small().save_pretrained(tmp_path)
 

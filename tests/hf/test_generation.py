@@ -23,7 +23,7 @@ from ftkit.launch import Stop
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
-from tests.tiny import make_base
+from tests.tiny import TEMPLATE, make_base, make_tokenizer
 from tests.worlds import RankFailure, free_port
 
 ENDS = (*range(2, 12), 47, 84)
@@ -503,3 +503,77 @@ def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
 def test_prompts_that_are_no_list_of_them_stop(prompts):
     with pytest.raises(ftkit.UserError, match=r"^prompts: "):
         generate(runs.llama(), None, prompts)
+
+
+USER = {"role": "user", "content": "1+1?"}
+NAMED = TEMPLATE.replace("'Q:' +", "'Q' + (message.name or '') + ':' +")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat template", "none"])
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        pytest.param([{**USER, "name": "Ann"}], "number 0 has turns with name, which", id="a name"),
+        ([{**USER, "images": ["a.png"], "name": "Ann"}], "images, name"),
+        ([USER, {"role": "assistant", "content": "2", "reasoning_content": "easy"}, USER], "reasoning_content"),
+        ([{**USER, "tools": [{"name": "now"}]}], "tools"),
+        ([{"role": "user", "content": [{"type": "text", "text": "1+1?", "cache": 1}]}], "content.cache"),
+        ([{"messages": [USER]}], "a turn has no role: it has messages; role and content are needed"),
+        ([{"role": "usr", "content": "1+1?"}], "did you mean user"),
+        ([{"role": "user", "contents": "1+1?"}], "must be text; found nothing"),
+    ],
+)
+def test_what_nobody_reads_of_a_prompt_stops(tmp_path, template, turns, told):
+    make_base(tmp_path)
+    with pytest.raises(ftkit.UserError, match=rf"^prompts: .*{told}"):
+        generate(runs.llama(), make_tokenizer(tmp_path, template), [turns])
+
+
+@pytest.mark.parametrize(
+    ("turns", "same"),
+    [
+        ([{"from": "human", "value": "1+1?"}], [USER]),
+        ([{"role": "human", "content": "1+1?"}], [USER]),
+        ([{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}], [USER]),
+        ([USER, {"role": "gpt", "content": "2", "weight": 0}, USER], [USER, {"role": "assistant", "content": "2"}, USER]),
+    ],
+)
+def test_turns_of_a_prompt_are_read_as_those_of_rows(tmp_path, turns, same):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(make_base(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    answers = generate(model, tokenizer, [turns, same], max_new_tokens=5)
+    assert answers[0] == answers[1]
+
+
+def test_a_key_that_the_template_reads_may_be_in_a_prompt(tmp_path):
+    make_base(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), make_tokenizer(tmp_path, NAMED)
+    assert len(generate(model, tokenizer, [[{**USER, "name": "Ann"}]], max_new_tokens=2)) == 1
+
+
+def test_a_row_as_a_prompt_stops():
+    for given in ([{"messages": [USER]}], {"messages": [USER]}):
+        with pytest.raises(ftkit.UserError, match=r"^prompts: found a row with messages"):
+            generate(runs.llama(), None, given)
+
+
+def test_glue_is_one_text_or_one_of_each_prompt():
+    with pytest.raises(ftkit.UserError, match="glue: found 1 of them and 3 prompts"):
+        generate(runs.llama(), None, ["a", "b", "c"], glue=["\n"])
+
+
+def test_strings_that_stop_an_answer(tmp_path):
+    make_base(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    model.generation_config.eos_token_id = None
+    (whole,) = generate_ids(model, [[5, 6]], max_new_tokens=9, eos_token_ids=[], pad_token_id=0)
+    stop = next(text for token in whole[1:] if (text := tokenizer.decode([token])).isascii())
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"stop_strings": [stop]}))
+    loaded = ftkit.load_model(tmp_path)
+    wanted = {"max_new_tokens": 9, "eos_token_ids": [], "pad_token_id": 0}
+    first = next(place for place in range(1, 10) if stop in tokenizer.decode(whole[:place]))
+    model.generation_config = loaded.generation_config
+    assert generate_ids(model, [[5, 6]], tokenizer=tokenizer, **wanted) == [whole[:first]]
+    with pytest.raises(ftkit.UserError, match="stop_strings, which need a tokenizer"):
+        generate_ids(model, [[5, 6]], **wanted)
+    assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from types import FunctionType
 
+import peft
 import pytest
 import torch
 
 from ftkit.hf import head
-from ftkit.hf.evaluation import row_statistics
-from ftkit.hf.head import attach_head_loss, head_loss, only_loss, proven_head_loss, usable_loss
+from ftkit.hf.evaluation import loss_sum, row_statistics
+from ftkit.hf.head import adds_to_loss, attach_head_loss, head_loss, only_loss, proven_head_loss, usable_loss
 from ftkit.hf.overflow import first_overflow
 from tests.engine import families
 
@@ -38,6 +39,35 @@ def test_what_each_token_gives_is_what_its_logits_give(family: str, monkeypatch:
     assert tokens[-1].rows[1, 2] >= 1
     assert made.loss.item() == pytest.approx(expected[:, 0].sum().item() / 4, rel=1e-5)
     assert found.tokens is None
+
+
+def adapted(config):
+    torch.manual_seed(3)
+    model = peft.get_peft_model(families.build("llama"), config).eval()
+    return model, attach_head_loss(model, torch.float32, CPU)
+
+
+LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize("config", [peft.LoraConfig(**LORA), peft.AdaLoraConfig(**LORA, total_step=10)])
+def test_a_penalty_of_an_adapter_is_no_loss_of_tokens(config):
+    model, problem = adapted(config)
+    assert problem is None
+    assert adds_to_loss(model) == (config.peft_type == "ADALORA")
+    rows = torch.randint(3, families.VOCABULARY, (2, 8))
+    with torch.no_grad():
+        expected = row_statistics(model(input_ids=rows).logits, rows, shifted=True)[:, :2].double().sum(0)
+        assert torch.allclose(loss_sum(model, {"input_ids": rows, "labels": rows}), expected)
+
+
+@pytest.mark.skipif(not hasattr(peft, "ShadowConfig"), reason="this PEFT has no shadows")
+def test_an_adapter_that_calls_the_head_itself_gets_logits():
+    model, problem = adapted(peft.ShadowConfig(task_type="CAUSAL_LM"))
+    assert problem == "its adapter has a loss of its own"
+    rows = torch.randint(3, families.VOCABULARY, (2, 8))
+    with only_loss(model, wanted=True):
+        assert model(input_ids=rows, labels=rows).loss.isfinite()
 
 
 def test_a_proof_needs_no_weights_and_attaches_nothing() -> None:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 import ftkit
 from ftkit.engine.finite import is_finite
 from ftkit.errors import Diverged
+from ftkit.generate import answers
 from ftkit.hf.exporting import Outgoing, write_model
+from ftkit.hf.generation import generate_everywhere
 from ftkit.hf.nonfinite import LossRecord, judged_by_log, verdict, weights_not_finite
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
@@ -42,10 +44,15 @@ def test_what_is_finite(dtype):
 
 def broken_in_memory(stage, bad):
     model = runs.llama()
+    weight = model.model.layers[2].mlp.down_proj.weight
     with torch.no_grad():
-        model.model.layers[2].mlp.down_proj.weight[-1, -1] = bad  # in the last rank's shard only
-    with pytest.raises(ftkit.UserError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds NaN or infinite weights"):
-        ftkit.shard(model, {"stage": stage, "kernels": "off"})
+        weight[-1, -1] = bad  # in the last rank's shard only
+    for _ in range(2):
+        with pytest.raises(ftkit.UserError, match=r"model\.layers\.2\.mlp\.down_proj\.weight holds NaN or infinite weights"):
+            ftkit.shard(model, {"stage": stage, "kernels": "off"})
+    with torch.no_grad():
+        weight[-1, -1] = 0.0
+    ftkit.shard(model, {"stage": stage, "kernels": "off"})
 
 
 @pytest.mark.parametrize("stage, bad", [(3, math.nan), (1, math.inf)])
@@ -53,9 +60,29 @@ def test_a_base_that_is_not_finite_is_found_when_it_is_sharded(stage, bad, world
     worlds[2].run(broken_in_memory, stage, bad)
 
 
+def beyond_in_memory(folder, stage):
+    model = runs.llama()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[-1, -1] = 1e5
+    model.save_pretrained(folder)
+    told = r"model\.layers\.2\.mlp\.down_proj\.weight has a weight of 100000, fp16 holds 65504: compute in bf16 or fp32"
+    for each in (model, ftkit.load_model(folder)):
+        with pytest.raises(ftkit.UserError, match=told):
+            ftkit.shard(each, {"stage": stage, "kernels": "off", "dtype": "fp16"})
+    ftkit.shard(model, {"stage": stage, "kernels": "off", "dtype": "bf16"})
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_weight_that_fp16_does_not_hold_is_named_with_its_value(stage, worlds, tmp_path):
+    worlds[1].run(beyond_in_memory, str(tmp_path), stage)
+
+
 def broken_folder(folder, dtype):
+    model = ftkit.load_model(folder)
     with pytest.raises(ftkit.UserError, match=rf"{folder}: model\.layers\.1\.self_attn\.o_proj\.weight holds NaN"):
-        ftkit.shard(ftkit.load_model(folder), {**SETTINGS, "dtype": dtype})
+        ftkit.shard(model, {**SETTINGS, "dtype": dtype})
+    with pytest.raises(ftkit.UserError, match="sharding this model failed before"):
+        ftkit.shard(model, {**SETTINGS, "dtype": dtype})
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -100,14 +127,67 @@ def test_what_is_not_finite_is_not_written(placement, worlds, tmp_path):
     assert good
 
 
-@pytest.mark.parametrize("value, dtype", [(math.nan, torch.float32), (math.inf, torch.bfloat16), (1e6, torch.float16)])
-def test_what_is_not_finite_is_not_exported(value, dtype, tmp_path):
+TOO_LARGE = r"b has a weight of 1e\+06, fp16 holds 65504: .* Ask for bf16 or fp32 \(--dtype bf16\)"
+
+
+@pytest.mark.parametrize(
+    "value, dtype, told",
+    [
+        (math.nan, torch.float32, "b holds NaN.* Training went wrong before"),
+        (math.inf, torch.bfloat16, "b holds an infinite value in bfloat16.* Training went wrong before"),
+        (math.inf, torch.float16, "b holds an infinite value in float16.* Training went wrong before"),
+        (1e6, torch.float16, TOO_LARGE),
+    ],
+)
+def test_what_is_not_finite_is_not_exported(value, dtype, told, tmp_path):
     values = torch.tensor([1.0, value])
     good = Outgoing((2,), torch.float32, lambda: [(0, torch.ones(2))])
     tensors = {"a": good, "b": Outgoing((2,), dtype, lambda: [(0, values)])}
-    with pytest.raises(ftkit.UserError, match="b holds"):
+    with pytest.raises(ftkit.UserError, match=told):
         write_model(tmp_path, tensors, 10**9, lambda done, total: None)
     assert not files_in(tmp_path)
+
+
+# --- never answered with
+
+
+def refused_answers(stage, settings):
+    model = runs.llama()
+    units = ftkit.shard(model, {**SETTINGS, "stage": stage, **settings})
+    assert generate_everywhere(model, [[3, 4]], max_new_tokens=1)
+    if units.comm.rank == 0:
+        units.trainable[-1].shard[0] = math.nan
+    with pytest.raises(ftkit.UserError, match="holds NaN or infinite weights: every answer would be empty"):
+        generate_everywhere(model, [[3, 4], [5]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {}), (3, {"dtype": "bf16"})], ids=str)
+def test_a_sharded_model_that_is_not_finite_answers_nothing(stage, settings, worlds):
+    worlds[2].run(refused_answers, stage, settings)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_folder_that_is_not_finite_answers_nothing(bad, tmp_path):
+    folder = make_base(tmp_path)
+    assert list(answers(str(folder), ["a"], max_new_tokens=1))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"][-1, 0] = bad
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ftkit.UserError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or infinite weights"):
+        list(answers(str(folder), ["a"], max_new_tokens=1))
+
+
+def test_an_adapter_that_is_not_finite_answers_nothing(tmp_path):
+    base = make_base(tmp_path / "base")
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert list(answers(str(tmp_path / "adapter"), ["a"], max_new_tokens=1))
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = next(each for each in weights if "lora_B" in each)
+    weights[name][0, 0] = math.nan
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(ftkit.UserError, match=r"lora_B.* holds NaN or infinite weights"):
+        list(answers(str(tmp_path / "adapter"), ["a"], max_new_tokens=1))
 
 
 # --- in a Trainer
@@ -499,6 +579,19 @@ class NaNGradient:
 def test_a_run_whose_last_gradient_is_nan_fails(stage, ranks, worlds, tmp_path):
     run = Run(mixin=NaNGradient, arguments={"max_steps": 2}, ftkit={"stage": stage})
     worlds[ranks].run(fails_in, str(tmp_path), run, "is not finite after the last step, whose loss was")
+
+
+class NaNGradients:
+    """The loss of each step is finite, and its gradient is not."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs) + (self.model.model.norm.weight * 0).sum().sqrt()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_fp16_a_run_without_an_update_fails(ranks, worlds, tmp_path):
+    run = Run(mixin=NaNGradients, arguments={"max_steps": 3}, ftkit={**SETTINGS, "dtype": "fp16"})
+    worlds[ranks].run(fails_in, str(tmp_path), run, "training failed: not one of 3 steps made an update: in fp16")
 
 
 def test_in_fp16_a_last_step_that_was_skipped_leaves_finite_weights(worlds, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 
 import ftkit
@@ -74,6 +74,14 @@ def scaled() -> PeftModel:
     return get_peft_model(runs.llama(), config)
 
 
+def adaptive() -> PeftModel:
+    """AdaLoRA, which adds a penalty of its weights to the loss, once and not once a rank."""
+    base = runs.llama()
+    torch.manual_seed(15)
+    fields = {"target_modules": ["q_proj", "down_proj"], "init_r": 4, "target_r": 2, "total_step": 10}
+    return get_peft_model(base, AdaLoraConfig(task_type="CAUSAL_LM", **fields))
+
+
 def state(trainer: Any) -> dict[str, Any]:
     """Return what carries gradients and state on this rank."""
     units, optimizer = trainer.units, trainer.sharded_optimizer
@@ -112,13 +120,32 @@ def test_lora_is_that_of_the_stock_trainer(make, ranks, settings, worlds, stock,
     assert_same_weights(ours[0].weights, theirs.weights)
 
 
-@pytest.mark.parametrize("make", [with_embedding, prompted, scaled])
+@pytest.mark.parametrize("make", [with_embedding, prompted, scaled, adaptive])
 def test_other_adapters(make, world2, stock, tmp_path):
     run = replace(BASE, model=make)
     ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit=SHARDED))[0]
     assert_same_history(ours, stock(run))
     expected = {name: tensor for name, tensor in stock(run).weights.items() if name != "word_embeddings.weight"}  # twice
     assert_same_weights(ours.weights, expected)
+
+
+class Allocates(transformers.TrainerCallback):
+    """What PEFT's documentation asks for with AdaLoRA."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step)
+
+
+def allocates(folder: str, settings: dict[str, Any]) -> None:
+    """AdaLoRA's choice of ranks, which needs gradients."""
+    run = Run(model=adaptive, arguments={"max_steps": 1}, options={"callbacks": [Allocates()]}, ftkit=settings)
+    with pytest.raises(ftkit.UserError, match=r"AdaLoraModel\.update_and_allocate\(\).*Leave the call out"):
+        runs.make_trainer("ours", folder, run).train()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_chooses_ranks_by_gradients_is_refused_by_name(stage, worlds, tmp_path):
+    worlds[1].run(allocates, str(tmp_path), {"stage": stage})
 
 
 def test_gradient_checkpointing_as_peft_wants_it(world2, stock, tmp_path):

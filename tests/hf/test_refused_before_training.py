@@ -281,6 +281,14 @@ def test_a_rule_with_a_state_is_not_called_by_a_resume(tmp_path):
         ({"include_for_metrics": ["lossess"]}, "'lossess' is read by nobody; did you mean 'loss'"),
         ({"optim": "adamw_torch", "optim_args": "beta1=0.1,foo=3"}, "'beta1' is read by nobody. Read: none; .*adam_beta1"),
         ({"optim": "sgd", "optim_args": "momentun=0.9"}, "'momentun' is read by nobody; did you mean 'momentum'"),
+        ({"train_sampling_strategy": "group-by-length"}, "'group-by-length' is read by nobody; .*'group_by_length'"),
+        ({"train_sampling_strategy": "length"}, "train_sampling_strategy: 'length' .*Read: random, sequential, group_by_"),
+        ({"include_num_input_tokens_seen": "nonpadding"}, "'nonpadding' is read by nobody; did you mean 'non_padding'"),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
+            r"lr_scheduler_kwargs \(with lr_scheduler_type=constant_with_warmup\): 'min_lr' .*Read: none",
+        ),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"last_epoch": 1}}, "'last_epoch' is read by nobody"),
         ({"optim_target_modules": ["q_porj"]}, r"optim_target_modules=\['q_porj'\] is read by nobody with optim=adamw"),
     ],
 )
@@ -290,10 +298,11 @@ def test_a_name_in_the_arguments_that_nobody_reads_stops(tmp_path, arguments, wo
         runs.make_trainer("ours", str(tmp_path), run)
 
 
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 @pytest.mark.parametrize("name", ["lenght", "size"])
-def test_a_column_of_lengths_that_the_rows_have_not_stops(tmp_path, name):
+def test_a_column_of_lengths_that_the_rows_have_not_stops(tmp_path, name, strategy):
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2], "size": 2}] * 4)
-    arguments = {"train_sampling_strategy": "group_by_length", "length_column_name": name, "max_steps": 1}
+    arguments = {"train_sampling_strategy": strategy, "length_column_name": name, "max_steps": 1}
     given = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
     trainer = ftkit.Trainer(model=tiny(), args=given, train_dataset=rows)
     if name == "size":
@@ -303,12 +312,19 @@ def test_a_column_of_lengths_that_the_rows_have_not_stops(tmp_path, name):
             trainer.train()
 
 
-def test_a_trainer_that_makes_its_optimizer_may_read_any_name(tmp_path):
+def test_a_trainer_that_makes_its_optimizer_schedule_or_sampler_may_read_any_name(tmp_path):
     class Own(ftkit.Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
             return super().create_optimizer(model)
 
-    arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim_args="mine=1")
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            return super().create_scheduler(*args, **kwargs)
+
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return super()._get_train_sampler(*args)
+
+    words = {"train_sampling_strategy": "mine", "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"mine": 1}}
+    arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim_args="mine=1", **words)
     Own(model=tiny(), args=arguments)
     sgd = ftkit.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="sgd", optim_args="momentum=0.5")
     ftkit.Trainer(model=tiny(), args=sgd)

@@ -607,6 +607,58 @@ def test_an_adapter_of_a_mixture_is_saved(world1, tmp_path):
     assert world1.run(reached, str(tmp_path), mixtral_with_lora) == ["saved"]
 
 
+# --- refused when the model is saved
+
+
+class NoTemplate:
+    """A processor that cannot be saved."""
+
+    model_input_names = ("input_ids",)
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise ValueError("no template")
+
+    def pad(self, rows: Any, **kwargs: Any) -> Any:
+        return transformers.default_data_collator(rows)
+
+
+@pytest.mark.parametrize("what", ["generation", "processor"])
+def test_what_lies_beside_the_weights_is_tried_before_they_are_written(what, tmp_path, caplog):
+    def model() -> Any:
+        made = small()
+        if what == "generation":
+            made.generation_config.temperature, made.generation_config.do_sample = 0.3, False
+        return made
+
+    arguments = {"max_steps": 1, "save_strategy": "no"}
+    options = {"processing_class": NoTemplate} if what == "processor" else {}
+    run = Run(model=model, rows=24, arguments=arguments, options=options, ftkit={"affinity": False})
+    trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
+    told = "`temperature`" if what == "generation" else "no template"
+    trainer.train()
+    assert told in caplog.text, "said at the beginning"
+    with pytest.raises(UserError, match=f"the model cannot be saved as it is: (?s:.*){told}"):
+        trainer.save_model(str(tmp_path / "out" / "model"))
+    if what == "generation":
+        with pytest.raises(UserError, match=f"the model cannot be saved as it is: (?s:.*){told}"):
+            ftkit.save_model(trainer.units, tmp_path / "out" / "model")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_refused_save_leaves_no_folder(adapted, tmp_path):
+    model = small()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if adapted else model
+    with torch.no_grad():
+        next(value for value in model.parameters() if value.requires_grad).fill_(1e6)
+    units = ftkit.shard(model, {"affinity": False})
+    (tmp_path / "mine").mkdir()
+    for name in ("new/folder", "mine"):
+        with pytest.raises(UserError, match=r"1e\+06.*such a model is not written"):
+            ftkit.save_model(units, tmp_path / name, dtype="fp16")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+
+
 # --- arguments that cannot be pickled
 
 

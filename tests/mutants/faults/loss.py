@@ -73,6 +73,13 @@ FAULTS = (
         _CASES + "[a part and a penalty]",
     ),
     fault(
+        "loss: the penalty of an adapter counts once a rank",
+        "ftkit/hf/loss.py",
+        "            return Scaling(COUNTED, multiplied=averaged and not added, partly=averaged and added)\n",
+        "            return Scaling(COUNTED, multiplied=averaged)\n",
+        "tests/hf/test_peft.py::test_other_adapters[adaptive]",
+    ),
+    fault(
         "loss: in evaluation a part of a loss goes with the whole count",
         "ftkit/hf/loss.py",
         "        return count / self.accelerator.sharded(self.model).comm.world_size\n",

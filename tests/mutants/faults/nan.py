@@ -97,9 +97,30 @@ FAULTS = (
     fault(
         "a model with NaN is written",
         "ftkit/engine/storage.py",
-        "            refuse_not_finite(name, piece, infinite=infinite)\n",
+        "            refuse_not_finite(name, piece, infinite=infinite, source=source)\n",
         "",
         _NONFINITE + "test_what_is_not_finite_is_not_exported",
+    ),
+    fault(
+        "weights that are not finite give answers",
+        "ftkit/hf/generation.py",
+        "    if broken := at_hand_not_finite(model, units):\n",
+        "    if broken := []:\n",
+        _NONFINITE + "test_a_folder_that_is_not_finite_answers_nothing[nan]",
+    ),
+    fault(
+        "a run of fp16 that never made an update ends well",
+        "ftkit/hf/trainer.py",
+        "            problem = made_no_update(self.sharded_optimizer, self.state.global_step - first)\n",
+        "            problem = None\n",
+        _NONFINITE + "test_in_fp16_a_run_without_an_update_fails[1]",
+    ),
+    fault(
+        "a model that is sharded with NaN trains",
+        "ftkit/engine/shard.py",
+        "    _refuse_values(units)\n",
+        "",
+        _NONFINITE + "test_a_base_that_is_not_finite_is_found_when_it_is_sharded[3-nan]",
     ),
     fault(
         "a gradient norm whose square fp32 does not hold is no number",
