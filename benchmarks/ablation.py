@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ftkit.config.recipe import parse
 from ftkit.plan.choice import Asked, Plan
 from ftkit.plan.hardware import box
 from ftkit.plan.largest import largest
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.ways import Forced
-from ftkit.planning import ask
-from ftkit.recipe import parse
+from ftkit.train.planning import ask
 
 PATH = Path(__file__).parents[1] / "docs" / "ablation.md"
 BOX = "8xv100-16gb"

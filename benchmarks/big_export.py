@@ -27,16 +27,16 @@ from benchmarks.cap import memory_group, peak_bytes
 from benchmarks.disk import uncached
 from benchmarks.run import ROOT
 from benchmarks.shapes import llama
-from ftkit.engine.manifest import FORMAT, MANIFEST
-from ftkit.engine.pieces import Piece, PieceWriter, WriteBehind
-from ftkit.engine.seal import checksum, write_contents, write_sealed
-from ftkit.engine.storage import create_file, data_start
+from ftkit.engine.files.manifest import FORMAT, MANIFEST
+from ftkit.engine.files.pieces import Piece, PieceWriter, WriteBehind
+from ftkit.engine.files.sealed_files import checksum, write_contents, write_sealed
+from ftkit.engine.files.storage import create_file, data_start
 
 COMMAND = """
 import atexit, pathlib, sys
 status, peak = pathlib.Path("/proc/self/status"), pathlib.Path(sys.argv.pop(1))
 atexit.register(lambda: peak.write_text(status.read_text()))
-from ftkit.cli import main
+from ftkit.cli.app import main
 main()
 """
 """`ftkit`, leaving behind what the kernel says of its memory: what it tells the parent counts the parent's own."""

@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.run import ROOT, run_once
 from benchmarks.shapes import SHAPES, llama
-from ftkit.engine.storage import TensorFile, create_file
+from ftkit.engine.files.storage import TensorFile, create_file
 
 CGROUPS = Path("/sys/fs/cgroup")
 PEERS = ("ddp", "fsdp2", "deepspeed-zero3", "deepspeed-nvme-all")
@@ -158,7 +158,7 @@ def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
     numel = write_model(folder / "model", options.model)
     console.print(f"model: {numel:,} parameters, written in {time.time() - began:.0f} s", highlight=False)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder, options)))
-    command = [sys.executable, "-c", "from ftkit.cli import main; main()", "finetune", "--overwrite"]
+    command = [sys.executable, "-c", "from ftkit.cli.app import main; main()", "finetune", "--overwrite"]
     command.append(str(folder / "recipe.yaml"))
     command += [word for setting in options.set for word in ("--set", setting)]
     with memory_group(int(options.cap_gib * 2**30)) as group:

@@ -41,9 +41,9 @@ from benchmarks.savers import SAVERS
 from benchmarks.shapes import SHAPES
 from benchmarks.warm import read_rate, settle, warm_memory
 from ftkit.engine.arena import Arena
-from ftkit.engine.pieces import PIECE_BYTES
-from ftkit.engine.seal import checksum
-from ftkit.engine.storage import DATA_START
+from ftkit.engine.files.pieces import PIECE_BYTES
+from ftkit.engine.files.sealed_files import checksum
+from ftkit.engine.files.storage import DATA_START
 
 BUILD = ROOT / "runs" / "bench-extensions"
 """Where DeepSpeed compiles its C++ at the first run (minutes), for this benchmark alone."""

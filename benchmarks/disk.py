@@ -38,9 +38,9 @@ from torch import Tensor
 
 from benchmarks.run import PEERS, ROOT, busy_s, peers_python
 from ftkit.engine.arena import Arena
-from ftkit.engine.disk import Disk
-from ftkit.engine.flatfile import PIECE_NUMEL, FlatFile, sum_of
-from ftkit.engine.storage import DATA_START
+from ftkit.engine.files.flat_file import PIECE_NUMEL, FlatFile, sum_of
+from ftkit.engine.files.storage import DATA_START
+from ftkit.engine.memory.disk import Disk
 
 MIB = 1 << 20
 REQUEST_NUMEL = 16 * PIECE_NUMEL

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from ftkit.recipe import packaged
+from ftkit.config.recipe import packaged
 
 BOX = "8xv100-16gb"
 
@@ -23,7 +23,7 @@ def main() -> None:
     for name in packaged():
         if not name.endswith(BOX):
             continue
-        start = f"from ftkit.cli import main; main(['plan', {name!r}, '--hardware', {BOX!r}, '--dry-run', '--json'])"
+        start = f"from ftkit.cli.app import main; main(['plan', {name!r}, '--hardware', {BOX!r}, '--dry-run', '--json'])"
         began = time.perf_counter()
         told = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
         seconds = time.perf_counter() - began

@@ -32,9 +32,9 @@ from transformers import LlamaForCausalLM
 import ftkit
 from benchmarks.run import ROOT, busy_s
 from benchmarks.shapes import SHAPES, VOCABULARY, llama
-from ftkit import launch
-from ftkit.hf.generation import generate_ids
-from ftkit.hf.room import held
+from ftkit.hf.inference.generation import generate_ids
+from ftkit.hf.models.weight_holding import held
+from ftkit.launch import local as launch
 
 WAYS = ("whole", "held", "held before", "streamed")
 LIMIT = 1.3

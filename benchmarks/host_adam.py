@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from benchmarks.run import ROOT, busy_s, peers_python
-from ftkit.engine.host_adam import HostAdamW
-from ftkit.engine.optimizer import PIECE_NUMEL
+from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.optim.optimizer import PIECE_NUMEL
 
 NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 STREAM = "stream, same mix"

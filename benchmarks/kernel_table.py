@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ftkit.kernels.specimens import CAPABILITIES, SPECIMENS, Compiled, compile_for
+from benchmarks.specimens import CAPABILITIES, SPECIMENS, Compiled, compile_for
 
 
 def wide(made: Compiled) -> str:

@@ -119,7 +119,7 @@ def run(case: Case) -> dict[str, Any]:
     """Run a case; return its summary."""
     with tempfile.TemporaryDirectory(prefix="ftkit-bench-plan-") as name:
         folder = Path(name)
-        start = f"from ftkit.cli import main; main(['finetune', {str(prepare(case, folder))!r}])"
+        start = f"from ftkit.cli.app import main; main(['finetune', {str(prepare(case, folder))!r}])"
         told = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
         if told.returncode:
             raise SystemExit(f"{case}: exit code {told.returncode}\n{told.stdout}{told.stderr}")

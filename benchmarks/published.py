@@ -1,7 +1,7 @@
 """`make published`: write docs/published.md, what the plan's event language says of results that others published.
 
-`--fit` finds anew the constants that ftkit/plan/published.yaml calls fitted, from figures with the role `used` alone, each
-within its range; a test holds that no neighbour of theirs is better.
+`--fit` finds anew the constants that benchmarks/literature/published.yaml calls fitted, from figures with the role `used`
+alone, each within its range; a test holds that no neighbour of theirs is better.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftkit.plan.published import Compared, Constant, Run, compare, constants, machines, runs
-from ftkit.plan.work import Machine
+from benchmarks.literature.published import Compared, Constant, Run, compare, constants, machines, runs
+from benchmarks.literature.work import Machine
 
 FILE = Path(__file__).parents[1] / "docs" / "published.md"
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -27,11 +27,11 @@ TEXT = """# Published results, simulated
 <!-- written by `make published`; a test compares -->
 
 The plan gives seconds from an event model (`ftkit/plan/events.py`). Here it is asked about results that others published for
-V100s: their orders of work are written in the same events (`ftkit/plan/peers.py`), their settings and printed figures are in
-`ftkit/plan/published.yaml`, each with its source. One set of constants describes a machine; none is outside the range that
-`performance-model.md` leaves it. Figures marked *used* are all that constants were fitted on; *held back* ones are the test:
-within 10 % (15 % with state on NVMe). Points are numbered as in `performance-model.md`, section B1. Nothing here was
-measured by this project.
+V100s: their orders of work are written in the same events (`benchmarks/literature/schedules.py`), their settings and
+printed figures are in `benchmarks/literature/published.yaml`, each with its source. One set of constants describes a
+machine; none is outside the range that `performance-model.md` leaves it. Figures marked *used* are all that constants were
+fitted on; *held back* ones are the test: within 10 % (15 % with state on NVMe). Points are numbered as in
+`performance-model.md`, section B1. Nothing here was measured by this project.
 
 {summary}
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftkit.config.recipe import parse
 from ftkit.plan.architectures import architectures
 from ftkit.plan.hardware import box
 from ftkit.plan.memory import GIB
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.planning import plan_recipe
-from ftkit.recipe import parse
+from ftkit.train.planning import plan_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 BOX, LARGER, SINGLE = "8xv100-16gb", "8xv100-32gb", "1xv100-32gb"

@@ -71,23 +71,23 @@ class Ftkit:
         self.optimizer.settle()
 
     def save(self, folder: Path) -> None:
-        from ftkit.engine.saving import save_checkpoint
+        from ftkit.engine.checkpoint.saving import save_checkpoint
 
         save_checkpoint(folder / "ftkit", self.units, self.optimizer)
 
     def begin(self, folder: Path) -> Pending:
-        from ftkit.engine.saving import Saving
+        from ftkit.engine.checkpoint.saving import Saving
 
         return Saving(folder / "ftkit", self.units, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        from ftkit.engine.checkpoint import load_checkpoint
+        from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 
         load_checkpoint(folder / "ftkit", self.units, self.optimizer)
 
     def export(self, folder: Path) -> None:
         """Write the Hugging Face folder that a run ends with."""
-        from ftkit.hf.saving import save_model
+        from ftkit.hf.weights.saving import save_model
 
         save_model(self.units, folder, self.optimizer, dtype=torch.bfloat16)
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import yaml
 
 from benchmarks.plan_against_runs import Case, prepare
+from ftkit.config.recipe import parse
 from ftkit.plan.hardware import box
-from ftkit.planning import plan_recipe
-from ftkit.recipe import parse
+from ftkit.train.planning import plan_recipe
 
 STEPS = 8
 WITHIN = 0.20
@@ -39,7 +39,7 @@ CASES = (
 
 def measured(case: Case, folder: Path) -> float:
     """Return the median seconds of a step of a run, the first left out."""
-    start = f"from ftkit.cli import main; main(['finetune', {str(folder / 'recipe.yaml')!r}])"
+    start = f"from ftkit.cli.app import main; main(['finetune', {str(folder / 'recipe.yaml')!r}])"
     told = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
     if told.returncode:
         raise SystemExit(f"{case}: exit code {told.returncode}\n{told.stdout}{told.stderr}")
@@ -56,7 +56,7 @@ def main() -> None:
         profiles = {}
         for ranks in sorted({case.ranks for case in CASES}):
             path = Path(name, f"ranks-{ranks}.yaml")
-            start = f"from ftkit.cli import main; main(['doctor', '--measure', {str(path)!r}, '--nproc', '{ranks}'])"
+            start = f"from ftkit.cli.app import main; main(['doctor', '--measure', {str(path)!r}, '--nproc', '{ranks}'])"
             subprocess.run([sys.executable, "-c", start], capture_output=True)
             profiles[ranks] = box(str(path))
             print(f"profile with {ranks} ranks: {json.dumps(yaml.safe_load(path.read_text())['rates'])}", flush=True)

@@ -25,10 +25,10 @@ import torch.distributed as dist
 import transformers
 
 import ftkit
-from ftkit.engine.comm import Communicator
-from ftkit.engine.ledger import Ledger
-from ftkit.engine.stage import Ranks, SharedStage
-from ftkit.launch import loopback_store
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.ledger import Ledger
+from ftkit.engine.comm.shared_stage import Ranks, SharedStage
+from ftkit.launch.local import loopback_store
 
 RANKS = 2
 

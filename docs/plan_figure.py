@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ftkit.config.recipe import load
 from ftkit.plan.hardware import box
-from ftkit.planning import plan_recipe
-from ftkit.recipe import load
 from ftkit.report.plan_page import render
 from ftkit.report.style import STYLE
+from ftkit.train.planning import plan_recipe
 
 FILE = Path(__file__).parent / "plan-memory.svg"
 RECIPE, BOX, RANKS = "llama-2-13b-full-8xv100-16gb", "8xv100-16gb", 8

@@ -1,7 +1,7 @@
 """Writes docs/recipe-keys.md: every key of a recipe with its type, default and meaning, from the classes that check it.
 
-`make docs` runs it; a test compares, so that the page cannot say other than `ftkit/recipe.py` does. It refuses a key without
-a meaning, and a constraint that it has no words for.
+`make docs` runs it; a test compares, so that the page cannot say other than `ftkit/config/recipe.py` does. It refuses a
+key without a meaning, and a constraint that it has no words for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ftkit.recipe import Recipe
+from ftkit.config.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipe-keys.md"
 HEAD = """\
 # Every key of a recipe
 
-<!-- written by `make docs` from ftkit/recipe.py; a test compares -->
+<!-- written by `make docs` from ftkit/config/recipe.py; a test compares -->
 
 A key that is not here is refused, with the nearest one that is. Only `model`, `data` and `output.dir` are needed. How a
 recipe is written is told in [Recipes](recipes.md). `ftkit finetune recipe.yaml --dry-run` prints all of it as it stands for
@@ -64,7 +64,7 @@ def _sections(section: type[BaseModel], prefix: str) -> Iterator[str]:
             yield f"| [`{name}`](#{shown}) | {listed} | {needed} | {field.description or doc} |"
             continue
         if not field.description:
-            raise ValueError(f"{prefix}{name} has no description in ftkit/recipe.py")
+            raise ValueError(f"{prefix}{name} has no description in ftkit/config/recipe.py")
         yield f"| `{name}` | {_type(properties[name])} | {_default(field)} | {field.description} |"
     yield ""
     for name, inner in within.items():

@@ -4,50 +4,50 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ftkit.data_preview import preview
-    from ftkit.engine.checkpoint import load_checkpoint
-    from ftkit.engine.comm import Communicator
-    from ftkit.engine.flat import Policy
-    from ftkit.engine.optimizer import LossScale, ShardedAdamW, ShardedSGD
-    from ftkit.engine.saving import save_checkpoint
-    from ftkit.engine.shard import Units
+    from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+    from ftkit.engine.checkpoint.saving import save_checkpoint
+    from ftkit.engine.comm.communicator import Communicator
+    from ftkit.engine.core.flat_parameter import Policy
+    from ftkit.engine.core.shard import Units
+    from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW, ShardedSGD
     from ftkit.errors import UserError
-    from ftkit.hf.accelerator import Accelerator
-    from ftkit.hf.arguments import ArgumentsMixin, TrainingArguments
-    from ftkit.hf.blocks import shard, units_of
-    from ftkit.hf.loading import load_model, load_weights
+    from ftkit.hf.models.settings import EngineSettings
     from ftkit.hf.reading import gathered_parameters, root_parameters
-    from ftkit.hf.saving import save_model
-    from ftkit.hf.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
-    from ftkit.hf.settings import EngineSettings
-    from ftkit.hf.trainer import Trainer, TrainerMixin
+    from ftkit.hf.sharding import shard, units_of
+    from ftkit.hf.trainer.accelerator import Accelerator
+    from ftkit.hf.trainer.arguments import ArgumentsMixin, TrainingArguments
+    from ftkit.hf.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
+    from ftkit.hf.trainer.trainer import Trainer, TrainerMixin
+    from ftkit.hf.weights.loading import load_model, load_weights
+    from ftkit.hf.weights.saving import save_model
+    from ftkit.train.data_preview import preview
 
 _HOMES = {
-    "Accelerator": "ftkit.hf.accelerator",
-    "ArgumentsMixin": "ftkit.hf.arguments",
-    "Communicator": "ftkit.engine.comm",
-    "EngineSettings": "ftkit.hf.settings",
-    "LossScale": "ftkit.engine.optimizer",
-    "Policy": "ftkit.engine.flat",
-    "Seq2SeqTrainer": "ftkit.hf.seq2seq",
-    "Seq2SeqTrainingArguments": "ftkit.hf.seq2seq",
-    "ShardedAdamW": "ftkit.engine.optimizer",
-    "ShardedSGD": "ftkit.engine.optimizer",
-    "Trainer": "ftkit.hf.trainer",
-    "TrainerMixin": "ftkit.hf.trainer",
-    "TrainingArguments": "ftkit.hf.arguments",
-    "Units": "ftkit.engine.shard",
+    "Accelerator": "ftkit.hf.trainer.accelerator",
+    "ArgumentsMixin": "ftkit.hf.trainer.arguments",
+    "Communicator": "ftkit.engine.comm.communicator",
+    "EngineSettings": "ftkit.hf.models.settings",
+    "LossScale": "ftkit.engine.optim.optimizer",
+    "Policy": "ftkit.engine.core.flat_parameter",
+    "Seq2SeqTrainer": "ftkit.hf.trainer.seq2seq",
+    "Seq2SeqTrainingArguments": "ftkit.hf.trainer.seq2seq",
+    "ShardedAdamW": "ftkit.engine.optim.optimizer",
+    "ShardedSGD": "ftkit.engine.optim.optimizer",
+    "Trainer": "ftkit.hf.trainer.trainer",
+    "TrainerMixin": "ftkit.hf.trainer.trainer",
+    "TrainingArguments": "ftkit.hf.trainer.arguments",
+    "Units": "ftkit.engine.core.shard",
     "UserError": "ftkit.errors",
     "gathered_parameters": "ftkit.hf.reading",
-    "load_checkpoint": "ftkit.engine.checkpoint",
-    "load_model": "ftkit.hf.loading",
-    "load_weights": "ftkit.hf.loading",
-    "preview": "ftkit.data_preview",
+    "load_checkpoint": "ftkit.engine.checkpoint.checkpoint",
+    "load_model": "ftkit.hf.weights.loading",
+    "load_weights": "ftkit.hf.weights.loading",
+    "preview": "ftkit.train.data_preview",
     "root_parameters": "ftkit.hf.reading",
-    "save_checkpoint": "ftkit.engine.saving",
-    "save_model": "ftkit.hf.saving",
-    "shard": "ftkit.hf.blocks",
-    "units_of": "ftkit.hf.blocks",
+    "save_checkpoint": "ftkit.engine.checkpoint.saving",
+    "save_model": "ftkit.hf.weights.saving",
+    "shard": "ftkit.hf.sharding",
+    "units_of": "ftkit.hf.sharding",
 }
 
 __all__ = [

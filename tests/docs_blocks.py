@@ -47,8 +47,9 @@ from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 
-from ftkit import cli, recipe
-from ftkit.hf.formats import detect, read_row
+from ftkit.cli import app as cli
+from ftkit.config import recipe
+from ftkit.data.formats import detect, read_row
 from ftkit.plan.hardware import box
 
 HERE = Path(__file__).resolve().parents[1]

@@ -8,8 +8,8 @@ import os
 import psutil
 from accelerate.state import AcceleratorState, GradientState
 
-from ftkit.finetune import run
-from ftkit.recipe import parse
+from ftkit.config.recipe import parse
+from ftkit.train.job import run
 
 
 class Asked:

@@ -20,8 +20,9 @@ import torch
 import transformers
 
 import ftkit
-from ftkit.engine import comm, watchdog
-from ftkit.engine.standstill import Patience
+from ftkit.engine.comm import communicator as comm
+from ftkit.engine.comm import watchdog
+from ftkit.engine.comm.standstill import Patience
 from tests.hf.runs import llama, token_rows
 
 SHORT = Patience(beat=0.1, look=0.3, stuck=2.0, stopped=2.0, silent=20.0, grace=1.0, remind=6.0)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ftkit
-from ftkit import cli
-from ftkit.arguments import check_report_to
+from ftkit.cli import app as cli
 from ftkit.errors import UserError
-from ftkit.run_folder import RunFolder
+from ftkit.output.run_folder import RunFolder
+from ftkit.train.recipe_arguments import check_report_to
 from tests.tiny import make_base, make_tokenizer, write_rows
 from tests.worlds import free_port
 
@@ -88,7 +88,7 @@ def test_the_version_and_the_public_names(capsys):
 
 
 def test_the_door_opens_quickly():
-    code = "import sys; import ftkit.cli; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
+    code = "import sys; import ftkit.cli.app; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

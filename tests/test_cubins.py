@@ -10,7 +10,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 import ftkit.kernels
-from ftkit.kernels.specimens import CAPABILITIES, SPECIMENS, Specimen, compile_for
+from benchmarks.specimens import CAPABILITIES, SPECIMENS, Specimen, compile_for
 
 NEWER = [pytest.param(capability, marks=pytest.mark.slow) for capability in CAPABILITIES[1:]]
 

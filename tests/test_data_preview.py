@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 import ftkit
-from ftkit import cli
+from ftkit.cli import app as cli
+from ftkit.config.recipe import load
+from ftkit.data.faults import Marks
+from ftkit.data.prepared import split
+from ftkit.data.shown import pieces_of, row_at, sample_of
 from ftkit.errors import UserError
-from ftkit.finetune import dry_run
-from ftkit.hf.data import split
-from ftkit.hf.faults import Marks
-from ftkit.hf.shown import pieces_of, row_at, sample_of
-from ftkit.parts import build_model
-from ftkit.recipe import load
+from ftkit.train.job import dry_run
+from ftkit.train.parts import build_model
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"

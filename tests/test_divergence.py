@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ftkit.divergence import LEAST, WINDOW, LossWindow
-from ftkit.divergence_watch import left_out_after
+from ftkit.config.recipe import RecipeError, parse
 from ftkit.errors import Diverged, refusal
-from ftkit.hf.trainer import TrainerMixin
-from ftkit.recipe import RecipeError, parse
-from ftkit.recipe_trainer import WholeSteps
+from ftkit.hf.trainer.trainer import TrainerMixin
+from ftkit.train.divergence import LEAST, WINDOW, LossWindow
+from ftkit.train.divergence_callback import left_out_after
+from ftkit.train.recipe_trainer import WholeSteps
 from tests.jobs import job, losses, recipe
 from tests.worlds import RankFailure
 

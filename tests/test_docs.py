@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import ftkit
-from docs import attention_table, plan_figure, recipe_keys
-from ftkit.recipe import Recipe
+from docs import attention_table, plan_figure, recipe_keys, rooms
+from ftkit.config.recipe import Recipe
 from tests import docs_blocks
 from tests.docs_blocks import HERE, BadBlock, blocks, check, execute, furnish, on_a_rank, pages
 from tests.worlds import World
@@ -148,10 +148,22 @@ def test_the_figure_is_that_of_the_plan() -> None:
     assert plan_figure.FILE.read_text() == plan_figure.figure(), "run `make docs`"
 
 
-def test_every_module_is_on_the_map() -> None:
+def test_every_file_has_its_line() -> None:
+    assert rooms.PAGE.read_text() == rooms.page(), "run `make docs`"
+
+
+def test_every_package_is_on_the_map() -> None:
     text = (HERE / "docs" / "architecture.md").read_text()
-    modules = {path.stem for path in (HERE / "ftkit").rglob("*.py")} - {"__init__", "__main__"}
-    assert sorted(name for name in modules if not re.search(rf"\b{name}\b", text)) == []
+    packages = {path.parent.relative_to(HERE) for path in (HERE / "ftkit").glob("*/**/__init__.py")}
+    homes = {str(package) for package in packages if not any(other.parent == package for other in packages)}
+    assert sorted(home for home in homes if f"`{home}/`" not in text) == []
+
+
+def test_the_walks_name_files_that_are_there() -> None:
+    text = (HERE / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:engine|hf|data|train|plan)/[\w/]+\.py)`", text))
+    assert len(named) > 20
+    assert sorted(name for name in named if not (HERE / "ftkit" / name).exists()) == []
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ftkit.cli import app
-from ftkit.doctor import Finding, judge, required
-from ftkit.probe import Gpu, Probe, _gpus, probe
+from ftkit.cli.app import app
+from ftkit.cli.doctor import Finding, judge, required
+from ftkit.cli.probe import Gpu, Probe, _gpus, probe
 
 PROBES = Path(__file__).parent / "probes"
 
@@ -154,7 +154,7 @@ def test_old_drivers_and_fields_that_are_not_told(monkeypatch: pytest.MonkeyPatc
         text = SMI[command[1].removeprefix("--query-gpu=")]
         return text, None if text else 'Field "compute_cap" is not a valid field to query.'
 
-    monkeypatch.setattr("ftkit.probe._output", output)
+    monkeypatch.setattr("ftkit.cli.probe._output", output)
     assert _gpus() == ((Gpu("Tesla V100-SXM2-16GB", 16160, 70, "00000000:06:00.0"),), "470.82.01", None)
     monkeypatch.setitem(SMI, "name,memory.total,pci.bus_id,driver_version", "NVIDIA GB10, [N/A], 0, 580.1\n")
     monkeypatch.setitem(SMI, "compute_cap", "12.1\n")

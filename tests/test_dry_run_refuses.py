@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
+from ftkit.config.recipe import load
 from ftkit.errors import UserError
-from ftkit.finetune import dry_run
-from ftkit.parts import check_nvme
-from ftkit.recipe import load
+from ftkit.train.job import dry_run
+from ftkit.train.parts import check_nvme
 from tests.tiny import make_base, write_rows
 
 
@@ -116,7 +116,7 @@ def test_a_question_that_is_longer_than_the_model(home):
 
 
 def test_a_disk_that_is_too_small(home, monkeypatch):
-    monkeypatch.setattr("ftkit.planning.disk_free", lambda path: 1000)
+    monkeypatch.setattr("ftkit.train.planning.disk_free", lambda path: 1000)
     assert "free at output.dir" in refused(home, "output.save_every_steps=1")
 
 

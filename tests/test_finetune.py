@@ -19,21 +19,21 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit import ownership
-from ftkit.begin import checkpoints_to_try
-from ftkit.engine.comm import Communicator
-from ftkit.engine.pieces import PieceWriter
-from ftkit.engine.seal import write_sealed
+from ftkit.config.recipe import parse
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.files.pieces import PieceWriter
+from ftkit.engine.files.sealed_files import write_sealed
 from ftkit.errors import UserError
-from ftkit.generate import answers
-from ftkit.held_out import HeldOut
-from ftkit.hf.evaluation import row_statistics
-from ftkit.parts import decoder_inputs
-from ftkit.recipe import parse
-from ftkit.recipe_trainer import WholeSteps
-from ftkit.resume import first_whole
-from ftkit.run_folder import RunFolder, step_of, write_json
-from ftkit.summary import _lines
+from ftkit.hf.inference.evaluation import row_statistics
+from ftkit.output import ownership
+from ftkit.output.run_folder import RunFolder, step_of, write_json
+from ftkit.train.answers import answers
+from ftkit.train.held_out import HeldOut
+from ftkit.train.parts import decoder_inputs
+from ftkit.train.recipe_trainer import WholeSteps
+from ftkit.train.resume import first_whole
+from ftkit.train.start import checkpoints_to_try
+from ftkit.train.summary import _lines
 from tests.jobs import job, lines, losses, ranks_of, recipe, records, resumed_job
 from tests.report.test_page import check
 from tests.tiny import make_overflowing_base, make_tokenizer
@@ -532,7 +532,7 @@ def full_disk_job(text, fails_at):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         move(handle, data, at)
 
-    before = mock.patch("ftkit.hf.run_checkpoints.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
+    before = mock.patch("ftkit.hf.trainer.run_checkpoints.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
     within = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
     with before if fails_at == "before" else within:
         return job(text)

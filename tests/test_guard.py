@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
-from ftkit.guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
-from ftkit.guard_report import TENANTS, Seat, make_report, other_processes, text_of
-from ftkit.memory_stop import MemoryStop
+from ftkit.launch.supervisor import Failure, RankError, explain
+from ftkit.output.run_folder import RunFolder
 from ftkit.plan.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
-from ftkit.run_folder import RunFolder
-from ftkit.watch import Failure, RankError, explain
+from ftkit.train.memory_guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
+from ftkit.train.memory_report import TENANTS, Seat, make_report, other_processes, text_of
+from ftkit.train.memory_stop import MemoryStop
 from tests.jobs import job, recipe
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -339,8 +339,8 @@ class Falling:
 def guarded_job(text):
     memory = Falling(int(os.environ["RANK"]))
     with (
-        mock.patch("ftkit.memory_stop.BoxMemory", mock.Mock(find=lambda: memory)),
-        mock.patch("ftkit.guard.SAVE", Mark(0.03, 0, 0.0)),
+        mock.patch("ftkit.train.memory_stop.BoxMemory", mock.Mock(find=lambda: memory)),
+        mock.patch("ftkit.train.memory_guard.SAVE", Mark(0.03, 0, 0.0)),
         mock.patch.object(Guard, "_watch"),  # readings are counted: only those of step ends
         pytest.raises(MemoryShort) as caught,  # a real rank would leave
     ):

@@ -17,16 +17,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from ftkit.engine.comm import Communicator
-from ftkit.engine.manifest import MANIFEST
-from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, read_sealed, write_contents, write_sealed
+from ftkit.config.continuation import check_resumed
+from ftkit.config.recipe import parse
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.files.manifest import MANIFEST
+from ftkit.engine.files.sealed_files import CONTENTS, BrokenCheckpoint, read_sealed, write_contents, write_sealed
 from ftkit.errors import UserError
-from ftkit.hf.exporting import export_checkpoint
-from ftkit.hf.plain import check_random_state, check_state, load_scheduler, read_plain, read_trainer_state
-from ftkit.hf.run_checkpoints import ENGINE_FOLDER, check_folder
-from ftkit.recipe import parse
-from ftkit.resume import check_noted, first_whole
-from ftkit.resumed import check_resumed
+from ftkit.hf.trainer.checkpoint_files import check_random_state, check_state, load_scheduler, read_plain, read_trainer_state
+from ftkit.hf.trainer.run_checkpoints import ENGINE_FOLDER, check_folder
+from ftkit.hf.weights.exporting import export_checkpoint
+from ftkit.train.resume import check_noted, first_whole
 from tests.hostile import DAMAGE, JSON, LEAVES, examples, fuzz, mutated, opens_only, told
 from tests.jobs import job, losses, recipe, resumed_job
 from tests.tiny import write_rows

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from ftkit import cli
+from ftkit.cli import app as cli
 from ftkit.errors import UNEXPECTED, UserError
-from ftkit.outer import outer_job
+from ftkit.launch.external import outer_job
 from tests.hostile import JSON, examples, fuzz
 from tests.tiny import make_base, write_rows
 

@@ -8,8 +8,8 @@ import time
 import pytest
 from hypothesis import strategies as st
 
-from ftkit.recipe import RecipeError, parse
-from ftkit.run_folder import RunFolder
+from ftkit.config.recipe import RecipeError, parse
+from ftkit.output.run_folder import RunFolder
 from tests.hostile import JSON, LEAVES, examples, fuzz, mutated, told
 
 GOOD = """

@@ -24,15 +24,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftkit.engine import saving
-from ftkit.engine.comm import Communicator
-from ftkit.engine.pieces import PieceWriter
-from ftkit.engine.update import Updater
-from ftkit.hf import run_checkpoints, trainer
-from ftkit.progress import EndOnRequest
-from ftkit.recipe_trainer import RecipeTrainer
-from ftkit.resume import first_whole
-from ftkit.run_folder import RunFolder
+from ftkit.engine.checkpoint import saving
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.files.pieces import PieceWriter
+from ftkit.engine.optim.updater import Updater
+from ftkit.hf.trainer import run_checkpoints, trainer
+from ftkit.output.run_folder import RunFolder
+from ftkit.train.progress import EndOnRequest
+from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.resume import first_whole
 from tests.jobs import job, losses, recipe, resumed_job
 from tests.worlds import RankFailure
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ftkit import launch, watch
 from ftkit.errors import RESUME_ME, MemoryShort, UserError
-from ftkit.launch import Stop
-from ftkit.outer import first_host, outer_job, threads_per_rank
-from ftkit.watch import Failure, RankError, StoppedError, explain
+from ftkit.launch import local as launch
+from ftkit.launch import supervisor as watch
+from ftkit.launch.external import first_host, outer_job, threads_per_rank
+from ftkit.launch.local import Stop
+from ftkit.launch.supervisor import Failure, RankError, StoppedError, explain
 
 HERE = __name__
 

@@ -13,16 +13,17 @@ from unittest import mock
 
 import pytest
 
-from ftkit import cli, launch
-from ftkit.engine.flat import Policy
-from ftkit.engine.saving import save_checkpoint
-from ftkit.hf.shapes import disk_free
-from ftkit.planning import disk_room
-from ftkit.progress import EndOnRequest
-from ftkit.recipe import parse
-from ftkit.recipe_trainer import RecipeTrainer
-from ftkit.run_folder import RunFolder, append_line
-from ftkit.watch import RankError
+from ftkit.cli import app as cli
+from ftkit.config.recipe import parse
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.hf.models.shapes import disk_free
+from ftkit.launch import local as launch
+from ftkit.launch.supervisor import RankError
+from ftkit.output.run_folder import RunFolder, append_line
+from ftkit.train.planning import disk_room
+from ftkit.train.progress import EndOnRequest
+from ftkit.train.recipe_trainer import RecipeTrainer
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
 
@@ -159,7 +160,7 @@ def test_ranks_that_read_whole_pieces_do_not_go_on_without_the_one_that_does_not
 
 def fail_at_the_end(folder: str) -> str:
     units, optimizer = make(Policy(stage=3))
-    full = mock.patch("ftkit.engine.saving.write_sealed", side_effect=OSError("No space left on device"))
+    full = mock.patch("ftkit.engine.checkpoint.saving.write_sealed", side_effect=OSError("No space left on device"))
     with full, pytest.raises(ValueError, match="could not be written") as told:
         save_checkpoint(folder, units, optimizer)
     save_checkpoint(folder, units, optimizer)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import FlatParameter
-from ftkit.engine.shard import Units
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.shard import Units
 from tests.engine.trajectory import Row, run_sharded
 from tests.jobs import job, recipe
 from tests.worlds import Worlds

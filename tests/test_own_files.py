@@ -11,18 +11,19 @@ from unittest import mock
 
 import pytest
 
-from ftkit import cli, ownership
-from ftkit.begin import checkpoints_to_try
-from ftkit.engine.seal import check_contents, reseal, write_contents, write_sealed
+from ftkit.cli import app as cli
+from ftkit.config.recipe import parse
+from ftkit.engine.files.sealed_files import check_contents, reseal, write_contents, write_sealed
 from ftkit.errors import UserError
-from ftkit.hf.run_checkpoints import publish
-from ftkit.ownership import is_ours, refuse_foreign_page, strangers_in_checkpoint
-from ftkit.recipe import parse
-from ftkit.recipe_trainer import RecipeTrainer
-from ftkit.replacing import remove_unfinished
+from ftkit.hf.trainer.run_checkpoints import publish
+from ftkit.output import ownership
+from ftkit.output.ownership import is_ours, refuse_foreign_page, strangers_in_checkpoint
+from ftkit.output.replacing import remove_unfinished
+from ftkit.output.run_folder import RunFolder, append_line, write, write_json
 from ftkit.report.page import page
-from ftkit.run_folder import RunFolder, append_line, write, write_json
-from ftkit.summary import _lines
+from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.start import checkpoints_to_try
+from ftkit.train.summary import _lines
 from tests.jobs import job, recipe
 
 NAMES = [
@@ -272,7 +273,7 @@ def test_a_real_run_knows_its_own_files(saved, tmp_path):
 
 
 def test_verify_removes_no_folder_of_the_users(home, tmp_path):
-    from ftkit.verify import _claim
+    from ftkit.cli.verify import _claim
 
     (tmp_path / "stock").mkdir()
     with pytest.raises(UserError, match=r"no `ftkit verify` wrote .*stock"):
@@ -287,7 +288,7 @@ def test_verify_removes_no_folder_of_the_users(home, tmp_path):
 
 
 def test_verify_removes_what_a_killed_one_left_and_nothing_else(home, tmp_path):
-    from ftkit.verify import TRIALS, verify
+    from ftkit.cli.verify import TRIALS, verify
 
     names = ["resumed-5", "../mine", "mine", 7, None]
     for name in ("verify/resumed-5", "verify/7", "verify/mine", "mine"):
@@ -329,7 +330,7 @@ def test_a_refused_export_leaves_nothing(capsys, saved, tmp_path, monkeypatch, o
         (out / "config.json").write_text("mine")
     elif fault == "a full disk":
         full = OSError(28, "No space left on device")
-        monkeypatch.setattr("ftkit.hf.exporting.create_file", lambda *_: (_ for _ in ()).throw(full))
+        monkeypatch.setattr("ftkit.hf.weights.exporting.create_file", lambda *_: (_ for _ in ()).throw(full))
     else:
         source = shutil.copytree(source, tmp_path / "damaged")
         (source / "config.json" if options[0] == "full" else source / "adapter_config.json").write_text("{}")

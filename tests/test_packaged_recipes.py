@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from benchmarks.recipes import GPTS, entries
+from ftkit.cli.recipe_list import Planned, planned_of
+from ftkit.config.recipe import packaged, parse
 from ftkit.plan.architectures import architectures
 from ftkit.plan.hardware import box
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.planning import plan_recipe
-from ftkit.recipe import packaged, parse
-from ftkit.recipe_list import Planned, planned_of
+from ftkit.train.planning import plan_recipe
 from tests.jobs import job
 
 ALL = {entry.name: entry for entry in entries()}

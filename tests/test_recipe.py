@@ -5,10 +5,10 @@ import pickle
 import pytest
 import yaml
 
-from ftkit import recipe
+from ftkit.config import recipe
+from ftkit.config.continuation import check_resumed
+from ftkit.config.recipe import RecipeError, load, packaged, parse, split_batch
 from ftkit.errors import UserError
-from ftkit.recipe import RecipeError, load, packaged, parse, split_batch
-from ftkit.resumed import check_resumed
 
 SMALL = """\
 model: {name: some/model}

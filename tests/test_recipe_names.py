@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftkit.recipe import Recipe, RecipeError, parse
-from ftkit.recipe_peers import NOTES, PEERS
+from ftkit.config.foreign_keys import NOTES, PEERS
+from ftkit.config.recipe import Recipe, RecipeError, parse
 
 FACTS = """\
 model: {name: some/model}

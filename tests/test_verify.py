@@ -12,15 +12,15 @@ from unittest import mock
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
-import ftkit.trials
-from ftkit.engine.comm import Communicator
-from ftkit.engine.optimizer import ShardedOptimizer
+import ftkit.cli.trials
+from ftkit.cli.trials import Trajectory, run_one, run_trials
+from ftkit.cli.verify import PLANNED, STOCK, groups, trials_of, verdicts, verify
+from ftkit.config.recipe import parse
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
-from ftkit.launch import Stop
-from ftkit.recipe import parse
-from ftkit.recipe_trainer import WholeSteps
-from ftkit.trials import Trajectory, run_one, run_trials
-from ftkit.verify import PLANNED, STOCK, groups, trials_of, verdicts, verify
+from ftkit.launch.local import Stop
+from ftkit.train.recipe_trainer import WholeSteps
 from tests.jobs import recipe
 from tests.worlds import RankFailure
 
@@ -72,7 +72,7 @@ def tried(trials, fault):
         with FAULTS[fault]():
             return run_one(*args)
 
-    with mock.patch.object(ftkit.trials, "run_one", faulty):
+    with mock.patch.object(ftkit.cli.trials, "run_one", faulty):
         return run_trials(Stop(), trials)
 
 

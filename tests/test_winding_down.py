@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ftkit import launch
 from ftkit.errors import LostRank, RanksDiffer, UserError, refusal
-from ftkit.watch import ENDING, Failure, RankError, explain
+from ftkit.launch import local as launch
+from ftkit.launch.supervisor import ENDING, Failure, RankError, explain
 
 
 def ignored() -> set[int]:

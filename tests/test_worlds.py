@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ftkit.hf.batches import StepOrder
+from ftkit.data.batches import StepOrder
 from tests.worlds import RankFailure, World
 
 

@@ -1,0 +1,1 @@
+"""ftkit's own ZeRO engine. It knows torch only."""

@@ -1,0 +1,1 @@
+"""The Hugging Face side: Trainer, Accelerator, models and their weights on the engine."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ftkit.engine.holding import gathered
-from ftkit.engine.shard import Units
+from ftkit.engine.core.holding import gathered
+from ftkit.engine.core.shard import Units
 from ftkit.errors import UserError
-from ftkit.hf.blocks import units_of
+from ftkit.hf.sharding import units_of
 
 
 @contextmanager

@@ -22,9 +22,9 @@ from contextlib import suppress
 
 import psutil
 
-from ftkit.launch import environment, loopback_store
+from ftkit.launch.external import threads_per_rank
+from ftkit.launch.local import environment, loopback_store
 from ftkit.notebook.channel import Channel, Message
-from ftkit.outer import threads_per_rank
 
 KEPT_LINES = 20
 """Of what a worker wrote past Python."""

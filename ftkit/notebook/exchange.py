@@ -18,11 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 from ftkit.errors import UserError, refusal
-from ftkit.notebook.channel import Message
-from ftkit.notebook.crew import Crew
-from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
-from ftkit.notebook.hang import Frame, Hangs
-from ftkit.watch import (
+from ftkit.launch.supervisor import (
     BEAT_SECONDS,
     GRACE_SECONDS,
     LOST_CONNECTION,
@@ -34,6 +30,10 @@ from ftkit.watch import (
     explain,
     state_of,
 )
+from ftkit.notebook.channel import Message
+from ftkit.notebook.crew import Crew
+from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
+from ftkit.notebook.hang import Frame, Hangs
 
 POLL_SECONDS = 0.1
 AFTER_FAILURE_SECONDS = 5.0

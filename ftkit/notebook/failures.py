@@ -7,7 +7,7 @@ others. What a rank refused stays a `UserError`.
 from __future__ import annotations
 
 from ftkit.errors import UserError
-from ftkit.watch import RankError
+from ftkit.launch.supervisor import RankError
 
 OPTIONS = {
     "--resume auto": 'resume="auto"',

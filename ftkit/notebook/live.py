@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 from ftkit.notebook.channel import Message
+from ftkit.output.run_folder import RunFolder
 from ftkit.report.facts import Reader
 from ftkit.report.page import charts
 from ftkit.report.style import embedded
 from ftkit.report.text import escaped, lasted
-from ftkit.run_folder import RunFolder
 
 EVERY_SECONDS = 0.5
 REST = 10

@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from ftkit.begin import checkpoints_to_try
+from ftkit.config.recipe import Recipe, load, parse
+from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.launch import check_ranks
+from ftkit.launch.local import check_ranks
+from ftkit.launch.supervisor import signal_name
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.exchange import Exchange, View
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
 from ftkit.notebook.live import LiveRun, Output
-from ftkit.recipe import Recipe, load, parse
+from ftkit.output.run_folder import RunFolder
 from ftkit.report.page import note_end
-from ftkit.run_folder import RunFolder
-from ftkit.watch import signal_name
-from ftkit.words import counted
+from ftkit.train.start import checkpoints_to_try
 
 HANG_SECONDS = 60.0
 AT_THE_NEXT_STEP = "stopping after this step, with a checkpoint; interrupt again to end the ranks at once"

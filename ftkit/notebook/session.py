@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
+from ftkit.config.recipe import Recipe
+from ftkit.data.prepared import prepare
 from ftkit.errors import UserError
-from ftkit.finetune import Job
-from ftkit.hf.blocks import units_of
-from ftkit.hf.data import prepare
-from ftkit.hf.evaluation import evaluate
-from ftkit.hf.generation import generate
-from ftkit.hf.saving import save_model
-from ftkit.launch import Stop
+from ftkit.hf.inference.evaluation import evaluate
+from ftkit.hf.inference.generation import generate
+from ftkit.hf.sharding import units_of
+from ftkit.hf.weights.saving import save_model
+from ftkit.launch.local import Stop
 from ftkit.notebook.cell import bundle, run_cell, shown
 from ftkit.notebook.output import Tell
 from ftkit.notebook.told import ToldBar
-from ftkit.recipe import Recipe
+from ftkit.train.job import Job
 
 OF_A_RUN = ("model", "tokenizer", "trainer")
 """Names that a run leaves in the namespace of cells."""

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ftkit.notebook.output import Tell
-from ftkit.progress import Bar, StepMetrics, line_of
+from ftkit.train.progress import Bar, StepMetrics, line_of
 
 STEPS_A_SECOND = 5.0
 

@@ -1,12 +1,12 @@
 """What the plan knows of a run: a model as lines of elements, and a way to hold it. Integers and names only.
 
-[Note: lines]   as the engine makes them (engine/shard.py), counted and not made
+[Note: lines]   as the engine makes them (engine/core/shard.py), counted and not made
 
     block     a block's parameters of one dtype, all trained or all frozen: one line or two
     leaf      one large parameter outside blocks (embedding, head)
     whole     small parameters outside blocks, and adapters: replicated, their optimizer state sharded
 
-A line of N elements on W ranks has shards of S elements, a multiple of 4096 (engine/layout.py); W*S is what a gather
+A line of N elements on W ranks has shards of S elements, a multiple of 4096 (spec/layout.py); W*S is what a gather
 fills. The plan asks that file for the rounding, so the two cannot differ.
 
 It refuses what the engine refuses: parameters below the device under stage 3, gradients below it under stage 2. What
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ftkit.engine.layout import SHARD_ALIGNMENT
 from ftkit.plan.attention import Attention
+from ftkit.spec.layout import SHARD_ALIGNMENT
 
 TIERS = ("device", "host", "nvme")
 
@@ -78,7 +78,7 @@ class Shape:
         fresh: weights are initialised, not read: their exact values are kept until the first step.
         peft: whether adapters are saved, not the whole model.
         checkpoints: number of checkpoints kept on disk beside the one being written; None: none are saved.
-        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/head.py).
+        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/models/head.py).
         attention: attention of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
         packed: rows hold several samples, whose boundaries attention gets.
     """
@@ -132,7 +132,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is held and trained; see `ftkit.engine.flat.Policy`.
+    """How a model is held and trained; see `ftkit.engine.core.flat_parameter.Policy`.
 
     Args:
         stage: 0 to 3, as in ZeRO.

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ftkit import yaml_lines
+from ftkit.config import yaml_lines
 from ftkit.errors import UserError
-from ftkit.ownership import refuse_foreign_page
+from ftkit.output.ownership import refuse_foreign_page
+from ftkit.output.run_folder import write
 from ftkit.report.charts import COLOURS
 from ftkit.report.facts import Facts, read
 from ftkit.report.page import charts, page
 from ftkit.report.text import escaped, finite, gib, lasted, record, short
-from ftkit.run_folder import write
 
 MOST_KEYS = 200
 """Of a recipe, that are shown as different."""

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import chain
 
-from ftkit.hf.counts import Lengths, Report
-from ftkit.hf.findings import Findings
-from ftkit.hf.shown import Piece, Sample, Shown
+from ftkit.config.wording import counted
+from ftkit.data.counts import Lengths, Report
+from ftkit.data.findings import Findings
+from ftkit.data.shown import Piece, Sample, Shown
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
 from ftkit.report.style import embedded
 from ftkit.report.text import escaped, visible
-from ftkit.words import counted
 
 CLASSES = 40
 """Of a histogram, about."""

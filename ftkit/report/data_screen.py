@@ -8,11 +8,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from ftkit.hf.counts import Lengths
-from ftkit.hf.findings import Findings
-from ftkit.hf.shown import Sample, Shown
+from ftkit.config.wording import counted
+from ftkit.data.counts import Lengths
+from ftkit.data.findings import Findings
+from ftkit.data.shown import Sample, Shown
 from ftkit.report.text import visible
-from ftkit.words import counted
 
 CLASSES = 12
 BAR = 44

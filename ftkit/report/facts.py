@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.output.run_folder import RunFolder
 from ftkit.report.text import finite, items, number, record
 from ftkit.report.timeline import Timeline, from_chrome
-from ftkit.run_folder import RunFolder
 
 MOST_LINE_BYTES = 1 << 16
 MOST_LINES = 2_000_000

@@ -23,15 +23,15 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.engine.shard import Units
+from ftkit.engine.core.shard import Units
 from ftkit.engine.trace import Span, Trace
+from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.schedule import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
 from ftkit.report.page import rewrite
 from ftkit.report.simulated import of_speed
 from ftkit.report.text import literal
 from ftkit.report.timeline import Part, Timeline, as_chrome
-from ftkit.run_folder import RunFolder, write_json
 
 EVERY_SECONDS = 5.0
 """Between two writings."""

@@ -18,15 +18,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.ownership import PAGE_MARK, refuse_foreign_page
+from ftkit.output.ownership import PAGE_MARK, refuse_foreign_page
+from ftkit.output.run_folder import RunFolder, write, write_json
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Facts, Reader, read
 from ftkit.report.style import STYLE
 from ftkit.report.text import GIB, escaped, finite, gib, items, lasted, record, short
 from ftkit.report.timeline import draw, with_loss
-from ftkit.run_folder import RunFolder, write, write_json
-from ftkit.words import counted
 
 REFRESH_SECONDS = 5
 MOST_SAMPLES = 20

@@ -11,9 +11,9 @@ from datetime import datetime
 
 from ftkit.plan.choice import Plan
 from ftkit.plan.curve import curve
-from ftkit.plan.show import TITLES, lines, time_lines
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.page import page
+from ftkit.report.plan_text import TITLES, lines, time_lines
 from ftkit.report.simulated import of_speed
 from ftkit.report.text import GIB, escaped
 from ftkit.report.timeline import draw

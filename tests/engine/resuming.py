@@ -19,13 +19,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint import load_checkpoint
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.saving import Saving, save_checkpoint
-from ftkit.engine.shard import Units
-from ftkit.engine.tiers import Placement, Tier
-from ftkit.hf.blocks import is_adapter
+from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import Units
+from ftkit.engine.memory.tiers import Placement, Tier
+from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.hf.sharding import is_adapter
 from tests.engine import families
 from tests.engine.trajectory import MAX_NORM, shard_model, split
 

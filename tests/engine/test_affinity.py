@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ftkit.engine.affinity import Affinity, Claim, bind, divide, take_cores, threads_are_said
-from ftkit.engine.comm import Communicator
-from ftkit.engine.cores import Core, find_cores, listed, node_of_pci, own_mask
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.memory.affinity import Affinity, Claim, bind, divide, take_cores, threads_are_said
+from ftkit.engine.memory.cores import Core, find_cores, listed, node_of_pci, own_mask
 from tests.worlds import World
 
 
@@ -202,9 +202,9 @@ def taken(environ):
     mask = frozenset(range(8))
     with (
         mock.patch.dict(os.environ, environ),
-        mock.patch("ftkit.engine.affinity.own_mask", return_value=mask),
-        mock.patch("ftkit.engine.affinity.divide", lambda claims, rank: divide(claims, rank, of(cores))),
-        mock.patch("ftkit.engine.affinity.bind", lambda share: bound_to.append(share.cpus) or True),
+        mock.patch("ftkit.engine.memory.affinity.own_mask", return_value=mask),
+        mock.patch("ftkit.engine.memory.affinity.divide", lambda claims, rank: divide(claims, rank, of(cores))),
+        mock.patch("ftkit.engine.memory.affinity.bind", lambda share: bound_to.append(share.cpus) or True),
     ):
         if not environ:
             os.environ.pop("OMP_NUM_THREADS", None)

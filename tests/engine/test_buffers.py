@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.block_buffers import BlockBuffers, as_before
-from ftkit.engine.buffers import FILE, persistent_buffers
-from ftkit.engine.checkpoint import load_checkpoint
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.saving import save_checkpoint
-from ftkit.engine.seal import BrokenCheckpoint
-from ftkit.engine.shard import Units, shard
+from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.block_buffers import BlockBuffers, as_before
+from ftkit.engine.core.buffers import FILE, persistent_buffers
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import Units, shard
+from ftkit.engine.files.sealed_files import BrokenCheckpoint
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
 from tests.worlds import World
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 import transformers
 
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.resharded import Resharded
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.resharded import Resharded
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from tests.engine.trajectory import shard_model
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 1024, 2048

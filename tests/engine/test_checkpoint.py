@@ -20,18 +20,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.engine import flatfile
-from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.flatfile import DiskError
-from ftkit.engine.manifest import MANIFEST
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.pieces import PieceWriter
-from ftkit.engine.saving import Saving, save_checkpoint
-from ftkit.engine.seal import BrokenCheckpoint, read_sealed, write_sealed
-from ftkit.engine.tiers import Placement, Tiers
-from ftkit.engine.update import Updater
+from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.files.flat_file import DiskError
+from ftkit.engine.files.manifest import MANIFEST
+from ftkit.engine.files.pieces import PieceWriter
+from ftkit.engine.files.sealed_files import BrokenCheckpoint, read_sealed, write_sealed
+from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
 from tests.engine import families
 from tests.engine.trajectory import shard_model

@@ -19,17 +19,18 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.engine import clone, flatfile
-from ftkit.engine import saving as engine_saving
-from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.flatfile import PIECE_NUMEL
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.pieces import PieceWriter
-from ftkit.engine.saving import Saving
-from ftkit.engine.shard import shard
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.checkpoint import saving as engine_saving
+from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.saving import Saving
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import shard
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.files import reflink as clone
+from ftkit.engine.files.flat_file import PIECE_NUMEL
+from ftkit.engine.files.pieces import PieceWriter
+from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
 
 NVME = Placement("nvme", "nvme", "nvme")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine import comm as comm_module
-from ftkit.engine.comm import Communicator
-from ftkit.engine.stage import STAGE_BYTES
+from ftkit.engine.comm import communicator as comm_module
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.shared_stage import STAGE_BYTES
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.engine import flatfile
 from ftkit.engine.arena import Arena
-from ftkit.engine.disk import BLOCK_BYTES, DEPTHS, LOCK, MAGIC, Disk
-from ftkit.engine.flatfile import PIECE_NUMEL, DiskError, FlatFile
-from ftkit.engine.storage import DATA_START
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.files.flat_file import PIECE_NUMEL, DiskError, FlatFile
+from ftkit.engine.files.storage import DATA_START
+from ftkit.engine.memory.disk import BLOCK_BYTES, DEPTHS, LOCK, MAGIC, Disk
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -570,7 +570,7 @@ def test_the_end_of_the_program_removes_the_folder_and_loses_no_error(tmp_path: 
     script = f"""
 import os, torch
 from pathlib import Path
-from ftkit.engine.disk import Disk
+from ftkit.engine.memory.disk import Disk
 disk = Disk(Path({str(tmp_path)!r}), "run-0", depth=2, block_bytes=1 << 20)
 file = disk.file("a", 1 << 22, torch.int8)
 file.write(0, torch.ones(1 << 22, dtype=torch.int8)).wait()
@@ -589,7 +589,7 @@ print(sorted(os.listdir(disk.path)))
 
 def test_leftovers_go_and_the_living_stay(tmp_path: Path):
     script = (
-        "import sys, time; from pathlib import Path; from ftkit.engine.disk import Disk; import torch; "
+        "import sys, time; from pathlib import Path; from ftkit.engine.memory.disk import Disk; import torch; "
         f"disk = Disk(Path(sys.argv[1]), 'other', depth=1, block_bytes={MIB}); "
         f"file = disk.file('a', {NUMEL}, torch.int8); file.write(0, torch.ones({NUMEL}, dtype=torch.int8)).wait(); "
         "print('ready', flush=True); time.sleep(60)"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.flat import Policy
-from ftkit.engine.holding import gathered_bytes, hold
-from ftkit.engine.optimizer import ShardedSGD
-from ftkit.engine.shard import Units
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.holding import gathered_bytes, hold
+from ftkit.engine.core.shard import Units
+from ftkit.engine.optim.optimizer import ShardedSGD
 from tests.engine import families
 from tests.engine.families import token_loss
 from tests.engine.trajectory import Row, run_sharded, shard_model

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ftkit.engine import host_adam
-from ftkit.engine.host_adam import BLOCK_NUMEL, RANGE_NUMEL, HostAdamW
+from ftkit.engine.kernels import host_adam
+from ftkit.engine.kernels.host_adam import BLOCK_NUMEL, RANGE_NUMEL, HostAdamW
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [*NARROW, torch.float32]
@@ -468,5 +468,5 @@ def test_without_a_folder_for_the_code_it_compiles_in_memory() -> None:
 
 
 def test_importing_it_does_not_import_numba() -> None:
-    code = "import sys, ftkit.engine.host_adam; sys.exit('numba' in sys.modules)"
+    code = "import sys, ftkit.engine.kernels.host_adam; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,14 +18,22 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ftkit.engine.checkpoint import check_checkpoint, load_checkpoint
-from ftkit.engine.flat import Policy
-from ftkit.engine.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
-from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
-from ftkit.engine.piece_reader import PieceBuffers, PieceReader
-from ftkit.engine.saving import save_checkpoint
-from ftkit.engine.seal import CONTENTS, BrokenCheckpoint, check_contents, checksum, read_sealed, write_contents, write_sealed
-from ftkit.engine.storage import DTYPES, TensorFile
+from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.files.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
+from ftkit.engine.files.piece_reader import PieceBuffers, PieceReader
+from ftkit.engine.files.sealed_files import (
+    CONTENTS,
+    BrokenCheckpoint,
+    check_contents,
+    checksum,
+    read_sealed,
+    write_contents,
+    write_sealed,
+)
+from ftkit.engine.files.storage import DTYPES, TensorFile
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.errors import UserError
 from tests.engine.trajectory import shard_model
 from tests.hostile import JSON, LEAVES, NUMBERS, examples, fuzz, mutated, opens_only, told

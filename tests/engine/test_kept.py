@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.disk import Disk
-from ftkit.engine.flatfile import FlatFile
-from ftkit.engine.kept import STAGING, Keeper
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.core.activation_offload import STAGING, Keeper
+from ftkit.engine.files.flat_file import FlatFile
+from ftkit.engine.memory.disk import Disk
+from ftkit.engine.memory.tiers import Placement, Tiers
 
 CPU = torch.device("cpu")
 COUNT = 3 * STAGING

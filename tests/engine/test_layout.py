@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftkit.engine.layout import SHARD_ALIGNMENT, FlatLayout, Segment
+from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Segment
 
 SHAPES = {
     "one": [("a", (1,))],

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ftkit.engine.leaf import Leaf, Running
+from ftkit.engine.core.root_parameters import Leaf, Running
 
 
 class Counted(Leaf):

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine import optimizer as optimizer_module
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.flat_kernels import FlatKernels
-from ftkit.engine.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
-from ftkit.engine.saving import save_checkpoint
-from ftkit.engine.shard import Units, shard
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import Units, shard
+from ftkit.engine.kernels.device_kernels import FlatKernels
+from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.optim import optimizer as optimizer_module
+from ftkit.engine.optim.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
 from ftkit.errors import UserError
-from ftkit.hf.flat_kernels import FLAT_KERNELS
+from ftkit.hf.models.shard_kernels import FLAT_KERNELS
 
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
 STEPS = 4

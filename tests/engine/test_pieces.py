@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine import piece_reader, pieces
-from ftkit.engine.checked_file import CheckedFile
-from ftkit.engine.piece_reader import PieceBuffers, PieceReader
-from ftkit.engine.pieces import Piece, PieceWriter, WriteBehind
-from ftkit.engine.seal import BrokenCheckpoint, checksum
-from ftkit.engine.storage import create_file, data_start
+from ftkit.engine.files import piece_reader, pieces
+from ftkit.engine.files.checked_file import CheckedFile
+from ftkit.engine.files.piece_reader import PieceBuffers, PieceReader
+from ftkit.engine.files.pieces import Piece, PieceWriter, WriteBehind
+from ftkit.engine.files.sealed_files import BrokenCheckpoint, checksum
+from ftkit.engine.files.storage import create_file, data_start
 
 SMALL = 8192
 SIZES = (5000, 4096 * 5, 1, 9001)

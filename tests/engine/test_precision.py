@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import LossScale, ShardedAdamW
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW
 from tests.engine import families
 from tests.engine.families import token_loss
 from tests.engine.nets import Block, Net

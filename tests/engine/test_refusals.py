@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
-from ftkit.engine.shard import shard
-from ftkit.engine.tiers import Placement
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import shard
+from ftkit.engine.memory.tiers import Placement
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.errors import UserError
 from tests.engine import families
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss

@@ -25,14 +25,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ftkit.engine import comm as comm_module
-from ftkit.engine import watchdog
-from ftkit.engine.board import SLOT_BYTES, StoreBoard
-from ftkit.engine.comm import Communicator
-from ftkit.engine.ledger import RECENT, Ledger, first_difference
-from ftkit.engine.standstill import Patience, Stand, Verdict, judge, look_at
+from ftkit.engine.comm import communicator as comm_module
+from ftkit.engine.comm import watchdog
+from ftkit.engine.comm.board import SLOT_BYTES, StoreBoard
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.ledger import RECENT, Ledger, first_difference
+from ftkit.engine.comm.standstill import Patience, Stand, Verdict, judge, look_at
 from ftkit.errors import UserError
-from ftkit.launch import loopback_store
+from ftkit.launch.local import loopback_store
 from tests.worlds import World, Worlds
 
 CPU = torch.device("cpu")

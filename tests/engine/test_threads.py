@@ -11,7 +11,7 @@ import torch
 
 import ftkit.engine
 from ftkit.engine import threads
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Placement, Tiers
 
 DEVICE = torch.device("cuda", 3)
 

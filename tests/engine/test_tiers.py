@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Placement, Tiers
 from tests.engine.trajectory import QUICK_STEPS, Row, check
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 

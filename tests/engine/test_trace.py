@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.engine.trace import Span, Trace
 from ftkit.plan.schedule import STREAMS, script
 from ftkit.plan.shape import Line, Shape, Way

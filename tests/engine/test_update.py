@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.engine import flatfile, tiers, update
-from ftkit.engine.comm import Communicator
-from ftkit.engine.disk import Disk
-from ftkit.engine.flat import FlatParameter, Policy
-from ftkit.engine.flatfile import FlatFile
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.shard import Units, shard
-from ftkit.engine.tiers import Placement, Tiers
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.flat_parameter import FlatParameter, Policy
+from ftkit.engine.core.shard import Units, shard
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.files.flat_file import FlatFile
+from ftkit.engine.memory import tiers
+from ftkit.engine.memory.disk import Disk
+from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.optim import updater as update
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
 
 PIECE = 4096

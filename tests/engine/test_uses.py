@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from tests.engine import families, nets
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss
 from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ftkit.engine import drain, flatfile, transfer, update
-from ftkit.engine.comm import Communicator
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
-from ftkit.engine.shard import Units, shard
-from ftkit.engine.tiers import Placement, Tier, Tiers
-from ftkit.hf.blocks import batch_rows
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core import gradient_offload as drain
+from ftkit.engine.core import transfer
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.shard import Units, shard
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.memory.tiers import Placement, Tier, Tiers
+from ftkit.engine.optim import updater as update
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.hf.sharding import batch_rows
 from tests.engine import families
 from tests.worlds import Worlds
 

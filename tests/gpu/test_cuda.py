@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ftkit
 from ftkit.engine.arena import Arena, arena_bytes
-from ftkit.engine.comm import Communicator
+from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.trace import Trace
-from ftkit.hf.generation import generate_everywhere
+from ftkit.hf.inference.generation import generate_everywhere
 
 pytestmark = pytest.mark.gpu
 

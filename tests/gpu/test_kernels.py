@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.hf import varlen
-from ftkit.hf.fusing import fuse
-from ftkit.hf.head import attach_head_loss
+from ftkit.hf.models import varlen
+from ftkit.hf.models.fusing import fuse
+from ftkit.hf.models.head import attach_head_loss
 from ftkit.kernels.activation import ACTIVATIONS, activation, activation_reference
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import LossTerms, cross_entropy, cross_entropy_reference

@@ -11,7 +11,10 @@ from tests.hf.runs import Outcome, Run, train
 from tests.worlds import World
 
 tests.worlds._context.set_forkserver_preload(
-    ["torch.distributed", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "ftkit.hf.trainer"]
+    [
+        *("torch.distributed", "transformers.models.llama.modeling_llama", "transformers.trainer", "peft"),
+        "ftkit.hf.trainer.trainer",
+    ]
 )
 
 

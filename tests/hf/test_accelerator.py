@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import ftkit
 from ftkit.errors import UserError
-from ftkit.hf.blocks import units_of
+from ftkit.hf.sharding import units_of
 from tests.hf import runs
 from tests.hf.runs import assert_same_weights, fresh_state
 

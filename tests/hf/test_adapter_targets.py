@@ -29,7 +29,7 @@ from peft.tuners.lora.config import BdLoraConfig
 from torch import nn
 
 import ftkit
-from ftkit.hf.adapter_targets import check_kinds, check_names
+from ftkit.hf.models.adapter_targets import check_kinds, check_names
 from tests.hf import runs
 
 

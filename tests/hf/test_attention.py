@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftkit.data.batches import Collator
+from ftkit.data.packing import boundaries_of, leaks, refuse_leak
 from ftkit.errors import UserError
-from ftkit.hf import attention as module
-from ftkit.hf import varlen
-from ftkit.hf.attention import use_packed_attention
-from ftkit.hf.batches import Collator
-from ftkit.hf.packing import boundaries_of, leaks, refuse_leak
-from ftkit.hf.varlen import attend
+from ftkit.hf.models import attention as module
+from ftkit.hf.models import varlen
+from ftkit.hf.models.attention import use_packed_attention
+from ftkit.hf.models.varlen import attend
 from tests import fusible
 
 PACKS = sorted(set(fusible.FAMILIES) - {"falcon3", "gpt2", "opt", "t5", "t5-gated"})

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.hf import attention as module
-from ftkit.hf.attention import REPEATED, repeat_grouped_keys, repeated_sdpa, takes_groups
-from ftkit.hf.fake import CudaAttentionBackward
-from ftkit.hf.varlen import attend
+from ftkit.hf.models import attention as module
+from ftkit.hf.models.attention import REPEATED, repeat_grouped_keys, repeated_sdpa, takes_groups
+from ftkit.hf.models.fake import CudaAttentionBackward
+from ftkit.hf.models.varlen import attend
 from ftkit.plan.attention import Attention, backward_bytes
 from tests import fusible
 

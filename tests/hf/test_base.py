@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ftkit
-from ftkit.engine.sums import placed_sum
+from ftkit.engine.checkpoint.weight_sums import placed_sum
 from ftkit.errors import UserError
-from ftkit.hf.base import BASE_FILE, check_base, digests_of, note_of
-from ftkit.hf.merging import merge_adapter
+from ftkit.hf.weights.base_digest import BASE_FILE, check_base, digests_of, note_of
+from ftkit.hf.weights.merging import merge_adapter
 from tests.hf import runs
 from tests.hf.runs import Run
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ftkit
-from ftkit.hf.agreement import digest
+from ftkit.hf.weights.agreement import digest
 from tests.hf import runs
 
 STEPS = 2

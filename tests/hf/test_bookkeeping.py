@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 import ftkit
 from ftkit.errors import LostRank
-from ftkit.hf.run_checkpoints import RunCheckpoints, Unfinished
+from ftkit.hf.trainer.run_checkpoints import RunCheckpoints, Unfinished
 from tests.hf import runs
 from tests.pairwise import covering
 

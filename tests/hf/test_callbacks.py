@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import ftkit
-from ftkit.hf.callbacks import ELSEWHERE, check_callbacks
+from ftkit.hf.trainer.callbacks import ELSEWHERE, check_callbacks
 from tests.hf import runs
 
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from ftkit.config.recipe import Model
+from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
-from ftkit.generate import load
-from ftkit.hf.loading import generation_config, load_model
-from ftkit.hf.rendering import Rendering
-from ftkit.recipe import Model
-from ftkit.run_rows import load_tokenizer
+from ftkit.hf.weights.loading import generation_config, load_model
+from ftkit.train.answers import load
+from ftkit.train.run_rows import load_tokenizer
 from tests.tiny import make_base, make_tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}

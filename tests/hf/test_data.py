@@ -26,13 +26,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ftkit.config.recipe import Data
+from ftkit.data.build_once import RefusedError, build_once
+from ftkit.data.formats import BadRowError, Conversation, parse_record, read_row
+from ftkit.data.packing import best_fit
+from ftkit.data.prepared import Collator, Source, StepOrder, check_isolation, prepare, prepare_section, prompt_tokens, split
+from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
-from ftkit.hf.data import Collator, Source, StepOrder, check_isolation, prepare, prepare_section, prompt_tokens, split
-from ftkit.hf.formats import BadRowError, Conversation, parse_record, read_row
-from ftkit.hf.once import RefusedError, build_once
-from ftkit.hf.packing import best_fit
-from ftkit.hf.rendering import Rendering
-from ftkit.recipe import Data
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -827,7 +827,7 @@ def test_processes_that_start_at_once_prepare_once(write, tmp_path, tokenizer_of
     path = write([{"messages": TWO_ANSWERS}] * 400)
     program = f"""
 import transformers
-from ftkit.hf.data import prepare
+from ftkit.data.prepared import prepare
 tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r})
 prepared = prepare({str(path)!r}, tokenizer, cache_dir={str(tmp_path / "cache")!r}, workers=1)
 print(prepared.report.cached, len(prepared.dataset))

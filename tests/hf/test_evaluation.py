@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import ftkit
-from ftkit.hf.batches import Collator
-from ftkit.hf.evaluation import Evaluation, evaluate
-from ftkit.hf.head import head_loss
+from ftkit.data.batches import Collator
+from ftkit.hf.inference.evaluation import Evaluation, evaluate
+from ftkit.hf.models.head import head_loss
 from tests.engine import families
 from tests.engine.families import VOCABULARY
 from tests.hf import runs

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit import cli
+from ftkit.cli import app as cli
 from ftkit.errors import UserError
-from ftkit.hf.exporting import export_checkpoint, small_files
+from ftkit.hf.weights.exporting import export_checkpoint, small_files
 
 
 @pytest.fixture(scope="module")

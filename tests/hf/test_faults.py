@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ftkit.hf.batches import Collator
-from ftkit.hf.data import prepare
-from ftkit.hf.faults import KINDS, duplicates_of, stops_of
-from ftkit.hf.once import RefusedError
+from ftkit.data.batches import Collator
+from ftkit.data.build_once import RefusedError
+from ftkit.data.faults import KINDS, duplicates_of, stops_of
+from ftkit.data.prepared import prepare
 from tests.tiny import TEMPLATE, make_tokenizer
 
 PLAIN_ROLES = (

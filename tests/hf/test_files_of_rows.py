@@ -13,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from ftkit.config.recipe import Show
+from ftkit.data.build_once import RefusedError
+from ftkit.data.files import files_of
+from ftkit.data.prepared import Source, prepare
 from ftkit.errors import UserError
-from ftkit.hf.data import Source, prepare
-from ftkit.hf.files import files_of
-from ftkit.hf.once import RefusedError
-from ftkit.questions import questions
-from ftkit.recipe import Show
+from ftkit.train.questions import questions
 from tests.tiny import make_tokenizer
 
 LINES = "".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(20)).encode()

@@ -19,9 +19,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ftkit.hf.fusing import fuse, is_fused, rotated
-from ftkit.hf.head import attach_head_loss, only_loss
-from ftkit.hf.hooks import home_of
+from ftkit.hf.models.fusing import fuse, is_fused, rotated
+from ftkit.hf.models.head import attach_head_loss, only_loss
+from ftkit.hf.models.hooks import home_of
 from tests import fusible
 
 CPU = torch.device("cpu")
@@ -306,7 +306,7 @@ def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeyp
     def broken(*args: Any) -> Any:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
-    monkeypatch.setattr("ftkit.hf.fusing.activation", broken)
+    monkeypatch.setattr("ftkit.hf.models.fusing.activation", broken)
     report = fuse(fusible.build("llama"), torch.float32, CPU)
     assert not report.done
     assert report.left["all of it"].startswith("Triton does not run here: RuntimeError: Failed to find C compiler.")

@@ -14,12 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 import ftkit
-from ftkit.engine.holding import gathered_bytes
-from ftkit.generate import answers, sharded_answers
-from ftkit.hf import generation, room
-from ftkit.hf.generation import Draw, generate, generate_everywhere, generate_ids
-from ftkit.hf.in_step import in_step
-from ftkit.launch import Stop
+from ftkit.engine.core.holding import gathered_bytes
+from ftkit.hf.inference import generation
+from ftkit.hf.inference.generation import Draw, generate, generate_everywhere, generate_ids
+from ftkit.hf.models import weight_holding as room
+from ftkit.hf.models.rank_sync import in_step
+from ftkit.launch.local import Stop
+from ftkit.train.answers import answers, sharded_answers
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs

@@ -9,10 +9,10 @@ import peft
 import pytest
 import torch
 
-from ftkit.hf import head
-from ftkit.hf.evaluation import loss_sum, row_statistics
-from ftkit.hf.head import adds_to_loss, attach_head_loss, head_loss, only_loss, proven_head_loss, usable_loss
-from ftkit.hf.overflow import first_overflow
+from ftkit.hf.inference.evaluation import loss_sum, row_statistics
+from ftkit.hf.models import head
+from ftkit.hf.models.head import adds_to_loss, attach_head_loss, head_loss, only_loss, proven_head_loss, usable_loss
+from ftkit.hf.models.overflow import first_overflow
 from tests.engine import families
 
 CPU = torch.device("cpu")

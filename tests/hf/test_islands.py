@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import ftkit
-from ftkit.hf.islands import Islands, find_islands, islands_of, restore_islands
-from ftkit.hf.loading import Narrowing
+from ftkit.hf.models.fp32_modules import Islands, find_islands, islands_of, restore_islands
+from ftkit.hf.weights.loading import Narrowing
 from tests import fusible
 from tests.hf.runs import fresh_state
 from tests.tiny import make_base, make_overflowing_base

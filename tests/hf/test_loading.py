@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 
 import ftkit
-from ftkit.engine.storage import TensorFile, create_file
+from ftkit.engine.files.storage import TensorFile, create_file
 from tests.hf import runs
 from tests.worlds import World
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from ftkit.data.prepared import prepare
+from ftkit.data.samples import edges_of
 from ftkit.errors import UserError
-from ftkit.hf.data import prepare
-from ftkit.hf.samples import edges_of
 from tests.tiny import make_tokenizer
 
 

@@ -20,9 +20,9 @@ import transformers
 from torch import nn
 
 from ftkit.errors import Diverged
-from ftkit.hf.head import proven_head_loss
-from ftkit.hf.row_parts import can_split, rows_of, selected
-from ftkit.hf.seeding import SeededCollator, seeded
+from ftkit.hf.models.head import proven_head_loss
+from ftkit.hf.trainer.row_parts import can_split, rows_of, selected
+from ftkit.hf.trainer.seeding import SeededCollator, seeded
 from tests.hf import losses, runs
 from tests.hf.losses import TEN, THREE_PARTS, case
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
@@ -95,7 +95,7 @@ class Heard(logging.Handler):
 
 
 def train_and_hear(kind: str, folder: str, run: Run) -> tuple[Any, list[str]]:
-    heard, logger = Heard(), logging.getLogger("ftkit.hf.loss")
+    heard, logger = Heard(), logging.getLogger("ftkit.hf.trainer.loss")
     logger.addHandler(heard)
     try:
         return train(kind, folder, run), heard.told

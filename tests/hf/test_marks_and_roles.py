@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from ftkit.data.prepared import prepare
 from ftkit.errors import UserError
-from ftkit.hf.data import prepare
 from tests.tiny import TEMPLATE, make_tokenizer
 
 MARK, END = "{% generation %}", "{% endgeneration %}"

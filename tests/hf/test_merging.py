@@ -11,9 +11,9 @@ from peft import IA3Config, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit import cli
+from ftkit.cli import app as cli
 from ftkit.errors import UserError
-from ftkit.hf.merging import merge_adapter
+from ftkit.hf.weights.merging import merge_adapter
 from tests.hf import runs
 from tests.jobs import job, recipe
 

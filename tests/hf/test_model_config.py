@@ -8,11 +8,11 @@ import pytest
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from ftkit.config.recipe import Model
 from ftkit.errors import UserError
-from ftkit.generate import load
-from ftkit.hf.loading import load_model
-from ftkit.recipe import Model
-from ftkit.run_rows import load_tokenizer
+from ftkit.hf.weights.loading import load_model
+from ftkit.train.answers import load
+from ftkit.train.run_rows import load_tokenizer
 from tests import hostile
 from tests.hostile import LEAVES, examples, fuzz
 from tests.tiny import make_base
@@ -134,7 +134,7 @@ def test_other_readers_of_a_folder_say_the_same(folder, base):
 
 
 def test_an_error_of_our_own_is_not_taken_for_the_users(monkeypatch, base):
-    monkeypatch.setattr("ftkit.hf.loading.find_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr("ftkit.hf.weights.loading.find_weights", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load_model(base)
 

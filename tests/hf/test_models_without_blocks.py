@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 import ftkit
-from ftkit.hf.blocks import find_blocks
-from ftkit.hf.replication import named_block_classes
+from ftkit.hf.models.replication import named_block_classes
+from ftkit.hf.sharding import find_blocks
 from tests.hf.runs import fresh_state, llama, rank, token_rows, world_size
 
 STEPS = 4

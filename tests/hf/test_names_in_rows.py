@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from ftkit.config.recipe import Show
+from ftkit.data.build_once import RefusedError
+from ftkit.data.formats import read_row
+from ftkit.data.prepared import prepare
+from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
-from ftkit.hf.data import prepare
-from ftkit.hf.formats import read_row
-from ftkit.hf.once import RefusedError
-from ftkit.hf.rendering import Rendering
-from ftkit.questions import questions
-from ftkit.recipe import Show
-from ftkit.run_rows import prepare_rows
+from ftkit.train.questions import questions
+from ftkit.train.run_rows import prepare_rows
 from tests.tiny import TEMPLATE, make_tokenizer
 
 WITH_NAMES = TEMPLATE.replace("'Q:' +", "'Q' + (message.name or '') + ':' +")
@@ -181,7 +181,7 @@ def test_a_tool_turn_that_the_template_leaves_out_is_told(ready):
 
 
 def test_an_ignored_name_may_be_in_the_held_out_file_alone(ready, tmp_path, tokenizers):
-    from ftkit.recipe import Recipe
+    from ftkit.config.recipe import Recipe
 
     for name, rows in (("train.jsonl", [GOOD]), ("held.jsonl", [{**GOOD, "id": 1}])):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

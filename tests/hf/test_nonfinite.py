@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import ftkit
-from ftkit.engine.finite import is_finite
+from ftkit.engine.files.finite import is_finite
 from ftkit.errors import Diverged
-from ftkit.generate import answers
-from ftkit.hf.exporting import Outgoing, write_model
-from ftkit.hf.generation import generate_everywhere
-from ftkit.hf.nonfinite import LossRecord, judged_by_log, verdict, weights_not_finite
+from ftkit.hf.inference.generation import generate_everywhere
+from ftkit.hf.weights.exporting import Outgoing, write_model
+from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, verdict, weights_not_finite
+from ftkit.train.answers import answers
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base

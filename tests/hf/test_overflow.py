@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ftkit
-from ftkit.engine.optimizer import LossScale
-from ftkit.hf.overflow import began_in, first_overflow
+from ftkit.engine.optim.optimizer import LossScale
+from ftkit.hf.models.overflow import began_in, first_overflow
 from tests import fusible
 from tests.tiny import make_base
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ftkit
 from ftkit.errors import UserError
-from ftkit.hf.own_memory import separate
+from ftkit.hf.weights.own_memory import separate
 from tests.hf import runs
 
 STAGE3 = {"stage": 3, "activations": "recompute", "affinity": False}

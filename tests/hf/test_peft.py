@@ -19,7 +19,7 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningCo
 from torch import nn
 
 import ftkit
-from ftkit.hf.adapting import with_adapter
+from ftkit.hf.models.adapting import with_adapter
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, files_in, train
 from tests.hf.test_loading import refuse

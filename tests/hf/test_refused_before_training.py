@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR
 
 import ftkit
 from ftkit.errors import UserError
-from ftkit.hf.plain import load_scheduler
-from ftkit.hf.run_checkpoints import publish
+from ftkit.hf.trainer.checkpoint_files import load_scheduler
+from ftkit.hf.trainer.run_checkpoints import publish
 from tests.hf import runs
 from tests.hf.runs import Run
 
@@ -240,7 +240,8 @@ def test_a_publication_that_was_broken_off_goes_on(tmp_path):
     folder, final = tmp_path / "new", tmp_path / "checkpoint-2"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
-    with mock.patch("ftkit.hf.run_checkpoints.sync_tree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    broken = mock.patch("ftkit.hf.trainer.run_checkpoints.sync_tree", side_effect=KeyboardInterrupt)
+    with broken, pytest.raises(KeyboardInterrupt):
         publish(folder, final)
     publish(folder, final)
     assert (final / "a.txt").read_text() == "a"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from ftkit.engine.seal import check_contents
+from ftkit.engine.files.sealed_files import check_contents
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
 from tests.hf.test_accelerator import Counter, Log, falling, full_rows, make, mean_losses, plain_loop

@@ -25,11 +25,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 import ftkit
-from ftkit.engine.saving import Saving
+from ftkit.engine.checkpoint.saving import Saving
 from ftkit.errors import UserError
-from ftkit.hf.plain import read_trainer_state
-from ftkit.hf.run_checkpoints import check_folder
-from ftkit.hf.saving import save_arguments
+from ftkit.hf.trainer.checkpoint_files import read_trainer_state
+from ftkit.hf.trainer.run_checkpoints import check_folder
+from ftkit.hf.weights.saving import save_arguments
 from tests.hf import runs
 from tests.hf.runs import Run
 

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 
 import ftkit
-from ftkit.engine import comm as comm_module
-from ftkit.engine import watchdog
-from ftkit.engine.standstill import Patience
+from ftkit.engine.comm import communicator as comm_module
+from ftkit.engine.comm import watchdog
+from ftkit.engine.comm.standstill import Patience
 from ftkit.errors import UserError
 from tests.hf.runs import Run, fresh_state, llama, make_trainer, rank, token_rows
 from tests.worlds import World, Worlds

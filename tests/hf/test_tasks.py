@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import ftkit
-from ftkit.hf.tasks import TASKS
+from ftkit.hf.models.tasks import TASKS
 from tests.hf import runs
 from tests.hf.test_before_sharding import SETTINGS
 

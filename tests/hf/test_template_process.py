@@ -7,12 +7,12 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
+from ftkit.data import template_process
+from ftkit.data.formats import BadRowError, Conversation
+from ftkit.data.prepared import prepare
+from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
-from ftkit.hf import template_process
-from ftkit.hf.data import prepare
-from ftkit.hf.formats import BadRowError, Conversation
-from ftkit.hf.generation import prompt_ids
-from ftkit.hf.rendering import Rendering
+from ftkit.hf.inference.generation import prompt_ids
 
 TURNS = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"})
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"

@@ -25,7 +25,7 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 import ftkit
-from ftkit.hf.blocks import units_of
+from ftkit.hf.sharding import units_of
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, files_in, make_trainer, train
 from tests.hf.test_trainer import BASE, SHORT, changed
@@ -147,14 +147,14 @@ def test_arguments_that_need_packages_are_refused_all_the_same(name, trainer, tm
     arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True)
     setattr(arguments, name, "something")
     with pytest.raises(ftkit.UserError, match=f"{name}='something' cannot be used with ftkit's engine.*Set ftkit=None"):
-        ftkit.hf.trainer._refuse(arguments)
+        ftkit.hf.trainer.trainer._refuse(arguments)
 
 
 def test_one_process_that_sees_many_gpus_is_refused(tmp_path):
     arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True)
     arguments._n_gpu = 4
     with pytest.raises(ftkit.UserError, match="torchrun --nproc-per-node 4"):
-        ftkit.hf.trainer._refuse(arguments)
+        ftkit.hf.trainer.trainer._refuse(arguments)
 
 
 def test_stock_arguments_are_refused(tmp_path):

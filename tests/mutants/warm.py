@@ -51,9 +51,10 @@ for line in sys.stdin:
 
 RUN = """
 import pathlib
-import ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels
+import ftkit, ftkit.engine.core.flat_parameter, ftkit.hf.trainer.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels
 here = pathlib.Path.cwd()
-for module in (ftkit, ftkit.engine.flat, ftkit.hf.trainer, ftkit.recipes, ftkit.bundled, ftkit.kernels):
+engine, hf = ftkit.engine.core.flat_parameter, ftkit.hf.trainer.trainer
+for module in (ftkit, engine, hf, ftkit.recipes, ftkit.bundled, ftkit.kernels):
     assert here in pathlib.Path(module.__file__).parents, f"{module.__name__} comes from {module.__file__}, not the copy"
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *sys.argv[1:]]))
 """

@@ -84,17 +84,17 @@ def test_a_refusal_is_told_as_one_and_a_long_message_is_cut():
 
 
 def test_an_error_within_the_engines_work_is_marked():
-    told = failed("import ftkit.engine.comm\n1 / 0")
+    told = failed("import ftkit.engine.comm.communicator\n1 / 0")
     assert "engine" not in told
-    told = failed("from ftkit.engine.comm import Communicator\nCommunicator(None).all_gather(None, None)")
+    told = failed("from ftkit.engine.comm.communicator import Communicator\nCommunicator(None).all_gather(None, None)")
     assert told["engine"] is True
 
 
 def test_whose_file_it_is():
     import torch
 
-    import ftkit.finetune
+    import ftkit.train.job
 
     assert is_own("<cell 3>")
     assert is_own(__file__)
-    assert not any(map(is_own, (torch.__file__, ftkit.finetune.__file__, ast.__file__, "<frozen importlib>", "<string>")))
+    assert not any(map(is_own, (torch.__file__, ftkit.train.job.__file__, ast.__file__, "<frozen importlib>", "<string>")))

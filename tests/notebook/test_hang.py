@@ -51,6 +51,7 @@ def test_a_rank_that_waits_while_another_is_elsewhere_is_a_doubt_and_no_hang():
     hangs = watched(10, rank0=((ENGINE, WRAPPER, BARRIER), 0.0), rank1=(ELSEWHERE, 0.0))
     assert hangs.hang({0, 1}, {}) is None
     told = hangs.doubt({0, 1})
-    assert told.startswith("rank 0 has waited for 10 s in barrier (ftkit/engine/comm.py, line 180: dist.barrier")
+    place = "ftkit/engine/comm/communicator.py, line 180: dist.barrier"
+    assert told.startswith(f"rank 0 has waited for 10 s in barrier ({place}")
     assert "rank 1 is at cell 3, line 5: time.sleep(100)" in told
     assert watched(10, rank0=(ELSEWHERE, 0.0), rank1=(ELSEWHERE, 0.0)).doubt({0, 1}) is None

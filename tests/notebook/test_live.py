@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused, load_ipython_extension
 from ftkit.notebook.live import ROOT, STYLE, LiveRun, Output
-from ftkit.run_folder import RunFolder
+from ftkit.output.run_folder import RunFolder
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"\'"
 

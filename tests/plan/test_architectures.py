@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
 from ftkit.plan.architectures import Architecture, architectures
 from ftkit.plan.hardware import box
-from ftkit.planning import model_of, plan_recipe
-from ftkit.recipe import Recipe, parse
+from ftkit.train.planning import model_of, plan_recipe
 
 QUICK = ("meta-llama/Llama-2-13b-hf",)
 NAMES: list[Any] = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in architectures()]

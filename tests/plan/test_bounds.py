@@ -5,14 +5,14 @@ import time
 
 import pytest
 
+from ftkit.config.recipe import RecipeError, load, split_batch
 from ftkit.errors import UserError
-from ftkit.launch import MOST_CPU_RANKS, check_ranks
+from ftkit.launch.local import MOST_CPU_RANKS, check_ranks
 from ftkit.plan.hardware import box
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import MOST_ROUNDS, Candidate, speed_of
 from ftkit.plan.ways import FREE, MOST_MICRO_BATCHES, micro_batches, some_divisors
-from ftkit.planning import ask
-from ftkit.recipe import RecipeError, load, split_batch
+from ftkit.train.planning import ask
 
 SECONDS = 40
 """Measured 4 to 9 on a quiet core; without the bounds none of these ends within the hour."""

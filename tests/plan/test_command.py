@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftkit import cli
+from ftkit.cli import app as cli
 from ftkit.plan.hardware import box
 from ftkit.plan.memory import GIB
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 import transformers
 
-from ftkit import cli
-from ftkit.dry_run import DryCommunicator, DryTiers, build, dry_run, train
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.tiers import Tiers
+from ftkit.cli import app as cli
+from ftkit.config.recipe import packaged
+from ftkit.engine.memory.tiers import Tiers
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
-from ftkit.hf.blocks import find_blocks, model_shape, policy_of, shard_as
-from ftkit.hf.fake import graph_bytes, nothing_behind
-from ftkit.meter import Meter
+from ftkit.hf.models.fake import graph_bytes, nothing_behind
+from ftkit.hf.sharding import find_blocks, model_shape, policy_of, shard_as
 from ftkit.plan.choice import make_plan
 from ftkit.plan.ways import Forced, Limits
-from ftkit.recipe import packaged
+from ftkit.train.dry_run import DryCommunicator, DryTiers, build, dry_run, train
+from ftkit.train.meter import Meter
 
 TOKENS, CPU = 32, torch.device("cpu")
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ftkit import cli
+from ftkit.cli import app as cli
+from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
 from ftkit.plan.hardware import box, box_with, boxes
 from ftkit.plan.schedule import script, speed
 from ftkit.plan.shape import Line, Shape, Way
-from ftkit.planning import _rates, box_here
-from ftkit.recipe import Recipe, parse
+from ftkit.train.planning import _rates, box_here
 
 V100 = "Tesla V100-SXM2-16GB"
 RATES = {"compute": {256: 1e11}, "link": 1e9, "collective_s": 1e-4, "dram": 4e10, "hbm": 2e10, "pcie": 2e10}

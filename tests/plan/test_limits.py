@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ftkit.errors import UserError
-from ftkit.guard import SAVE
-from ftkit.hf.settings import EngineSettings
-from ftkit.hf.shapes import limits_here
+from ftkit.hf.models.settings import EngineSettings
+from ftkit.hf.models.shapes import limits_here
 from ftkit.plan.box_memory import MACHINE, Reading, guarded_bytes
 from ftkit.plan.memory import GIB, MIB
+from ftkit.train.memory_guard import SAVE
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def here(*readings, ranks=2, **settings):
     """Return the limits on a box whose memory says `readings`, and the bytes that this process holds already."""
     memory = mock.Mock(find=lambda: mock.Mock(read=lambda: list(readings)))
     process = mock.Mock(memory_info=lambda: mock.Mock(rss=300 * MIB))
-    with mock.patch("ftkit.hf.shapes.BoxMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
+    with mock.patch("ftkit.hf.models.shapes.BoxMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
         return limits_here(EngineSettings.of(settings), CPU, ranks)
 
 
@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     with (
-        mock.patch("ftkit.hf.shapes.os.access", lambda path, mode: path != str(tmp_path)),
+        mock.patch("ftkit.hf.models.shapes.os.access", lambda path, mode: path != str(tmp_path)),
         pytest.raises(UserError, match=rf"memory.nvme_dir: {tmp_path} cannot be written"),
     ):
         here(MACHINE_64, nvme_dir=str(tmp_path))

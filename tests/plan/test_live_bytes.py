@@ -12,11 +12,16 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from ftkit.engine import drain, flatfile, kept, storage, transfer, update
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.stage import STAGE_BYTES
-from ftkit.hf import shapes
-from ftkit.hf.blocks import shard
+from ftkit.engine.comm.shared_stage import STAGE_BYTES
+from ftkit.engine.core import activation_offload as kept
+from ftkit.engine.core import gradient_offload as drain
+from ftkit.engine.core import transfer
+from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.files import storage
+from ftkit.engine.optim import updater as update
+from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.hf.models import shapes
+from ftkit.hf.sharding import shard
 from ftkit.plan import memory as plan
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
 

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from ftkit.engine.flat import Policy
-from ftkit.engine.optimizer import ShardedAdamW
-from ftkit.engine.transfer import Transfer
-from ftkit.engine.unit import Unit
+from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.transfer import Transfer
+from ftkit.engine.core.unit import Unit
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.plan.schedule import script
 from ftkit.plan.shape import Line, Shape, Way
 from tests.engine import families

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.literature.published import ROLES, compare, constants, machines, runs
+from benchmarks.literature.schedules import Order, patrickstar, patrickstar_peak, zero2, zero3, zero_offload
+from benchmarks.literature.work import Machine, Work
 from benchmarks.published import FILE, badness, text
 from ftkit.plan.events import simulate
-from ftkit.plan.peers import Order, patrickstar, patrickstar_peak, zero2, zero3, zero_offload
-from ftkit.plan.published import ROLES, compare, constants, machines, runs
-from ftkit.plan.work import Machine, Work
 
 ROUND = Machine(
     gpus=8, compute={4096: 50e12}, link=100e9, pcie=10e9, pcie_box=40e9, pageable=2e9, adam=4e9, network=10e9, nvme=16e9

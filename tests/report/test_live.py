@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 
 from ftkit.engine.trace import Trace
+from ftkit.output.run_folder import RunFolder
 from ftkit.plan.schedule import Rates, speed
 from ftkit.plan.shape import Line, Shape, Way
 from ftkit.report import live
 from ftkit.report.live import RunReport
 from ftkit.report.timeline import from_chrome
-from ftkit.run_folder import RunFolder
 
 
 class Run:

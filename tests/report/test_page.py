@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.errors import UserError
+from ftkit.output.run_folder import RunFolder
 from ftkit.report.compare import compare
 from ftkit.report.facts import MOST_LINE_BYTES, Curves, Reader
 from ftkit.report.page import note_end, refresh, render
 from ftkit.report.timeline import Part, Timeline, as_chrome, draw, from_chrome, with_loss
-from ftkit.run_folder import RunFolder
 
 HOSTILE = "</style></pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x00\ud800'\""
 PLAN = {

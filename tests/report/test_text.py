@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from ftkit.report.text import literal
-from ftkit.summary import show_answers
+from ftkit.train.summary import show_answers
 
 
 def test_markup_and_signs_of_a_terminal_are_shown() -> None:

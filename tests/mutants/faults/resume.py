@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import fault
 
-_CHECKPOINTS = "ftkit/hf/run_checkpoints.py"
+_CHECKPOINTS = "ftkit/hf/trainer/run_checkpoints.py"
 _WHOLE = "tests/hf/test_saved_whole.py::"
 
 FAULTS = (
@@ -31,28 +31,28 @@ FAULTS = (
     ),
     fault(
         "a user's files are taken along only where a list can be read",
-        "ftkit/ownership.py",
+        "ftkit/output/ownership.py",
         "known = SAVED.fullmatch(name) is not None or (name == \"README.md\" and PEFT_CARD in _head(each))",
         "known = True",
         "tests/test_own_files.py::test_a_checkpoint_takes_a_folders_place_and_the_users_files_stay",
     ),
     fault(
         "a state takes the place of a user's files",
-        "ftkit/hf/states.py",
+        "ftkit/hf/trainer/accelerator_states.py",
         "        if not _is_nothing(path := folder / name):",
         "        if not _is_nothing(path := folder / name) and False:",
         "tests/hf/test_accelerator.py::test_a_state_takes_the_place_of_nothing_that_is_not_one",
     ),
     fault(
         "an error leaves the checkpoint that is being written unfinished",
-        "ftkit/hf/trainer.py",
+        "ftkit/hf/trainer/trainer.py",
         "            self.checkpoints.rescue()\n",
         "",
         _WHOLE + "test_a_checkpoint_is_finished_when_an_error_ends_the_run",
     ),
     fault(
         "an upload of a user's own is given a folder that is being written",
-        "ftkit/hf/trainer.py",
+        "ftkit/hf/trainer/trainer.py",
         "            self._push_from_checkpoint = self.checkpoints.push_when_named",
         "            self._push_from_checkpoint = self._push_from_checkpoint",
         _WHOLE + "test_an_upload_of_ones_own_is_given_whole_checkpoints",
@@ -66,70 +66,70 @@ FAULTS = (
     ),
     fault(
         "a learning rate that a callback set is the schedule's after a resume",
-        "ftkit/hf/plain.py",
+        "ftkit/hf/trainer/checkpoint_files.py",
         '                if group["lr"] == last:\n',
         "                if True:\n",
         "tests/hf/test_schedules.py::test_a_learning_rate_that_a_callback_sets_goes_on",
     ),
     fault(
         "the best model comes back with its moments",
-        "ftkit/engine/checkpoint.py",
+        "ftkit/engine/checkpoint/checkpoint.py",
         "for moment, store in own.moments.items() if state else ():",
         "for moment, store in own.moments.items():",
         "tests/engine/test_checkpoint.py::test_weights_come_back_without_the_state",
     ),
     fault(
         "schedules see the engine's own learning rate",
-        "ftkit/hf/accelerator.py",
+        "ftkit/hf/trainer/accelerator.py",
         "    made.defaults = {**made.defaults, **optimizer.defaults}",
         "    pass",
         "tests/hf/test_schedules.py::test_an_exchanged_optimizer_keeps_the_users_defaults",
     ),
     fault(
         "rows of the base that changed places go unseen",
-        "ftkit/engine/sums.py",
+        "ftkit/engine/checkpoint/weight_sums.py",
         "(column_sums * places)",
         "(column_sums)",
         "tests/hf/test_base.py::test_sums_add_up_however_a_tensor_is_cut",
     ),
     fault(
         "projections that adapters share are saved once",
-        "ftkit/hf/loading.py",
+        "ftkit/hf/weights/loading.py",
         "model.named_modules(remove_duplicate=False)\n        for key, buffer",
         "model.named_modules()\n        for key, buffer",
         _WHOLE + "test_an_adapter_is_saved_with_everything_that_stock_saves[randlora]",
     ),
     fault(
         "a state that no checkpoint holds is lost without a word",
-        "ftkit/hf/saving.py",
+        "ftkit/hf/weights/saving.py",
         "    refuse_unsaved(units.model)\n",
         "",
         "tests/hf/test_refused_before_training.py::test_what_cannot_be_saved_is_refused_before_the_first_step",
     ),
     fault(
         "--resume auto goes on from a line that the run left",
-        "ftkit/run_folder.py",
+        "ftkit/output/run_folder.py",
         "        return [path for path in self.checkpoints()[::-1] if path not in left]\n",
         "        return self.checkpoints()[::-1]\n",
         "tests/test_finetune.py::test_lines_of_a_run_that_goes_back_again_and_again",
     ),
     fault(
         "a file of the model that was edited without changing its size is replaced",
-        "ftkit/ownership.py",
+        "ftkit/output/ownership.py",
         "return size == path.lstat().st_size and sums in ([], [_sum(path)])",
         "return size == path.lstat().st_size",
         "tests/test_own_files.py::test_a_file_of_the_model_that_was_edited_without_changing_its_size_is_not_replaced",
     ),
     fault(
         "folders of the user's are rotated",
-        "ftkit/hf/trainer.py",
+        "ftkit/hf/trainer/trainer.py",
         "use_mtime=True) if is_rotated(Path(path))]",
         "use_mtime=True)]",
         "tests/hf/test_bookkeeping.py::test_folders_of_the_users_are_not_rotated",
     ),
     fault(
         "of several models in a module only the first is compared",
-        "ftkit/hf/base.py",
+        "ftkit/hf/weights/base_digest.py",
         "{name: config_note(inner[name]) for name in others}",
         "{}",
         "tests/hf/test_base.py::test_every_model_of_a_users_module_is_compared",

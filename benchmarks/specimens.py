@@ -1,0 +1,234 @@
+"""The kernels at the sizes that real models give them, and what they become on a card: machine code without a card.
+
+Triton's own compiler and the ptxas that it brings make a cubin for any compute capability on any machine. What the card will
+hold of it is read from that cubin by the tool that lies beside that ptxas, `cuobjdump -res-usage`: registers, and local
+memory, where registers spill to. Instructions are counted in the PTX: no disassembler for sm_70 comes with Triton.
+
+`moved` are the bytes that an element of a 16-bit row costs between the card's memory and its processors, at least: the time
+of a kernel is bound by them. A V100 moves 900e9 bytes a second at its best.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ftkit.kernels import activation, adamw, cross_entropy, gated, layer_norm, rms_norm, rotary, squared_norm
+from ftkit.kernels.launch import options, row_block
+
+HALF, FULL, INT, LONG, NUMBER, LABELS = "*fp16", "*fp32", "i32", "i64", "fp32", "*i64"
+CAPABILITIES = (70, 75, 80, 90)
+ROUND = ("columns", "stride", "half", "numel")
+CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A kernel as it is launched.
+
+    Args:
+        name: names of the kernel and of the size.
+        kernel: the kernel's function.
+        types: types of its arguments, by name; None for an argument that is absent.
+        known: its constants, by name.
+        warps: warps of a program.
+        moved: bytes an element, of 16-bit data (see above).
+    """
+
+    name: str
+    kernel: Any
+    types: dict[str, str | None]
+    known: dict[str, Any]
+    warps: int
+    moved: float
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a specimen.
+
+    Args:
+        specimen: the kernel that was compiled.
+        cubin: its machine code.
+        registers: registers of a thread.
+        shared: bytes of shared memory of a program.
+        local: bytes of local memory of a thread: what spills.
+        instructions: instructions of the PTX, by name.
+    """
+
+    specimen: Specimen
+    cubin: bytes
+    registers: int
+    shared: int
+    local: int
+    instructions: Counter[str] = field(repr=False)
+
+    @property
+    def tensor_cores(self) -> int:
+        """Instructions of tensor cores: none is needed."""
+        return sum(number for name, number in self.instructions.items() if "mma" in name)
+
+
+def _aligned(types: dict[str, str | None]) -> dict[tuple[int, ...], Any]:
+    """Return what Triton finds out of real arguments: addresses, rows and strides are multiples of 16."""
+    found = {}
+    for place, (name, kind) in enumerate(types.items()):
+        stride = kind == INT and "_" in name and name != "ignore_index"
+        if kind is not None and (kind.startswith("*") or name in ROUND or stride):
+            found[place,] = [["tt.divisibility", 16]]
+    return found
+
+
+def compile_for(specimen: Specimen, capability: int) -> Compiled:
+    """Compile for a compute capability (70 is a V100), by Triton's cache if it has it.
+
+    Raises:
+        RuntimeError: if the tools beside Triton's ptxas do not say what is expected of them.
+    """
+    absent = {name: None for name, kind in specimen.types.items() if kind is None}
+    signature = {name: kind or "constexpr" for name, kind in specimen.types.items()}
+    source = ASTSource(
+        fn=specimen.kernel,
+        signature=signature | dict.fromkeys(specimen.known, "constexpr"),
+        constexprs={**specimen.known, **absent},
+        attrs=_aligned(specimen.types),
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options(specimen.warps))
+    cubin: bytes = made.asm["cubin"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing of {specimen.name}: {usage}")
+    registers, stack, shared, local = map(int, found.groups())
+    names = re.findall(r"^\t(?:@!?%\w+ )?([a-z][\w.:]*)[\s;]", made.asm["ptx"], re.MULTILINE)
+    shared += made.metadata.shared
+    return Compiled(specimen, cubin, registers, shared, stack + local, Counter(names))
+
+
+def _norms() -> list[Specimen]:
+    found = []
+    for columns in (4096, 5120):
+        block, warps = row_block(columns)
+        for add in (False, True):
+            other = HALF if add else None
+            told = f"{columns}{', with a residual' if add else ''}"
+            rest = {"columns": INT, "eps": NUMBER}
+            ahead = {"x": HALF, "residual": other, "weight": HALF}
+            back = {"dy": HALF, "dtotal": other, "total": HALF, "weight": HALF}
+            shape = {"rows": INT, "columns": INT}
+            out = {"y": HALF, "total": other}
+            rms, layer = {"ADD": add, "CASTING": 0, "BLOCK": block}, {"ADD": add, "BIAS": True, "BLOCK": block}
+            found += [
+                Specimen(
+                    f"rms_norm forward, {told}", rms_norm._forward,
+                    {**ahead, **out, "scale": FULL, **rest, "offset": NUMBER}, rms, warps, 8 if add else 4,
+                ),
+                Specimen(
+                    f"rms_norm backward, {told}", rms_norm._backward,
+                    {**back, "scale": FULL, "dx": HALF, "dweight": FULL, **shape, "offset": NUMBER}, rms, warps,
+                    8 if add else 6,
+                ),
+                Specimen(
+                    f"layer_norm forward, {told}", layer_norm._forward,
+                    {**ahead, "bias": HALF, **out, "mean": FULL, "scale": FULL, **rest}, layer, warps, 8 if add else 4,
+                ),
+                Specimen(
+                    f"layer_norm backward, {told}", layer_norm._backward,
+                    {**back, "mean": FULL, "scale": FULL, "dx": HALF, "dweight": FULL, "dbias": FULL, **shape}, layer, warps,
+                    8 if add else 6,
+                ),
+            ]  # fmt: skip
+    return found
+
+
+def _activations() -> list[Specimen]:
+    found = []
+    for kind, name in enumerate(activation.ACTIVATIONS):
+        known = {"KIND": kind, "BLOCK": gated.BLOCK}
+        pair, strides = {"gate": HALF, "up": HALF}, {"gate_stride": INT, "up_stride": INT, "columns": INT}
+        found += [
+            Specimen(f"gated {name} forward", gated._forward, {**pair, "y": HALF, **strides}, known, gated.WARPS, 6),
+            Specimen(
+                f"gated {name} backward", gated._backward, {"dy": HALF, **pair, "dgate": HALF, "dup": HALF, **strides},
+                known, gated.WARPS, 10,
+            ),
+        ]  # fmt: skip
+        for bias in (False, True):
+            told, own = f"{name}{' with bias' if bias else ''}", HALF if bias else None
+            known = {"KIND": kind, "BIAS": bias, "BLOCK": activation.BLOCK}
+            found += [
+                Specimen(
+                    f"{told} forward", activation._forward,
+                    {"x": HALF, "bias": own, "y": HALF, "stride": INT, "columns": INT}, known, activation.WARPS, 4,
+                ),
+                Specimen(
+                    f"{told} backward", activation._backward,
+                    {"dy": HALF, "x": HALF, "bias": own, "dx": HALF, "dbias": FULL if bias else None, "stride": INT,
+                     "rows": INT, "columns": INT}, known, activation.WARPS, 6,
+                ),
+            ]  # fmt: skip
+    return found
+
+
+def _rotations() -> list[Specimen]:
+    sizes = ("heads", "tokens", "half", "rest")
+    strides = ("x_batch", "x_head", "x_token", "y_batch", "y_head", "y_token", "angle_batch", "angle_token")
+    types = {"x": HALF, "cos": HALF, "sin": HALF, "y": HALF, **dict.fromkeys(sizes + strides, INT)}
+    return [
+        Specimen(
+            f"rotary {'backward' if back else 'forward'}, {told}", rotary._turn, types,
+            {"BACK": back, "HEADS": rotary.ELEMENTS // half, "HALF": half, "REST": rest}, 4, 4,
+        )
+        for back in (False, True)
+        for told, half, rest in (("heads of 128", 64, 0), ("a quarter of 96", 16, 128))
+    ]  # fmt: skip
+
+
+def _losses() -> list[Specimen]:
+    terms = {"ignore_index": INT, "smoothing": NUMBER, "cap": NUMBER, "z_weight": NUMBER}
+    types = {"logits": HALF, "labels": LABELS, "loss": FULL, "total": FULL, "stride": INT, "columns": INT, **terms}
+    ahead = {"logits": HALF, "labels": LABELS, "total": FULL, "stride": INT, "columns": INT}
+    back = {"dloss": FULL, **ahead, "first": INT, "even": NUMBER, **terms}
+    return [
+        Specimen(
+            f"cross_entropy {way}{', with a soft cap' if cap else ''}", kernel, own,
+            {"CAP": cap, "BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, moved,
+        )
+        for cap in (False, True)
+        for way, kernel, own, moved in (
+            ("forward", cross_entropy._forward, types, 2),
+            ("backward", cross_entropy._backward, back, 4),
+        )
+    ]  # fmt: skip
+
+
+def _flat() -> list[Specimen]:
+    state = dict.fromkeys(("master", "m", "v"), FULL)
+    numbers = ("scale", "decay", "beta1", "beta2", "rest1", "rest2", "eps", "step_size", "root_correction")
+    return [
+        Specimen(
+            "adamw, of 16-bit weights", adamw._update,
+            {"gradient": HALF, **state, "weight": HALF, "numel": LONG, **dict.fromkeys(numbers, NUMBER)},
+            {"WEIGHT": True, "BLOCK": adamw.BLOCK}, adamw.WARPS, 28,
+        ),
+        Specimen(
+            "squared_norm", squared_norm._sum, {"x": HALF, "sums": FULL, "strange": "*i32", "numel": LONG},
+            {"ROUNDS": squared_norm.ROUNDS, "BLOCK": squared_norm.BLOCK}, squared_norm.WARPS, 2,
+        ),
+    ]  # fmt: skip
+
+
+SPECIMENS: tuple[Specimen, ...] = (*_norms(), *_activations(), *_rotations(), *_losses(), *_flat())

@@ -1,0 +1,218 @@
+"""`ftkit doctor --measure`: how fast this box computes, gathers, copies and updates, as a profile for `ftkit plan`.
+
+Every figure is taken while all ranks do the same, because that is what a rank has for itself in a run:
+
+    compute      a Llama block of each hidden size in `HIDDEN`: forward, then forward again and backward, as the engine does;
+                 operations counted as the schedule counts them, with attention
+    link         an all-gather and a reduction of `LINK_NUMEL` elements by the engine's own communicator
+    pcie         copies from and to pinned memory at once, GPUs only
+    dram, hbm    AdamW over fp32 state, in host memory by the engine's loops; on GPUs by torch's
+    nvme         the drive of a folder, by the engine's own measurement
+
+It refuses a block that does not fit. What it costs: a minute or two of the whole box, 1 GiB a rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.launch.local import Stop
+from ftkit.output.ownership import PROFILE_MARK
+from ftkit.output.run_folder import write
+from ftkit.plan.memory import GIB
+from ftkit.plan.schedule import ADAM_BYTES
+
+HIDDEN = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 5120)}
+TOKENS = {"cpu": 512, "cuda": 4096}
+"""Of one block's batch, in sequences of at most `SEQUENCE`."""
+SEQUENCE = 1024
+LINK_NUMEL = 1 << 22
+ADAM_NUMEL = 1 << 23
+COPY_BYTES = 256 << 20
+SECONDS = 1.5
+"""That a figure is repeated for."""
+
+
+def rank(stop: Stop, dtype: str) -> dict[str, Any]:
+    """Measure as one of the ranks; return the rates of a rank, the least of all ranks.
+
+    Args:
+        stop: says which rank this is.
+        dtype: compute dtype: fp32, bf16 or fp16.
+    """
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", stop.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    comm = Communicator(device)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    rates: dict[str, Any] = {"compute": {size: _compute(size, comm, kind) for size in HIDDEN[device.type]}}
+    rates |= _link(comm, kind)
+    host = _host_adam(comm)
+    rates["dram"] = host * comm.world_size
+    rates["hbm"] = _device_adam(comm) if cuda else host
+    rates["pcie"] = _copies(comm) if cuda else host
+    comm.barrier()
+    dist.destroy_process_group()
+    return rates
+
+
+def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
+    """Return the profile of this box as `ftkit.plan.hardware` reads it.
+
+    Args:
+        rates: what `rank` returned.
+        dtype: compute dtype of the rates: fp32, bf16 or fp16.
+        nvme: what `ftkit.cli.probe` found of a drive, or None where none was asked for.
+        ranks: number of ranks that measured at once.
+    """
+    gpus = torch.cuda.device_count()
+    card = torch.cuda.get_device_properties(0) if gpus else None
+    told = dict(rates)
+    if nvme is not None and "error" not in nvme:
+        told |= {"nvme_read": nvme["read_bytes_per_s"], "nvme_write": nvme["write_bytes_per_s"]}
+    return {
+        "gpus": gpus,
+        "gpu": card.name if card else "",
+        "device_gib": round(card.total_memory / GIB, 2) if card else 0,
+        "host_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "nvme_gib": round(nvme["free_bytes"] / GIB) if nvme is not None and "free_bytes" in nvme else 0,
+        "dtype": dtype,
+        "ranks": ranks,
+        "rates": told,
+    }
+
+
+def write_profile(path: Path, told: dict[str, Any], ranks: int) -> None:
+    """Write a profile as YAML."""
+    lines = yaml.safe_dump(told, sort_keys=False)
+    write(path, f"{PROFILE_MARK} --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
+
+
+# --- the figures
+
+
+def _least(comm: Communicator, seconds: float) -> float:
+    return max(comm.all(seconds))
+
+
+def _timed(comm: Communicator, work: Callable[[], object]) -> float:
+    """Return the seconds of one `work`, the median of those that fit into `SECONDS`; all ranks do as many."""
+
+    def once() -> float:
+        comm.barrier()
+        began = time.perf_counter()
+        work()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    once()
+    count = int(comm.same(max(3, int(SECONDS / max(once(), 1e-6)))))
+    return _least(comm, statistics.median(once() for _ in range(min(count, 200))))
+
+
+def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
+    """Return operations a second of a block, recomputation among them."""
+    inner = hidden * 8 // 3 // 32 * 32
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=max(hidden // 64, 1),
+        num_key_value_heads=max(hidden // 64, 1),
+        vocab_size=8,
+    )
+    with torch.device(comm.device):
+        model = LlamaModel(config).to(dtype)
+    tokens = TOKENS[comm.device.type]
+    sequence = min(SEQUENCE, tokens)
+    rows = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device=comm.device)
+    block: nn.Module = model.layers[0]
+    places = torch.arange(sequence, device=comm.device)[None]
+    given = model.embed_tokens(rows).detach()
+    turns = model.rotary_emb(given, places)
+
+    def call(states: Tensor) -> Tensor:
+        made = block(states, position_embeddings=turns)
+        return made if isinstance(made, Tensor) else made[0]
+
+    def once() -> None:
+        with torch.no_grad():
+            call(given)
+        made = call(given.requires_grad_())
+        made.backward(torch.ones_like(made))
+        block.zero_grad()
+        given.grad = None
+
+    weights = sum(each.numel() for each in block.parameters())
+    forward = tokens * (2.0 * weights + 4.0 * sequence * hidden)
+    return 4 * forward / _timed(comm, once)
+
+
+def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
+    """Return the bus bandwidth of a gather and a reduction together, and the latency of a small gather."""
+    world = comm.world_size
+    if world == 1:
+        return {"link": 1e12, "collective_s": 0.0}  # nothing is sent
+
+    def pair(numel: int) -> Callable[[], None]:
+        full = torch.zeros(world * numel, dtype=dtype, device=comm.device)
+        shard = torch.zeros(numel, dtype=dtype, device=comm.device)
+
+        def once() -> None:
+            comm.all_gather(full, shard)
+            comm.reduce_scatter_mean(shard, full)
+
+        return once
+
+    moved = 2 * LINK_NUMEL * dtype.itemsize * (world - 1)
+    latency = _timed(comm, pair(16)) / 2
+    return {"link": moved / max(_timed(comm, pair(LINK_NUMEL)) - 2 * latency, 1e-9), "collective_s": latency}
+
+
+def _host_adam(comm: Communicator) -> float:
+    """Return the bytes of host memory that a rank's update moves in a second."""
+    adam = HostAdamW(torch.get_num_threads())
+    master, gradient, first, second = (torch.zeros(ADAM_NUMEL) for _ in range(4))
+    numbers = {"factor": 1.0, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    seconds = _timed(comm, lambda: adam.update(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
+    adam.close()
+    return ADAM_BYTES * ADAM_NUMEL / seconds
+
+
+def _device_adam(comm: Communicator) -> float:
+    """Return the bytes of a GPU's memory that an update moves in a second."""
+    parameter = nn.Parameter(torch.zeros(ADAM_NUMEL, device=comm.device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return ADAM_BYTES * ADAM_NUMEL / _timed(comm, optimizer.step)
+
+
+def _copies(comm: Communicator) -> float:
+    """Return the bytes a second that a GPU gets from pinned memory while as many go there."""
+    up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    here, there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=comm.device) for _ in range(2))
+    side = torch.cuda.Stream()
+
+    def once() -> None:
+        here.copy_(up, non_blocking=True)
+        with torch.cuda.stream(side):
+            down.copy_(there, non_blocking=True)
+
+    return COPY_BYTES / _timed(comm, once)

@@ -1,0 +1,261 @@
+"""Short runs of one recipe that must all give the same numbers: what `ftkit verify` lets ranks do.
+
+A trial is the recipe with some of its engine's choices forced. A few run one after the other in the same ranks; each notes
+the loss and the gradient's norm of every step, and a hash of every sample that the step was made of. One of them is stock:
+the Hugging Face Trainer with PyTorch's AdamW on a whole fp32 model in one process, and nothing of the engine.
+
+Dropout is off, because no two divisions of a batch draw the same masks; adapters and fresh weights start from the same
+values everywhere. What it costs: a model's loading a trial.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ftkit.config.recipe import Recipe
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.shard import Units
+from ftkit.errors import UserError
+from ftkit.hf.models.adapting import with_adapter
+from ftkit.hf.models.tasks import TASKS
+from ftkit.hf.sharding import units_of
+from ftkit.launch.local import Stop
+from ftkit.output.run_folder import RunFolder
+from ftkit.train.job import follow_plan, make_trainer
+from ftkit.train.parts import build_model, check_fit
+from ftkit.train.recipe_arguments import lora_config, training_arguments
+from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.resume import first_whole
+from ftkit.train.run_rows import load_tokenizer, prepare_rows
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short run.
+
+    Args:
+        name: name in the table.
+        recipe: what is run.
+        ranks: number of processes.
+        stock: whether the stock Trainer runs it, without the engine.
+        resumes: folder of a run whose newest checkpoint this one goes on from.
+        killed_at: step before which the last rank kills itself, once a checkpoint is written.
+    """
+
+    name: str
+    recipe: Recipe
+    ranks: int
+    stock: bool = False
+    resumes: str | None = None
+    killed_at: int | None = None
+
+
+@dataclass
+class Trajectory:
+    """What a trial gave, step by step.
+
+    Args:
+        name: name of the trial.
+        losses: loss of each step.
+        grad_norms: gradient norm of each step.
+        samples: step to the sorted hashes of its samples, for the steps that this process computed.
+        problem: why the trial could not be run; empty if it was.
+        way: the way that the plan chose.
+    """
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    samples: dict[int, list[str]] = field(default_factory=dict)
+    problem: str = ""
+    way: str = ""
+
+
+class NotingTrainer(RecipeTrainer):
+    """The recipe's Trainer, which notes the samples of each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[int, list[str]] = defaultdict(list)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Note what the step is made of, and do it."""
+        pad = self.data_collator.pad_token_id
+        for ids, labels in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist()):
+            self.seen[self.state.global_step + 1].append(_hash(_stripped(ids, pad), _stripped(labels, -100)))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Doom(TrainerCallback):
+    """Kills the last rank at the beginning of a step, once the checkpoint before it is written."""
+
+    def __init__(self, trainer: RecipeTrainer, step: int) -> None:
+        self.trainer, self.step = trainer, step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the checkpoint together, then die."""
+        if state.global_step + 1 == self.step:
+            self.trainer.finish_save()
+            if args.process_index == args.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
+    """Run trials one after the other, as one of their ranks; the entry of `launch.start`.
+
+    Args:
+        stop: says which rank this is.
+        trials: trials with the same number of ranks. A stock one comes after one on one rank, whose first values it takes.
+    """
+    say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=stop.rank > 0)
+    found: list[Trajectory] = []
+    first: dict[str, Tensor] = {}
+    for trial in trials:
+        began = time.perf_counter()
+        found.append(run_stock(trial, first) if trial.stock else run_one(trial, first.update))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        say.print(f"  {trial.name}: {found[-1].problem or f'{time.perf_counter() - began:.1f} s'}")
+    return found
+
+
+def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> Trajectory:
+    """Run a trial on the engine, as one of its ranks.
+
+    Args:
+        trial: what to run.
+        keep_first: called on one rank with the first values that no file gave: the adapter's, or all of a fresh model.
+
+    Raises:
+        UserError: as a run of the recipe would; what cannot be planned so is noted instead.
+    """
+    recipe = trial.recipe
+    Path(recipe.output.dir).mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(recipe.model)
+    arguments = training_arguments(recipe, trial.ranks)
+    model = build_model(recipe)
+    check_fit(model, tokenizer, recipe.data.sequence_tokens)
+    still(model)
+    try:
+        plan = follow_plan(recipe, model, arguments, trial.ranks)
+    except UserError as error:
+        return Trajectory(trial.name, problem=str(error).splitlines()[0])
+    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, kind=NotingTrainer)
+    if trial.ranks == 1 and trial.resumes is None and draws(recipe):
+        trainer.add_callback(First(lambda units: keep_first(_trained_first(units, fresh=recipe.model.name is None))))
+    if trial.killed_at is not None:
+        trainer.add_callback(Doom(trainer, trial.killed_at))
+    checkpoint = None
+    if trial.resumes is not None:
+        quiet = Console(quiet=True)
+        found = [str(path) for path in RunFolder(Path(trial.resumes)).newest_first()]
+        checkpoint = first_whole(found, Communicator(arguments.device), quiet.print)
+        if checkpoint is None:
+            raise UserError(f"{trial.resumes}: the run that was killed left no checkpoint")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    made = _trajectory(trial, trainer, trainer.all_ranks(dict(trainer.seen)))
+    trainer.units.tiers.close()
+    made.way = str(plan.way)
+    return made
+
+
+def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
+    """Run a trial with the Trainer of transformers on a whole fp32 model, and nothing of the engine.
+
+    Args:
+        trial: what to run.
+        first: first values that no file gives, as the engine drew them.
+    """
+    recipe = trial.recipe
+    if draws(recipe) and not first:
+        return Trajectory(trial.name, problem="its first values are drawn by the engine, which does not fit one rank")
+    tokenizer = load_tokenizer(recipe.model)
+    arguments = training_arguments(recipe, 1)
+    arguments.ftkit = None
+    family = getattr(transformers, TASKS[recipe.task])
+    told = recipe.model
+    if told.name is not None:
+        options = {"revision": told.revision, "trust_remote_code": told.trust_remote_code, "dtype": torch.float32}
+        if told.config is not None:
+            options["config"] = build_model(recipe).config
+        model = family.from_pretrained(told.name, **options)
+    else:
+        model = family.from_config(build_model(recipe).config, dtype=torch.float32)
+    adapter = lora_config(recipe.adapter, recipe.task)
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in first.items():
+            own[name].copy_(value)
+    still(model)
+    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, kind=NotingTrainer)
+    trainer.train()
+    return _trajectory(trial, trainer, [dict(trainer.seen)])
+
+
+def draws(recipe: Recipe) -> bool:
+    """Return whether a run begins with values that no file gives: an adapter's, or all of a fresh model."""
+    return recipe.adapter is not None or recipe.model.name is None
+
+
+def still(model: nn.Module) -> None:
+    """Turn dropout off, in modules and where a model keeps its share as a number."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
+class First(TrainerCallback):
+    """Shows the units before the first step."""
+
+    def __init__(self, show: Callable[[Units], object]) -> None:
+        self.show = show
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Show them."""
+        self.show(model)
+
+
+def _trained_first(model: Any, *, fresh: bool) -> dict[str, Tensor]:
+    """Return what a stock model cannot read from files: trained values of an adapter, or all of a fresh model."""
+    units = units_of(model)
+    trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
+    return {name: value.cpu() for name, value in units.state_dict().items() if fresh or name in trained}
+
+
+def _trajectory(trial: Trial, trainer: NotingTrainer, noted: Sequence[dict[int, list[str]]]) -> Trajectory:
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    samples = {step: sorted(each for own in noted for each in own.get(step, ())) for step in noted[0]}
+    return Trajectory(
+        trial.name, [float(line["loss"]) for line in lines], [float(line["grad_norm"]) for line in lines], samples
+    )
+
+
+def _stripped(row: list[int], filler: int) -> list[int]:
+    """Return a row without the filler at its end: how much there is depends on the batch."""
+    stop = len(row)
+    while stop and row[stop - 1] == filler:
+        stop -= 1
+    return row[:stop]
+
+
+def _hash(*parts: list[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(parts).encode())

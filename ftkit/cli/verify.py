@@ -1,0 +1,274 @@
+"""`ftkit verify`: that this recipe gives the same numbers however the engine works, shown on its own model and data.
+
+The first steps of the recipe are run again and again: as planned, with other micro-batches, on other numbers of ranks, with
+blocks recomputed or kept, with shards in other places, and killed and resumed; and once by stock transformers, where the
+model fits one process whole. Losses, gradient norms and the samples of every step are compared with the stock ones (or with
+those as planned). What deviates by more than the dtype explains has failed.
+
+Schedule and warm-up are replaced by the constant peak rate, so that what an update does wrong shows within a few steps.
+What cannot be run on this box is listed with its reason. What it costs: minutes, and the disk of two checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ftkit.cli.trials import Trajectory, Trial
+from ftkit.config.recipe import Recipe, split_batch
+from ftkit.config.wording import counted
+from ftkit.errors import UserError
+from ftkit.output.ownership import is_ours
+from ftkit.output.run_folder import write_json
+from ftkit.plan.refusal import DoesNotFit
+from ftkit.train.planning import plan_recipe
+from ftkit.train.recipe_arguments import compute_dtype
+
+STOCK = "stock transformers, 1 process"
+PLANNED = "as planned"
+TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
+"""Of loss and gradient norm, relative: what rounding in a dtype may do within some steps, against fp32 where that fits."""
+LEAST_STEPS = 4
+VERDICTS = "verify.json"
+TRIALS = ".trials.json"
+"""The folders of trials that are there, or may be after a kill."""
+TRIAL = re.compile(r"\d{1,3}|killed|stock|resumed-\d{1,9}")
+"""Their names."""
+
+Runner = Callable[[Sequence[Trial], int], list[Trajectory]]
+"""(trials, ranks): runs trials of as many ranks, one after the other, in processes of their own."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the table.
+
+    Args:
+        name: name of the trial.
+        steps: number of steps compared.
+        loss: largest relative deviation of the loss; None where nothing is compared.
+        grad_norm: largest relative deviation of the gradient norm; None where nothing is compared.
+        samples: whether each step was made of the same samples; None where nothing is compared.
+        passed: whether the trial agrees; None where it could not be run.
+        note: a remark for the table: why it could not be run, or that the others are compared with it.
+        way: the way that the plan chose.
+    """
+
+    name: str
+    steps: int
+    loss: float | None
+    grad_norm: float | None
+    samples: bool | None
+    passed: bool | None
+    note: str = ""
+    way: str = ""
+
+
+def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: int) -> list[Trial]:
+    """Return the trials of a recipe; the one that is killed first, and stock after the one on one rank.
+
+    Args:
+        recipe: the facts.
+        ranks: number of ranks of the run as planned.
+        most_ranks: most ranks that this box can start.
+        folder: folder for what the trials write.
+        steps: steps of each trial.
+    """
+    sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
+    half, killed = steps // 2, folder / "killed"
+    doomed = changed(recipe, killed, steps, {}, save_every_steps=half)
+    trials = [Trial("killed", doomed, ranks, killed_at=half + 2)]
+    forced = [(name, ranks, engine) for name, engine in engine_choices(recipe, ranks)]
+    forced += [(counted(world, "rank"), world, {}) for world in (1, 2, 3) if world != ranks and world <= most_ranks]
+    for number, (name, world, engine) in enumerate(forced):
+        if sequences % (world * engine.get("micro_batch", 1)) == 0:
+            trials.append(Trial(name, changed(recipe, folder / str(number), steps, engine), world))
+    for world in dict.fromkeys((ranks, 1 if ranks > 1 else most_ranks)):
+        name = f"killed, resumed on {counted(world, 'rank')}"
+        if sequences % world == 0:
+            own = changed(recipe, folder / f"resumed-{world}", steps, {})
+            trials.append(Trial(name, own, world, resumes=str(killed)))
+    if fits_whole(recipe):
+        trials.append(Trial(STOCK, changed(recipe, folder / "stock", steps, {}), 1, stock=True))
+    return trials
+
+
+def engine_choices(recipe: Recipe, ranks: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return what the engine may do otherwise on as many ranks: a name, and the choices that are forced for it."""
+    way = plan_recipe(recipe, ranks).way
+    each = recipe.train.batch_tokens // recipe.data.sequence_tokens // ranks
+    other = "keep" if way.activations == "recompute" else "recompute"
+    kinds = ("parameters", "gradients", "state", "kept")
+    single = {"micro_batch": 1, "accumulation": "auto", "accumulate_in": "step"}
+    whole = {**single, "micro_batch": each}
+    return [
+        (PLANNED, {}),
+        ("one sequence at a time", single) if way.micro_batch > 1 else ("all sequences at once", whole),
+        ("accumulated inside blocks", {**single, "accumulate_in": "unit"}),
+        (f"blocks: {other}", {"activations": other}),
+        ("ZeRO stage 1", {"stage": 1, "parameters": "device", "gradients": "device"}),
+        ("shards in host memory", {"stage": 3, **dict.fromkeys(kinds, "host")}),
+        ("shards on NVMe, deferred update", {"stage": 3, **dict.fromkeys(kinds, "nvme"), "update": "deferred"}),
+    ]
+
+
+def changed(
+    recipe: Recipe, folder: Path, steps: int, engine: dict[str, Any], *, save_every_steps: int | None = None
+) -> Recipe:
+    """Return a recipe for a trial: its first steps at the peak rate, and nothing but training."""
+    facts = recipe.model_dump()
+    facts["engine"] |= engine
+    if "nvme" in facts["engine"].values() and facts["memory"]["nvme_dir"] is None:
+        facts["memory"]["nvme_dir"] = str(folder.parent)
+    facts["train"] |= {"max_steps": steps, "neftune_noise_alpha": None, "on_divergence": "continue"}
+    facts["optimizer"] |= {"schedule": "constant", "warmup_steps": 0}
+    if facts["adapter"] is not None:
+        facts["adapter"]["dropout"] = 0.0
+    facts["output"] |= {"dir": str(folder), "save_every_steps": save_every_steps, "logging_steps": 1, "report_to": ()}
+    share = recipe.eval.share if recipe.eval is not None else None  # the rows held out are not trained on
+    facts["eval"] = {"share": share, "max_rows": 1} if share is not None else None
+    facts["show"] = None
+    return Recipe.model_validate(facts, context={"check_files": False})
+
+
+def fits_whole(recipe: Recipe) -> bool:
+    """Return whether one process can hold the model, its gradients and its state in fp32."""
+    engine = {"stage": 0, "parameters": "device", "gradients": "device", "state": "device", "activations": "keep"}
+    facts = recipe.model_dump()
+    facts["engine"] |= engine
+    facts["train"]["dtype"] = "fp32"
+    try:
+        plan_recipe(Recipe.model_validate(facts, context={"check_files": False}), 1)
+    except DoesNotFit:
+        return False
+    return True
+
+
+def verify(
+    recipe: Recipe, ranks: int, most_ranks: int, folder: Path, run: Runner, *, steps: int, say: Callable[[str], None]
+) -> list[Verdict]:
+    """Run all trials of a recipe and compare them.
+
+    Args:
+        recipe: the facts.
+        ranks: number of ranks of the run as planned.
+        most_ranks: most ranks that this box can start.
+        folder: folder for what the trials write. It is made, and the trials' folders are removed from it at the end.
+        run: runs trials on a number of ranks.
+        steps: steps of each trial.
+        say: shows a line to the user.
+
+    Raises:
+        UserError: as a run of the recipe would.
+    """
+    if steps < LEAST_STEPS:
+        raise UserError(f"--steps: {steps} are too few to show anything; at least {LEAST_STEPS}")
+    split_batch(recipe, ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    trials = trials_of(recipe, ranks, most_ranks, folder, steps)
+    claimed = _claim(folder, [Path(trial.recipe.output.dir).name for trial in trials])
+    found: list[Trajectory] = []
+    try:
+        for group in groups(trials):
+            say(f"{counted(group[0].ranks, 'rank')}: {', '.join(trial.name for trial in group)}")
+            found += run(group, group[0].ranks)
+    finally:
+        for name in claimed:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / TRIALS).unlink(missing_ok=True)
+    return verdicts(found, compute_dtype(recipe.train.dtype), steps)
+
+
+def _claim(folder: Path, names: Sequence[str]) -> list[str]:
+    """Note the folders of the trials, which are removed at the end; what a killed `ftkit verify` noted may be there.
+
+    Returns:
+        The names of all of them, those of the killed one included.
+
+    Raises:
+        UserError: one of them, or the file of verdicts, is there and is the user's.
+    """
+    try:
+        noted = json.loads((folder / TRIALS).read_text())["trials"] if is_ours(folder / TRIALS) else []
+    except (OSError, ValueError, KeyError, RecursionError):
+        noted = []
+    known = [name for name in noted if TRIAL.fullmatch(str(name))] if isinstance(noted, list) else []
+    foreign = [name for name in names if (folder / name).exists() and name not in known]
+    foreign += [name for name in (TRIALS, VERDICTS) if not is_ours(folder / name)]
+    if foreign:
+        raise UserError(
+            f"output.dir: no `ftkit verify` wrote {folder / foreign[0]}, and this one would replace or remove it; move it "
+            "away, or choose another folder with --set output.dir=PATH"
+        )
+    claimed = sorted({*map(str, known), *names})
+    write_json(folder / TRIALS, {"trials": claimed})
+    return claimed
+
+
+def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
+    """Yield trials that run in the same processes: the killed one alone and first, then as many ranks each."""
+    if doomed := [trial for trial in trials if trial.killed_at is not None]:
+        yield doomed
+    rest = [trial for trial in trials if trial.killed_at is None]
+    for ranks in dict.fromkeys(trial.ranks for trial in rest):
+        yield [trial for trial in rest if trial.ranks == ranks]
+
+
+def verdicts(found: Sequence[Trajectory], dtype: str, steps: int) -> list[Verdict]:
+    """Compare trajectories with the stock one, or with that as planned."""
+    known = {each.name: each for each in found}
+    stock, planned = known.get(STOCK), known[PLANNED]
+    reference = stock if stock is not None and not stock.problem else planned
+    if reference.problem:
+        raise UserError(f"the recipe itself does not fit this box: {reference.problem}")
+    return [_verdict(each, reference, TOLERANCES[dtype], steps) for each in found]
+
+
+def _verdict(each: Trajectory, reference: Trajectory, tolerances: tuple[float, float], steps: int) -> Verdict:
+    if each is reference:
+        return Verdict(each.name, steps, None, None, None, True, "what the others are compared with")
+    if each.problem:
+        return Verdict(each.name, 0, None, None, None, None, f"left out: {each.problem}")
+    loss, norm = _deviation(each.losses, reference.losses), _deviation(each.grad_norms, reference.grad_norms)
+    samples = all(each.samples[step] == reference.samples.get(step) for step in each.samples)
+    passed = loss <= tolerances[0] and norm <= tolerances[1] and samples and len(each.losses) == steps
+    return Verdict(each.name, len(each.losses), loss, norm, samples, passed, way=each.way)
+
+
+def _deviation(own: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest relative difference; infinite where there is a number missing, or one that is none."""
+    if len(own) != len(other) or not all(math.isfinite(value) for value in (*own, *other)):
+        return math.inf
+    return max((abs(a - b) / max(abs(b), 1e-12) for a, b in zip(own, other)), default=math.inf)
+
+
+def show_verdicts(console: Console, found: Sequence[Verdict]) -> None:
+    """Show the table."""
+    table = Table("trial", "loss", "gradient norm", "samples", "", "", pad_edge=False, box=None)
+    for each in found:
+        mark = {True: "[green]pass[/]", False: "[red]FAIL[/]", None: "[yellow]—[/]"}[each.passed]
+        same = {True: "same", False: "[red]others[/]", None: ""}[each.samples]
+        table.add_row(each.name, _shown(each.loss), _shown(each.grad_norm), same, mark, each.note)
+    console.print(table)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"
+
+
+def write_verdicts(path: Path, recipe: Recipe, found: Sequence[Verdict], seconds: float) -> None:
+    """Write the table as JSON."""
+    dtype = compute_dtype(recipe.train.dtype)
+    loss, norm = TOLERANCES[dtype]
+    content = {"dtype": dtype, "tolerances": {"loss": loss, "grad_norm": norm}, "seconds": seconds}
+    content |= {"trials": [asdict(each) for each in found], "recipe": recipe.model_dump(mode="json")}
+    write_json(path, content)

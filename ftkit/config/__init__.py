@@ -1,0 +1,1 @@
+"""What a user writes, read and checked: recipes, YAML with line numbers, environment variables. It knows no torch."""

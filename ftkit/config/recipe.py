@@ -1,0 +1,561 @@
+"""A recipe: the facts of a run, read from YAML and checked before anything is started.
+
+A recipe states facts (which model, which rows, how many tokens a step, how much memory may be used), never mechanisms;
+the optional `engine:` section forces what is otherwise derived. Every key stands here with its unit and its default,
+and this is the only place that has a default. All problems of a recipe are reported at once, each with file, line and
+key, unknown keys with the nearest known one.
+
+It knows no torch, reads no environment and starts nothing, so the door can show or refuse a recipe in a fraction of a
+second. It refuses keys it does not know, keys given twice, and facts that nothing here can honour (quantised bases,
+other launchers, NVMe) in plain words. What that costs: a recipe cannot carry private notes as keys; use comments.
+
+Paths are relative to the current directory; `~` is the home directory and `bundled/` the data packaged with ftkit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from ftkit.config.problems import REFUSED_KEYS, problems
+from ftkit.config.wording import counted
+from ftkit.config.yaml_lines import Problem, override, read
+from ftkit.errors import UserError
+
+
+def _bundled_folder() -> Path:
+    return Path(str(resources.files("ftkit.bundled")))
+
+
+def _expand(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; write a name")
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which no name of a file or folder can")
+    if text.startswith("bundled/"):
+        return str(_bundled_folder() / text.removeprefix("bundled/"))
+    return os.path.expanduser(text)
+
+
+def _shorten(text: str) -> str:
+    """Write a packaged path as `bundled/...` again, so that a resolved recipe means the same on another box."""
+    folder = f"{_bundled_folder()}{os.sep}"
+    return f"bundled/{text.removeprefix(folder)}" if text.startswith(folder) else text
+
+
+def _existing(text: str, info: ValidationInfo) -> str:
+    if (info.context or {}).get("check_files", True) and not os.path.exists(text):
+        hint = "" if os.path.isabs(text) else f" (relative paths start at {os.getcwd()})"
+        raise ValueError(f"no such file or folder: {_shorten(text)}{hint}{_alike(text)}")
+    return text
+
+
+def _alike(text: str) -> str:
+    """Return a hint at what lies beside a missing file under nearly its name."""
+    folder, name = os.path.split(text)
+    if os.path.islink(text):
+        return f"; it is a symbolic link to {os.readlink(text)}, which is not there"
+    with suppress(OSError):
+        close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+        return f"; did you mean {_shorten(os.path.join(folder, close[0]))}?" if close else ""
+    return ""
+
+
+def _existing_or_hub_id(text: str, info: ValidationInfo) -> str:
+    return _existing(text, info) if looks_like_a_path(text) else text
+
+
+def looks_like_a_path(text: str) -> bool:
+    """Return whether a name can only be meant as a folder: the hub need not be asked for it."""
+    if text.startswith(("/", "./", "../", "~", "runs/", "data/")) or text.count("/") > 1:
+        return True
+    return "/" in text and os.path.exists(text.partition("/")[0])
+
+
+def _existing_rows(text: str, info: ValidationInfo) -> str:
+    try:
+        return _existing(text, info)
+    except ValueError as error:
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
+            raise ValueError(f"{error}; a hub data set goes in data.name") from None
+        raise
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"found {str(value).lower()}, needs a number")
+    return value
+
+
+def _list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # YAML 1.1 reads a bare off so
+
+
+_short = PlainSerializer(lambda text: text if text is None else _shorten(text), when_used="always")
+PathText = Annotated[str, AfterValidator(_expand), _short]
+ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
+RowsPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_rows), _short]
+ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
+Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
+Bounded = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(_number)]  # more is a slip of the pen
+Length = Annotated[int, Field(ge=2, lt=2**31), BeforeValidator(_number)]  # positions are 32-bit; one token predicts nothing
+Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_number)]  # what numpy takes
+Epochs = Annotated[float, Field(gt=0, le=10**6), BeforeValidator(_number)]
+CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Real = Annotated[float, BeforeValidator(_number)]
+Fraction = Annotated[Real, Field(ge=0, lt=1)]
+Positive = Annotated[Real, Field(gt=0)]
+Noise = Annotated[float, Field(ge=0, le=10**6), BeforeValidator(_number)]
+NotNegative = Annotated[Real, Field(ge=0)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_list)]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
+
+
+class Section(BaseModel):
+    """A part of a recipe: no unknown keys, no changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """What is trained: a folder or hub id, or a configuration to train from scratch."""
+
+    name: ModelName | None = Field(None, description="folder or hub id; weights are read from it")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    config: ExistingPath | dict[str, Any] | None = Field(
+        None, description="config.json, its folder, or an inline mapping: train from scratch, without weights"
+    )
+    tokenizer: ModelName | None = Field(None, description="folder or hub id; default: that of the model")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+    @model_validator(mode="after")
+    def _enough(self) -> Model:
+        if self.name is None and self.config is None:
+            raise ValueError("needs `name` (a folder or hub id), or `config` to train from scratch")
+        if self.name is not None and self.config is not None:
+            raise ValueError("found both `name` (to fine-tune) and `config` (to train from scratch); keep one")
+        if self.name is None and self.tokenizer is None:
+            raise ValueError("a model from `config` needs a `tokenizer` (folder or hub id)")
+        if self.revision is not None and (self.name is None or os.path.isdir(self.name)):
+            raise ValueError("found `revision`, which is of a hub id, and a folder or a `config`; remove it")
+        if isinstance(self.config, dict) and "model_type" not in self.config:
+            raise ValueError("an inline `config` needs `model_type`, for example llama")
+        if isinstance(self.config, dict) and "quantization_config" in self.config:
+            raise ValueError(REFUSED_KEYS["quantization_config"])
+        return self
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Folder or hub id of the tokenizer."""
+        return self.tokenizer or self.name or ""
+
+
+class DataSource(Section):
+    """One data set of several, with its weight."""
+
+    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    name: str | None = Field(None, description="hub data set")
+    split: str = Field("train", description="split of a hub data set")
+    weight: Positive = Field(1.0, description="how often its rows are drawn, relative to the other sources'")
+    format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")
+
+    @model_validator(mode="after")
+    def _one(self) -> DataSource:
+        if (self.path is None) == (self.name is None):
+            raise ValueError("needs one of `path` (a file) and `name` (a hub data set)")
+        return self
+
+
+class Data(Section):
+    """The rows to train on and how they become sequences."""
+
+    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    name: str | None = Field(None, description="hub data set")
+    split: str = Field("train", description="split of a hub data set")
+    format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")
+    sources: tuple[DataSource, ...] = Field((), description="several data sets with weights, instead of path or name")
+    sequence_tokens: Length = Field(
+        1024, description="tokens of a sequence; longer samples are cut, or split (`long_text`), and that is reported"
+    )
+    long_text: Literal["split", "cut", "stop"] = Field("split", description="plain text that is longer than a sequence")
+    ignore_columns: Texts = Field((), description="columns of rows, and keys such as messages.name, to train without")
+    packing: bool = Field(False, description="fill each sequence with several rows, positions restarting per row")
+    loss_on: Literal["answers", "marks", "all"] = Field(
+        "answers", description="tokens that count in the loss; marks = what the chat template marks, without comparison"
+    )
+    on_bad_row: Literal["stop", "skip"] = Field("stop", description="stop before training, or skip and count")
+    cache_dir: PathText | None = Field(None, description="where prepared rows are kept; default: that of `datasets`")
+    workers: Count | None = Field(None, description="processes that prepare rows; default: one a core, at most 8")
+
+    @model_validator(mode="after")
+    def _one(self) -> Data:
+        if sum(given is not None for given in (self.path, self.name, self.sources or None)) != 1:
+            raise ValueError("needs exactly one of `path` (a file), `name` (a hub data set) and `sources` (a list)")
+        for key in ("split", "format"):  # a dumped recipe has their defaults
+            value = getattr(self, key)
+            if self.sources and value != type(self).model_fields[key].default:
+                raise ValueError(f"found `{key}: {value}` beside `sources`, each of which has its own; write it in those")
+        return self
+
+    @property
+    def all_sources(self) -> tuple[DataSource, ...]:
+        """The data sets as a list, also where only one was named."""
+        if self.sources:
+            return self.sources
+        # The path was checked when this section was read, or the caller asked not to.
+        alone = {"path": self.path, "name": self.name, "split": self.split, "format": self.format}
+        return (DataSource.model_construct(**alone),)
+
+
+class Eval(Section):
+    """Held-out rows, measured before, after and in between."""
+
+    path: ExistingPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    share: Annotated[Real, Field(gt=0, lt=1)] | None = Field(None, description="share of the rows held out, 0 to 1")
+    every_steps: Count | None = Field(None, description="optimizer steps between two evaluations")
+    every_epoch: bool = Field(False, description="also at the end of each epoch")
+    metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(_list)] = Field(
+        ("loss",), description="what is computed of them; one, or a list"
+    )
+    max_rows: Count | None = Field(None, description="use at most so many rows")
+
+    @model_validator(mode="after")
+    def _one(self) -> Eval:
+        if (self.path is None) == (self.share is None):
+            raise ValueError("needs one of `path` (a file) and `share` (a held-out share of the data, such as 0.05)")
+        if self.every_steps is not None and self.every_epoch:
+            raise ValueError("found both `every_steps` and `every_epoch`; keep one")
+        return self
+
+
+class Train(Section):
+    """How much is trained."""
+
+    batch_tokens: Bounded = Field(
+        65536, description="tokens of one optimizer step, all ranks together; default: so many, or whole sequences below"
+    )
+    epochs: Epochs = Field(1.0, description="passes over the data")
+    max_steps: Bounded | None = Field(None, description="optimizer steps; wins over epochs")
+    seed: Seed = Field(17, description="of weights, dropout and the order of samples")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; masters are fp32")
+    neftune_noise_alpha: Noise | None = Field(None, description="noise on the embeddings (NEFTune)")
+    label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
+    on_divergence: Literal["continue", "skip", "rollback", "stop"] = Field(
+        "continue", description="after a loss that is no number or a spike: tell it; also leave the step out; go back; end"
+    )
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate."""
+
+    lr: Positive = Field(2e-5, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and of the second moment, a step")
+    eps: Positive = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
+    warmup_steps: CountOrZero = Field(0, description="optimizer steps to the peak")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
+    max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
+
+
+class Adapter(Section):
+    """LoRA instead of all parameters."""
+
+    rank: Count = Field(16, description="inner width of each adapter")
+    alpha: Positive = Field(32.0, description="an adapter's output is multiplied by alpha / rank")
+    dropout: Fraction = Field(0.0, description="share of an adapter's inputs left out in training")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", description="modules that get an adapter")
+    modules_to_save: Texts = Field((), description="modules trained whole beside the adapters")
+
+
+class Memory(Section):
+    """What the run may use on each box."""
+
+    device_gib: Positive | None = Field(None, description="GiB of each GPU; default: what is free when it starts")
+    host_gib: Positive | None = Field(None, description="GiB of host memory of all ranks together")
+    nvme_dir: ExistingPath | None = Field(None, description="folder on an NVMe drive, for what host memory cannot hold")
+    nvme_gib: Positive | None = Field(None, description="GiB of that drive; default: what is free there")
+
+
+TierOrAuto = Literal["auto", "device", "host", "nvme"]
+
+
+class Engine(Section):
+    """Experiments: each choice that is otherwise derived from memory, forced."""
+
+    stage: Literal["auto", 0, 1, 2, 3] = Field("auto", description="ZeRO stage; 0 = replicated, as DDP")
+    activations: Literal["auto", "recompute", "keep"] | Count = Field(
+        "auto", description="of blocks; a number: the last so many are kept, the others recomputed"
+    )
+    weights: Literal["auto", "free", "hold"] = Field("auto", description="gathered weights until the backward")
+    micro_batch: Literal["auto"] | Count = Field("auto", description="sequences of a rank in one forward")
+    accumulation: Literal["auto"] | Count = Field("auto", description="micro-batches of one optimizer step")
+    gradient_dtype: Literal["auto", "fp32", "compute"] = Field("auto", description="of accumulated gradient shards")
+    parameters: TierOrAuto = Field("auto", description="where weight shards lie")
+    gradients: TierOrAuto = Field("auto", description="where gradient shards lie")
+    state: TierOrAuto = Field("auto", description="where master weights and moments lie")
+    kept: TierOrAuto = Field("auto", description="where the inputs of recomputed blocks wait for backward")
+    update: Literal["auto", "now", "deferred"] = Field("auto", description="in the step, or under the next forward")
+    accumulate_in: Literal["auto", "step", "unit"] = Field("auto", description="micro-batches pass the model, or each block")
+    state_host_gib: NotNegative | None = Field(
+        None, description="of each rank's state on NVMe, what stays in host memory; default: what is left, or two units'"
+    )
+    prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
+    kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+        "auto", description="fused kernels where they agree with the model's modules"
+    )
+    loss_reduction: Literal["auto", "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"] = Field(
+        "auto", description="how the loss scales with its batch; auto = found out at the first step"
+    )
+    affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
+    debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
+
+
+class Output(Section):
+    """Where results go and how often."""
+
+    dir: PathText = Field(description="folder of the run; made if absent")
+    save_every_steps: Count | None = Field(None, description="optimizer steps between checkpoints; default: none")
+    keep: Count | None = Field(None, description="last checkpoints kept, and the best; default: all")
+    logging_steps: Count = Field(1, description="optimizer steps between lines of metrics.jsonl")
+    report_to: Texts = Field((), description="tensorboard, wandb and others that HF Trainer knows")
+
+
+class Show(Section):
+    """Questions answered before and after, for the eye."""
+
+    prompts: Texts = Field((), description="questions, as a user would ask them")
+    path: ExistingPath | None = Field(None, description="take the first rows of a file instead")
+    count: Count = Field(3, description="rows taken from `path`")
+    max_new_tokens: Count = Field(64, description="length of an answer, in tokens")
+
+    @model_validator(mode="after")
+    def _one(self) -> Show:
+        if bool(self.prompts) == (self.path is not None):
+            raise ValueError("needs one of `prompts` (a list of questions) and `path` (a file with rows)")
+        if self.prompts and self.count != type(self).model_fields["count"].default:  # a dumped recipe has the default
+            raise ValueError(f"found `count: {self.count}`, which is of the rows of `path`, beside `prompts`; remove it")
+        return self
+
+
+class Recipe(Section):
+    """All facts of one run."""
+
+    task: Literal["causal-lm", "seq2seq"] = Field(
+        "causal-lm", description="decoder that continues a text; or encoder and decoder, such as T5"
+    )
+    ranks: Literal["auto"] | Count = Field("auto", description="processes on this box; auto = one a GPU, or 1")
+    box: PathText = Field("auto", description="profile by whose rates ways are compared: its name, or a file NAME.yaml")
+    model: Model
+    data: Data
+    eval: Eval | None = None
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    adapter: Adapter | None = None
+    memory: Memory = Memory()
+    engine: Engine = Engine()
+    output: Output
+    show: Show | None = None
+
+    @field_validator("train", "optimizer", "memory", "engine", mode="before")
+    @classmethod
+    def _empty_section(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _together(self) -> Recipe:
+        batch_tokens, sequence_tokens = self.train.batch_tokens, self.data.sequence_tokens
+        if batch_tokens % sequence_tokens and "batch_tokens" not in self.train.model_fields_set:
+            sequences = 1 << (max(1, batch_tokens // sequence_tokens).bit_length() - 1)  # a power of 2: most ranks share it
+            batch_tokens = sequences * sequence_tokens
+            train = self.train.model_copy(update={"batch_tokens": batch_tokens})
+            object.__setattr__(self, "train", train)  # while it is made: it is frozen afterwards
+        if batch_tokens % sequence_tokens:
+            raise ValueError(
+                f"train.batch_tokens is {batch_tokens} and data.sequence_tokens {sequence_tokens}: a step needs whole "
+                f"sequences; set train.batch_tokens to {_nearest_multiple(batch_tokens, sequence_tokens)}"
+            )
+        if self.task == "seq2seq" and self.data.packing:
+            raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
+        if self.task == "seq2seq" and self.data.loss_on != "answers":
+            raise ValueError(
+                f"data.loss_on is {self.data.loss_on} and the task seq2seq: its labels are the answers alone; remove it"
+            )
+        if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
+            raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
+        on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self.engine, key) == "nvme"]
+        if on_disk and self.memory.nvme_dir is None:
+            raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
+        return self
+
+    def inputs(self) -> list[str]:
+        """Return the files and folders that the run reads, hub names among them."""
+        model, held_out, show = self.model, self.eval, self.show
+        named = [model.name, model.tokenizer, model.config if isinstance(model.config, str) else None]
+        named += [source.path for source in self.data.all_sources]
+        named += [held_out.path if held_out else None, show.path if show else None]
+        return [name for name in named if name is not None]
+
+    def dump(self) -> str:
+        """Write the recipe as YAML with every default spelled out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+class RecipeError(UserError):
+    """Everything that is wrong with a recipe.
+
+    Args:
+        problems: In the order in which they stand in the file.
+    """
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        super().__init__("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self.problems),)
+
+
+def packaged() -> dict[str, Path]:
+    """Return the packaged recipes: name to file, sorted."""
+    folder = Path(str(resources.files("ftkit.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find(path_or_name: str) -> Path:
+    """Return the file of a recipe given by path or packaged name.
+
+    Raises:
+        RecipeError: There is no such file and no packaged recipe of that name.
+    """
+    path = Path(os.path.expanduser(path_or_name))
+    if path.is_file():
+        return path
+    known = packaged()
+    name = path_or_name.removesuffix(".yaml")
+    if name in known:
+        return known[name]
+    if path.is_dir():
+        message = "is a folder; name the recipe file in it"
+    else:
+        nearest = difflib.get_close_matches(name, known, 1)
+        hint = f" (did you mean '{nearest[0]}'?)" if nearest else ""
+        message = f"no such file, and no packaged recipe of that name{hint}; `ftkit recipes list` shows them"
+    raise RecipeError([Problem(path_or_name, "", message)])
+
+
+def load(path_or_name: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        path_or_name: A YAML file, or the name of a packaged recipe.
+        overrides: `key.sub=value`, laid over the file in order; values are read as YAML.
+        check_files: Also check that the files it names exist.
+
+    Raises:
+        RecipeError: With all problems at once.
+    """
+    return parse(text_of(path_or_name), path_or_name, overrides, check_files=check_files)
+
+
+def text_of(path_or_name: str) -> str:
+    """Return the text of a recipe given by path or packaged name.
+
+    Raises:
+        RecipeError: There is none, or it is no UTF-8 text.
+    """
+    try:
+        return find(path_or_name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(path_or_name, "", f"not readable: {error}")]) from None
+
+
+def parse(text: str, source: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:
+    """Check the text of a recipe; as `load`, with `source` for the name of the file."""
+    document = read(text, source)
+    for assignment in overrides or []:
+        override(document, assignment)
+    found = list(document.problems)
+    if document.readable:
+        try:
+            recipe = Recipe.model_validate(document.values, context={"check_files": check_files})
+        except ValidationError as error:
+            found += problems(error, document, Recipe)
+        else:
+            if not found:
+                return recipe
+    raise RecipeError(found)
+
+
+def steps_of(recipe: Recipe, sequences: int, step_sequences: int) -> int:
+    """Return the optimizer steps of a run whose epoch has so many sequences, and each step so many of them."""
+    return recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
+
+
+def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
+    """Divide the sequences of a step among ranks and micro-batches.
+
+    Args:
+        recipe: The recipe; its `train.batch_tokens`, `data.sequence_tokens` and the forced choices of `engine` are read.
+        ranks: Processes of the whole run.
+
+    Returns:
+        Sequences of a rank in one forward, and micro-batches in one optimizer step.
+
+    Raises:
+        UserError: The sequences of a step cannot be divided so; the text has the numbers.
+    """
+    sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
+    micro_batch, accumulation = recipe.engine.micro_batch, recipe.engine.accumulation
+    forced = (micro_batch if micro_batch != "auto" else 1) * (accumulation if accumulation != "auto" else 1)
+    both = micro_batch != "auto" and accumulation != "auto"
+    if sequences % (ranks * forced) or (both and sequences != ranks * forced):
+        needed = f"{counted(ranks, 'rank')} x micro_batch {micro_batch} x accumulation {accumulation}"
+        fitting = ranks * forced if both else _nearest_multiple(sequences, ranks * forced)
+        raise UserError(
+            f"a step has {counted(sequences, 'sequence')} (train.batch_tokens {recipe.train.batch_tokens} / "
+            f"data.sequence_tokens {recipe.data.sequence_tokens}), which {needed} cannot share evenly; set "
+            f"train.batch_tokens to {fitting * recipe.data.sequence_tokens}, or change the number of ranks"
+        )
+    each = sequences // ranks
+    if micro_batch != "auto":
+        return micro_batch, each // micro_batch
+    if accumulation != "auto":
+        return each // accumulation, accumulation
+    most = min(each, AUTO_MICRO_BATCH_TOKENS // recipe.data.sequence_tokens)
+    fitting = [count for count in range(1, most + 1) if each % count == 0]
+    micro = max(fitting, default=1)
+    return micro, each // micro
+
+
+# Tokens of one forward on one rank when nothing is forced: enough to fill a V100, few enough for the kept inputs of a
+# 13B model on 16 GB. The plan will choose it from the memory granted.
+AUTO_MICRO_BATCH_TOKENS = 4096
+
+
+def _nearest_multiple(number: int, step: int) -> int:
+    return max(step, (2 * number + step) // (2 * step) * step)  # in whole numbers: a float would overflow

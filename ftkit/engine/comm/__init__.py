@@ -1,0 +1,1 @@
+"""Collectives, and the watch over the ranks that take part in them."""

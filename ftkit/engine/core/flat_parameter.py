@@ -1,0 +1,583 @@
+"""The flat parameter: one line of bytes that is a unit's weights, gradient and state on this rank.
+
+[Note: the tensors of a flat parameter]   N elements, W ranks, shards of S elements (layout.py)
+
+    weights     (S,)    compute dtype   this rank's part of the weights; permanent; written by the optimizer and the loader
+    full        (W*S,)  compute dtype   all weights; permanent ("resident") or lent by a slot (transfer.py)
+    grad        (S,)    gradient dtype  this rank's part of the mean gradient, summed over a step's micro-batches
+    full_grad   (W*S,)  gradient dtype  the local gradient of all weights; only where reduction waits for the step's end
+
+`weights` and the gradient may lie in host memory or on NVMe (tiers.py); what follows reads them through their stores. A
+gradient that leaves the device is moved by drain.py, which also takes its squared norm while it passes.
+
+The `nn.Parameter` objects of the model stay where they are, under the names they have. While a unit is gathered their
+`.data` are views of `full`. Otherwise they are *absent*: shape, dtype and device stay true (counts, PEFT and Trainer read
+them), the one element behind them is NaN, and their class refuses every computation (resharded.py).
+
+A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or one rank whose weights are on the device)
+keeps `full` for good, and `weights` is a view of it. A replicated one (stage 0) is laid out for a world of one although W
+ranks hold it.
+
+While the optimizer updates a line in the background, `update` says so; whoever reads or writes its weights, its gradient
+or its state calls `settle` first.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.collected import collect
+from ftkit.engine.core.resharded import guard, plain_class, resharded_class
+from ftkit.engine.files.finite import is_finite
+from ftkit.engine.memory.tiers import MemoryStore, Placement, Store, Tiers
+from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the flat parameters of one model are held. The plan or the user's `engine:` block decides.
+
+    Args:
+        stage: 0 replicates everything as DDP does; 1 shards the optimizer state; 2 the gradients too; 3 the weights too.
+        activations: 'recompute' a block in backward, or 'keep' its graph; n: keep those of the last n blocks only.
+        weights: at stage 3, 'free' a block's weights after its forward, or 'hold' them until its backward.
+        compute_dtype: dtype of weights in use and of gradients on the wire; None keeps each parameter's own.
+        gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype. With `parts` the sum
+            is made before the reduction, and sent in this dtype.
+        prefetch: gather the neighbour's weights while a block computes.
+        placement: the tier of each kind of tensor.
+        deferred_update: make the update while the next forward runs, unit by unit.
+        parts: micro-batches into which a block divides what it is given: all of them pass it before the next block's
+            weights are gathered ("layer-major" accumulation).
+        debug: fill every freed buffer with NaN, and compare among ranks what each gather and reduction is for.
+    """
+
+    stage: int = 3
+    activations: str | int = "recompute"
+    weights: str = "free"
+    compute_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    prefetch: bool = True
+    placement: Placement = field(default_factory=Placement)
+    deferred_update: bool = False
+    parts: int = 1
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is {self.stage!r}, one of 0, 1, 2, 3 is needed")
+        counted = type(self.activations) is int and self.activations > 0
+        if self.activations not in ("recompute", "keep") and not counted:
+            raise ValueError(f"activations is {self.activations!r}, 'recompute', 'keep' or a number of blocks is needed")
+        if self.weights not in ("free", "hold"):
+            raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
+        if self.placement.parameters != "device" and self.stage < 3:
+            raise ValueError(f"parameters on the {self.placement.parameters} tier need stage 3, not {self.stage}")
+        if self.placement.gradients != "device" and self.stage < 2:
+            raise ValueError(f"gradients on the {self.placement.gradients} tier need stage 2 or 3, not {self.stage}")
+        if self.parts < 1:
+            raise ValueError(f"parts is {self.parts}, at least 1 is needed")
+
+    def keeps(self, number: int, blocks: int) -> bool:
+        """Whether block `number` of so many keeps its graph from forward to backward.
+
+        The last ones do, if not all: their backward comes first, so their graphs live shortest.
+        """
+        if isinstance(self.activations, str):
+            return self.activations == "keep"
+        return number >= blocks - self.activations
+
+
+def is_absent(parameter: Tensor) -> bool:
+    """Return whether a tensor holds nothing of its own: on meta, or one element expanded."""
+    return parameter.is_meta or (parameter.dim() > 0 and parameter.numel() > 0 and not any(parameter.stride()))
+
+
+Origin = Callable[[int, Tensor], object]
+"""Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, as exact as the weights came."""
+
+
+PIECE_NUMEL = 1 << 18
+"""Elements of mixed dtypes that are added at a time on a CPU: they stay in cache meanwhile."""
+
+
+class Outflow(Protocol):
+    """What takes reduced gradients off the device (drain.py)."""
+
+    def take(self, flat: FlatParameter, part: Tensor, *, add: bool) -> None:
+        """Add `part` (S,) to the line's gradient, or put it in its place."""
+
+
+class Update(Protocol):
+    """A line's update under way (update.py)."""
+
+    def wait(self) -> None:
+        """Return when it is done; raise if it failed."""
+
+
+def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of `parameter`'s shape that holds nothing: one NaN, expanded."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
+
+
+def _has_touched(line: weakref.ref[FlatParameter], index: int) -> bool:
+    """Return whether a line that is still there has a gradient of its tensor `index`."""
+    own = line()
+    return own is not None and own.touched[index]
+
+
+class FlatParameter:
+    """One line of parameters of one dtype that are trained, or frozen, together. `allocate` comes after the constructor.
+
+    Args:
+        name: unique in the model; the checkpoint's file name.
+        parameters: (name in the model, parameter) in model order.
+        comm: the ranks that share it.
+        dtype: compute dtype of the line.
+        policy: see `Policy`.
+        resident: keep all weights on every rank.
+        deferred: reduce the gradient once, at the end of the step, instead of after each use. (On one rank, where there is
+            nothing to reduce, autograd's gradients are added straight into `full_grad` as long as they stay on the device.)
+        replicated: every rank owns the whole line (stage 0).
+    """
+
+    weights: Store
+    gradient: Store | None = None  # below the device
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        comm: Communicator,
+        dtype: torch.dtype,
+        policy: Policy,
+        *,
+        resident: bool,
+        deferred: bool,
+        replicated: bool,
+    ) -> None:
+        self.name = name
+        self.comm = comm
+        self.dtype = dtype
+        self.parameters = [parameter for _, parameter in parameters]
+        self.trainable = self.parameters[0].requires_grad
+        self.owners = 1 if replicated else comm.world_size
+        self.rank = 0 if replicated else comm.rank
+        self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
+        alone = self.owners == 1
+        self.resident = resident or (alone and policy.placement.parameters == "device")
+        self.deferred = deferred or (alone and policy.placement.gradients == "device")
+        self.grad_dtype = policy.gradient_dtype or dtype
+        self.slot_dtype = self.grad_dtype if policy.parts > 1 else dtype  # where several are summed before the reduction
+        self.version = 0  # of the weights: +1 an update
+        self.touched = [False] * len(self.parameters)  # which tensors got a gradient since zero_grad
+        self.grad: Tensor | None = None  # on the device
+        self.full_grad: Tensor | None = None
+        self.square: float | None = None  # of a gradient below the device
+        self.full: Tensor | None = None
+        self.full_version = 0
+        self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
+        self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
+        self.valued: Sequence[bool] = ()  # which tensors had values before sharding, where there is an origin
+        self.update: Update | None = None
+        self.captured: threading.Event | None = None  # set when a checkpoint that is being written has this line
+        self.capture_seconds = 0.0  # that updates have waited for it
+        self.drain: Outflow | None = None
+        self.edits_taken = 0  # what `edits` was when the optimizer last looked
+        self._has_gradient = False
+        self._finished = False
+        self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
+
+    # --- where it lies
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of this rank's part, without padding."""
+        start, stop = self.layout.shard_range(self.rank)
+        return stop - start
+
+    def written_range(self) -> tuple[int, int]:
+        """Return the elements [first, last) of the line that this rank writes to a file for all: of a whole copy, a part."""
+        first, last = self.layout.shard_range(self.rank)
+        if self.owners < self.comm.world_size:
+            part = -(-last // (self.comm.world_size * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
+            first, last = min(part * self.comm.rank, last), min(part * (self.comm.rank + 1), last)
+        return first, last
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's weights (S,), where they are in memory.
+
+        Raises:
+            RuntimeError: if they are in a file.
+        """
+        self.settle()
+        if self.weights.tensor is None:
+            raise RuntimeError(f"the weights of {self.name} lie on NVMe: read them piece by piece")
+        return self.weights.tensor
+
+    def allocate(self, tiers: Tiers, drain: Outflow | None) -> None:
+        """Lay down this rank's bytes; take over values of parameters that have them (a meta tensor has none).
+
+        The parameters are absent afterwards, or views of `full`.
+        """
+        device, numel = self.comm.device, self.layout.shard_numel
+        if self.resident:
+            self.full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=device)
+            self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], "device")
+        else:
+            self.weights = tiers.make("parameters", f"{self.name}.weights", numel, self.dtype)
+        if self.trainable and not self.deferred and tiers.tier("gradients") != "device":
+            self.gradient = tiers.make("gradients", f"{self.name}.gradient", numel, self.grad_dtype)
+            self.drain = drain
+        self._take_over(device)
+        for parameter in self.parameters:
+            parameter.grad = None
+        own = weakref.ref(self)
+        if self.full is not None:
+            self.attach(self.full)
+            self.edits_taken = self.edits()
+            for index, parameter in enumerate(self.parameters if self.trainable else ()):
+                collect(parameter, self.layout.segments[index].name, partial(_has_touched, own, index))
+            return
+        for parameter, segment in zip(self.parameters, self.layout.segments):
+            guard(parameter, segment.name, lambda: (line := own()) is not None and line.has_gradient)
+        self.detach()
+
+    def unusable(self) -> tuple[set[str], dict[str, float]]:
+        """Return tensors that came with values which are not finite, and the largest values of those beyond the dtype.
+
+        This rank looks at what it is going to take over: before `allocate`.
+        """
+        broken: set[str] = set()
+        beyond: dict[str, float] = {}
+        first, last = (0, self.layout.numel) if self.resident else self.layout.shard_range(self.rank)
+        for span in self.layout.spans(first, last):
+            source, name = self.parameters[span.index].detach(), span.segment.name
+            if is_absent(source):
+                continue
+            low = span.start - span.segment.start
+            values = source.reshape(-1)[low : low + span.numel]
+            for part in [values] if values.dtype == self.dtype else values.split(PIECE_NUMEL):
+                if is_finite(part.to(self.dtype)):
+                    continue
+                if is_finite(part):
+                    beyond[name] = max(float(part.abs().max()), beyond.get(name, 0.0))
+                else:
+                    broken.add(name)
+        return broken, beyond
+
+    def _take_over(self, device: torch.device) -> None:
+        sources = [parameter.detach() for parameter in self.parameters]
+        self.built = not all(map(is_absent, sources))
+        if not self.built:
+            return
+
+        def copy(span: Span, out: Tensor) -> None:
+            if not is_absent(sources[span.index]):
+                low = span.start - span.segment.start
+                out.copy_(sources[span.index].reshape(-1)[low : low + span.numel])
+
+        if self.trainable and any(not is_absent(s) and s.dtype.itemsize > self.dtype.itemsize for s in sources):
+            exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), "device")
+            self.fill(exact, copy)
+            self.origin = self._values(exact.tensor, [not is_absent(source) for source in sources])
+        if self.full is not None:
+            for span in self.layout.spans(0, self.layout.numel):
+                copy(span, self.full[span.start : span.stop])
+        else:
+            self.fill(self.weights, copy)
+
+    def _values(self, exact: Tensor, valued: Sequence[bool]) -> Origin:
+        """Return the origin that gives from `exact` (S,) the tensors that had values; the others are left alone."""
+        self.valued = valued
+
+        def fill(start: int, out: Tensor) -> None:
+            first = self.layout.shard_range(self.rank)[0]
+            begin = first + start
+            for span in self.layout.spans(begin, min(begin + out.numel(), self.layout.shard_range(self.rank)[1])):
+                if valued[span.index]:
+                    out[span.start - begin : span.stop - begin].copy_(exact[span.start - first : span.stop - first])
+
+        return fill
+
+    def fill(self, store: Store, put: Callable[[Span, Tensor], object]) -> None:
+        """Let `put` write each tensor's part of this rank's range into `store` (S,), piece by piece."""
+        base, stop = self.layout.shard_range(self.rank)
+        for low, high in store.pieces():
+            piece = store.read(low, high)
+            for span in self.layout.spans(base + low, min(base + high, stop)):
+                put(span, piece[span.start - base - low : span.stop - base - low])
+            store.write(low, piece)
+
+    def spans(self, store: Store, first: int | None = None, last: int | None = None) -> Iterator[tuple[Span, Tensor]]:
+        """Yield each tensor's part of this rank's range in `store` (S,), with its values, piece by piece.
+
+        Args:
+            store: this rank's store (S,).
+            first: first element of the line that is wanted; None begins at this rank's range.
+            last: element of the line before which to stop; None ends with this rank's range.
+        """
+        base, stop = self.layout.shard_range(self.rank)
+        first, last = max(base, first or base), stop if last is None else min(stop, last)
+        for low, high in store.pieces():
+            start, end = max(base + low, first), min(base + high, last)
+            if start < end:
+                piece = store.read(low, high)
+                for span in self.layout.spans(start, end):
+                    yield span, piece[span.start - base - low : span.stop - base - low]
+
+    def settle(self) -> None:
+        """Wait for an update of this line that is under way.
+
+        Raises:
+            RuntimeError: if it failed: the weights and their state no longer belong together.
+        """
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+
+    # --- weights
+
+    def agree(self) -> None:
+        """Make whole copies equal on all ranks, as they may have been built from other random numbers: the owner's count.
+
+        Cost: for a resident line one all-gather or broadcast.
+        """
+        if self.full is None or not self.built:
+            return
+        if self.owners > 1:
+            self.gather(self.full)
+            return
+        self.comm.broadcast(self.full, self.name)
+        if self.origin is not None:
+            exact = self.full.float()
+            self.origin(0, exact[: self.layout.numel])
+            self.comm.broadcast(exact, self.name)
+            self.origin = self._values(exact, self.valued)
+
+    def attach(self, full: Tensor) -> None:
+        """Point the parameters at their places in `full` (W*S,)."""
+        for parameter, segment in zip(self.parameters, self.layout.segments):
+            if not self.resident:
+                parameter.__class__ = plain_class(parameter)
+            parameter.data = full[segment.start : segment.stop].view(segment.shape)
+
+    def detach(self) -> None:
+        """Make the parameters absent; until they are attached again, computing with one raises (resharded.py)."""
+        for parameter in self.parameters:
+            kind = plain_class(parameter)
+            parameter.__class__ = kind
+            parameter.data = absent(parameter, self.comm.device, self.dtype)
+            parameter.__class__ = resharded_class(kind)
+
+    def edits(self) -> int:
+        """Return a count of in-place writes to resident parameters by others; the engine's own, to `full`, leave it alone.
+
+        A parameter counts what is written through it and its views; `.data` is a view that counts for itself.
+        """
+        return sum(p._version for p in self.parameters if not p.is_inference()) if self.resident else 0
+
+    def displaced(self) -> str | None:
+        """Return the name of a resident parameter whose `.data` was replaced, so that it lies elsewhere than in `full`.
+
+        Cost: under a microsecond a parameter.
+        """
+        if self.full is None:
+            return None
+        start, size = self.full.data_ptr(), self.full.element_size()
+        for parameter, segment in zip(self.parameters, self.layout.segments):
+            if parameter.numel() and parameter.data_ptr() != start + segment.start * size:
+                return segment.name
+        return None
+
+    def gather(self, full: Tensor, read: Tensor | None = None) -> None:
+        """Fill `full` (W*S,) with every rank's weights. Cost: one all-gather of W*S elements, and a copy from their tier.
+
+        Args:
+            full: receives the weights of all ranks (W*S,).
+            read: this rank's weights (S,) in host memory, where they were read ahead from a file; None takes them from their
+                tier.
+        """
+        self.settle()
+        source = self.weights.tensor if read is None else read
+        if self.owners > 1 and source is not None and read is None and source.device == full.device:
+            self.comm.all_gather(full, source, self.name)
+            return
+        numel = self.layout.shard_numel
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        if source is None:
+            for low, high in self.weights.pieces():
+                own[low:high].copy_(self.weights.read(low, high))
+        elif own.data_ptr() != source.data_ptr():
+            own.copy_(source, non_blocking=True)
+        if self.owners > 1:
+            self.comm.all_gather(full, own, self.name)
+
+    def collect(self, store: Store) -> Tensor:
+        """Return all (W*S,) of what `store` (S,) is this rank's part of. A collective; on the device.
+
+        Cost: its bytes on every rank, and an all-gather.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=store.dtype, device=self.comm.device)
+        numel = self.layout.shard_numel
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        for low, high in store.pieces():
+            own[low:high].copy_(store.read(low, high))
+        if self.owners > 1:
+            self.comm.all_gather(full, own, self.name)
+        return full
+
+    def exact_weights(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of this rank's weights in fp32, as exact as they came. They must lie in one piece.
+
+        Cost: 4 bytes an element.
+        """
+        weights = self.weights.read(start, stop).float()
+        if self.origin is not None and start < self.own_numel:
+            self.origin(start, weights[: self.own_numel - start])
+        return weights
+
+    @property
+    def stale(self) -> bool:
+        """Whether a resident copy is older than the shards."""
+        return self.full is not None and self.full_version != self.version
+
+    def refresh(self) -> None:
+        """Bring a resident copy up to date after an update. Cost: one all-gather, if it is stale."""
+        if self.full is not None and self.stale:
+            self.gather(self.full)
+            self.full_version = self.version
+
+    # --- gradients
+
+    def zero_grad(self) -> None:
+        """Forget the step's gradient. Nothing is written: the next contribution overwrites."""
+        self._has_gradient = self._finished = False
+        self.square = None
+        self.contributions += 1
+        self.touched = [False] * len(self.parameters)
+
+    def _changes(self) -> None:
+        """Note that the gradient changes.
+
+        Raises:
+            RuntimeError: if it was reduced and read already: what was reduced cannot be added to.
+        """
+        if self._finished and self.deferred and self.comm.world_size > 1:
+            raise RuntimeError(
+                f"a backward reached {self.name} after its gradient norm was taken or the step was made: call zero_grad() "
+                "between a step and the next backward"
+            )
+        self._finished = False
+        self.contributions += 1
+        self.settle()
+
+    def contribute(self, full: Tensor) -> None:
+        """Add the mean over ranks of a local gradient `full` (W*S,), which is scratch after, to this rank's `grad`.
+
+        Cost: one reduce-scatter of W*S elements.
+        """
+        self._changes()
+        if self.drain is not None:
+            start = self.rank * self.layout.shard_numel
+            part = full[start : start + self.layout.shard_numel]
+            self.comm.reduce_scatter_mean(part, full, self.name)
+            self.drain.take(self, part, add=self._has_gradient)
+            self._has_gradient = True
+            return
+        if self.grad is None:
+            self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.comm.device)
+        if not self._has_gradient and self.grad_dtype == full.dtype:
+            self.comm.reduce_scatter_mean(self.grad, full, self.name)
+        else:
+            part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.comm.device)
+            self.comm.reduce_scatter_mean(part, full, self.name)
+            if self._has_gradient:
+                add_in_pieces(self.grad, part)
+            else:
+                self.grad.copy_(part)
+        self._has_gradient = True
+
+    def accumulate(self, index: int, gradient: Tensor) -> None:
+        """Add tensor `index`'s local `gradient` to `full_grad`; `finish` reduces it."""
+        self._changes()
+        if self.full_grad is None:
+            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
+        segment = self.layout.segments[index]
+        place = self.full_grad[segment.start : segment.stop]
+        if self.touched[index]:
+            add_in_pieces(place, gradient.reshape(-1))
+        else:
+            place.copy_(gradient.reshape(-1))
+        self.touched[index] = True
+        self._has_gradient = True
+
+    def finish(self) -> None:
+        """Reduce a deferred gradient: after this, `grad` (S,) is the step's mean gradient on every path.
+
+        Every rank takes part, also one whose part of the batch did not use these tensors.
+        Cost: for deferred gradients one reduce-scatter (stage 1) or all-reduce (stage 0) a step.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        if not self.deferred:
+            return
+        self.settle()
+        if self.full_grad is None:
+            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
+        for index, segment in enumerate(self.layout.segments):
+            if not self.touched[index]:
+                self.full_grad[segment.start : segment.stop].zero_()
+        self.full_grad[self.layout.numel :].zero_()
+        if self.owners == 1:
+            self.comm.all_reduce_mean(self.full_grad, self.name)
+            self.grad = self.full_grad
+        else:
+            start = self.rank * self.layout.shard_numel
+            self.grad = self.full_grad[start : start + self.layout.shard_numel]
+            self.comm.reduce_scatter_mean(self.grad, self.full_grad, self.name)
+        self._has_gradient = True
+
+    def gradient_store(self) -> Store | None:
+        """Return where this rank's part (S,) of the step's gradient lies; None if there is none."""
+        if not self._has_gradient:
+            return None
+        if self.gradient is not None:
+            return self.gradient
+        return None if self.grad is None else MemoryStore(self.grad, "device")
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank holds a gradient for the current step."""
+        return self._has_gradient
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of live storages by kind: parameters, gradients (the optimizer adds its own)."""
+        weights = self.full.untyped_storage().nbytes() if self.full is not None else store_bytes(self.weights)
+        gradient = self.full_grad if self.full_grad is not None else self.grad
+        held = gradient.untyped_storage().nbytes() if gradient is not None else 0
+        return {"parameters": weights, "gradients": held + (store_bytes(self.gradient) if self.gradient else 0)}
+
+
+def add_in_pieces(total: Tensor, part: Tensor) -> None:
+    """Add `part` (n,) to `total` (n,): on a CPU in pieces, as torch first widens all of a narrower `part`."""
+    width = PIECE_NUMEL if total.device.type == "cpu" and total.dtype != part.dtype else max(total.numel(), 1)
+    for start in range(0, total.numel(), width):
+        total[start : start + width].add_(part[start : start + width])
+
+
+def store_bytes(store: Store) -> int:
+    """Return the bytes of a shard, wherever it lies."""
+    return store.numel * store.dtype.itemsize

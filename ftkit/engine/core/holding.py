@@ -1,0 +1,154 @@
+"""Holding all weights for a while: gathered once, used by many forwards without gradients, given back.
+
+A token of an answer is one small forward through the whole model. Where every block's weights come and go with it, the
+answer waits for the wire; where there is room for all of them they are gathered once, each line into a buffer of its own,
+and blocks and leaves find them there. Nothing that training uses is touched meanwhile: the slots, the shards, the
+gradients and the state stay what they are, so training goes on afterwards as if nobody had asked.
+
+What it refuses: a forward with gradients, or a backward, while weights are held, and a forward after they were updated.
+What it costs: the bytes that `gathered_bytes` says, on the device, on every rank, and one all-gather a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.resharded import Guard
+from ftkit.engine.core.root_parameters import Leaf, gather_whole
+from ftkit.engine.core.shard import Units
+from ftkit.errors import UserError
+
+MARKS = 4093
+"""Columns of 8 bytes: a prime, which divides no usual width, so that rows that change places change the sums."""
+
+
+def gathered_bytes(units: Units) -> int:
+    """Return what `hold` takes on each rank's device, in bytes; 0 where all weights are whole already."""
+    return sum(flat.layout.padded_numel * flat.dtype.itemsize for flat in units.flats if not flat.resident)
+
+
+@contextmanager
+def hold(units: Units) -> Iterator[None]:
+    """Hold all weights of a model in the body. A collective: all ranks enter it; inside none waits for another.
+
+    A `hold` inside another one does nothing.
+
+    Raises:
+        RuntimeError: if an update that is under way fails.
+    """
+    if units.held_since is not None:
+        yield
+        return
+    units.check_unchanged()
+    units.freshen()
+    transfer = units.transfer
+    with ExitStack() as stack:
+        gathered = [unit for unit in units.units if unit.gathered]
+        for number, unit in enumerate(gathered):
+            transfer.read_ahead([other.gathered for other in gathered[number : number + 3]])
+            stack.callback(unit.give_back)
+            unit.hold_whole()
+        lines = dict.fromkeys(leaf.flat for leaf in units.leaves)
+        for flat in lines:
+            _hold_leaves(units, [leaf for leaf in units.leaves if leaf.flat is flat], stack)
+        transfer.settle()
+        units.held_since = transfer.updates
+        stack.callback(units.stop_holding)
+        yield
+
+
+def _hold_leaves(units: Units, leaves: list[Leaf], stack: ExitStack) -> None:
+    """Give the readers of one line its whole tensor, until `stack` is left."""
+    whole = gather_whole(leaves[0].flat)
+    for leaf in leaves:
+        leaf.whole = whole
+
+    def give_back() -> None:
+        for leaf in leaves:
+            leaf.whole = None
+        if units.policy.debug:
+            whole.fill_(math.nan)
+
+    stack.callback(give_back)
+
+
+@contextmanager
+def gathered(units: Units) -> Iterator[None]:
+    """Give every parameter of the model its value in the body, without gradients. A collective for all ranks.
+
+    Inside another one it leaves the values there for the other's body.
+
+    Raises:
+        UserError: at the end, if a value was edited: shards and masters would not know.
+
+    Cost: as `hold`, one comparison of this rank's shards, and two reads of its part of what is whole.
+    """
+    with torch.no_grad(), hold(units):
+        before = {flat.name: (_versions(flat), _marks(flat)) for flat in units.flats if flat.resident}
+        roots = {leaf.flat: leaf.whole for leaf in units.leaves if isinstance(leaf.parameter, Guard)}
+        for flat, whole in roots.items():
+            assert whole is not None
+            flat.attach(whole.reshape(-1))
+        try:
+            yield
+            edited = next((name for flat in units.flats if (name := _changed(flat, before.get(flat.name)))), None)
+        finally:
+            for flat in roots:
+                flat.detach()
+        names = [name for name in units.comm.all(edited) if name is not None]
+    if names:
+        raise UserError(
+            f"gathered_parameters: a value of {names[0]} was edited. Values are read in the body, not written: what is "
+            "gathered is a copy. Edit weights before ftkit.shard() or before training; one that is whole on every rank "
+            "(all at stages 0 to 2) also in place, under torch.no_grad(), outside of the body"
+        )
+
+
+def _changed(flat: FlatParameter, before: tuple[list[int], Tensor] | None) -> str | None:
+    """Return what to call a line, or the parameter on it, whose part on this rank is not what it was.
+
+    Args:
+        flat: the line.
+        before: versions and marks that a resident line had; None for a gathered one, which is compared with its shard.
+    """
+    if before is None:
+        return flat.name if _edited(flat) else None
+    versions, marks = before
+    if flat.displaced() is None and torch.equal(marks, _marks(flat)):
+        return None
+    names = [s.name for s, old, new in zip(flat.layout.segments, versions, _versions(flat)) if old != new]
+    return flat.displaced() or next(iter(names), flat.name)
+
+
+def _versions(flat: FlatParameter) -> list[int]:
+    return [0 if parameter.is_inference() else parameter._version for parameter in flat.parameters]
+
+
+def _marks(flat: FlatParameter) -> Tensor:
+    """Return sums of the bits of this rank's part of a resident line, in columns: an edit changes one.
+
+    Cost: one read of it.
+    """
+    words = flat.shard.view(torch.int64)  # a shard is a whole number of them
+    whole = len(words) // MARKS * MARKS
+    return torch.cat([words[:whole].view(-1, MARKS).sum(0), words[whole:]])
+
+
+def _edited(flat: FlatParameter) -> bool:
+    """Return whether this rank's part of the gathered values differs from its shard."""
+    base, _ = flat.layout.shard_range(flat.rank)
+    for low, high in flat.weights.pieces():
+        shard = flat.weights.read(low, high)
+        for span in flat.layout.spans(base + low, min(base + high, base + flat.own_numel)):
+            own = shard[span.start - base - low : span.stop - base - low]
+            first = span.start - span.segment.start
+            there = flat.parameters[span.index].reshape(-1)[first : first + span.numel]
+            if not torch.equal(there.view(torch.uint8), own.to(there.device).view(torch.uint8)):
+                return True
+    return False

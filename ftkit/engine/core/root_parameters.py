@@ -1,0 +1,238 @@
+"""Parameters outside blocks: embeddings and heads, gathered when they are read.
+
+A leaf module gathers at most once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`),
+so the name is a property: while the model runs, and where all ranks are known to read alike (`read_by_all`), it is the
+gathered tensor, an autograd function of the shard, whose backward reduce-scatters; at other times it is the absent
+parameter, with its true shape and dtype, which refuses computations. The gathered tensor lives as long as autograd wants it:
+an embedding's is gone after its lookup, a head's stays until its backward, which comes at once.
+
+A tied weight is one flat parameter read from two modules; both uses add into one gradient shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.resharded import on_gradient
+from ftkit.errors import UserError
+
+
+class Running:
+    """How many calls of the model, one inside the other, are under way."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.reading = 0
+        self.shared: dict[FlatParameter, tuple[int, Tensor]] = {}  # of parameters whose gradient a hook wants whole
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count the body as a call of the model."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            self._forget()
+
+    @contextmanager
+    def read_by_all(self) -> Iterator[None]:
+        """Let reads of root parameters gather in the body, also between calls: all ranks make the same reads there."""
+        self.reading += 1
+        try:
+            yield
+        finally:
+            self.reading -= 1
+            self._forget()
+
+    def _forget(self) -> None:
+        if not self.gathers:
+            self.shared.clear()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a read of a root parameter may gather it."""
+        return self.depth > 0 or self.reading > 0
+
+
+class Leaf:
+    """One parameter of one module outside blocks.
+
+    Args:
+        flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
+        module: the module that reads the parameter.
+        attribute: name of the parameter in `module`.
+        running: whether the model runs.
+        updates: returns how often weights were updated: what was gathered before an update is not read after it.
+    """
+
+    def __init__(
+        self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running, updates: Callable[[], int]
+    ) -> None:
+        self.flat = flat
+        self.module = module
+        self.attribute = attribute
+        self.running = running
+        self.updates = updates
+        self.own = module._parameters[attribute]
+        self.gathered: Tensor | None = None
+        self.whole: Tensor | None = None  # while all weights of the model are held (holding.py)
+        self.sharing = False
+        self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
+
+    def read(self) -> Tensor:
+        """Return the parameter's value where it has one to give: held, or gathered while the model runs, else absent.
+
+        What stands in its place for a while (torch.func.functional_call) is returned as it is.
+        """
+        if self.module._parameters.get(self.attribute) is not self.own:
+            return self.parameter
+        if self.whole is not None and not torch.is_grad_enabled():
+            return self.whole
+        if self.sharing:
+            wants_graph = torch.is_grad_enabled() and self.parameter.requires_grad
+            if self.gathered is None or (wants_graph and not self.gathered.requires_grad):
+                self.gathered = self._gather()
+            return self.gathered
+        return self._gather() if self.running.gathers else self.parameter
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter as the module has it registered: absent, with its true shape and dtype.
+
+        Raises:
+            AttributeError: if somebody took it out of the module, as pruning does while it looks at it.
+        """
+        parameter = self.module._parameters.get(self.attribute)
+        if parameter is None:
+            raise AttributeError(f"{type(self.module).__name__} has no {self.attribute}: it was taken out after sharding")
+        return parameter
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Let all reads in the body share one gather, at the first of them."""
+        self.sharing = True
+        try:
+            yield
+        finally:
+            self.sharing, self.gathered = False, None
+
+    def _gather(self) -> Tensor:
+        """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter.
+
+        All reads in a call share one where a hook wants the gradient: it is given the sum, as of a tied weight.
+        """
+        if torch.is_grad_enabled() and self.parameter.requires_grad:
+            hooks = _hooks_of(self.parameter)
+            updates, shared = self.running.shared.get(self.flat, (-1, None))
+            if hooks and shared is not None and updates == self.updates():
+                return shared
+            gathered: Tensor = _Gather.apply(self.flat, self.anchor)
+            for hook in hooks:
+                gathered.register_hook(hook)
+            if hooks and self.running.gathers:
+                self.running.shared[self.flat] = self.updates(), gathered
+            return gathered
+        return gather_whole(self.flat)
+
+
+def _hooks_of(parameter: Tensor) -> list[Any]:
+    """Return what the user registered on a parameter to change its gradient: autograd calls it on what is read instead."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all-gather of a flat parameter that holds one tensor. Backward: reduce-scatter into its gradient shard."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: FlatParameter, anchor: Tensor) -> Tensor:
+        ctx.flat = flat
+        ctx.set_materialize_grads(False)
+        return gather_whole(flat)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
+        _bring_home(ctx.flat, 0, gradient)
+        return None, None
+
+
+def _bring_home(flat: FlatParameter, index: int, gradient: Tensor | None) -> None:
+    """Put the gradient of tensor `index` onto its line; None where it is cut off on its way here (a `detach` in a block)."""
+    if flat.deferred:
+        if gradient is not None:
+            flat.accumulate(index, gradient)
+    elif gradient is not None:
+        contribute_tensor(flat, gradient)
+    else:  # on this rank; others may have one
+        flat.contribute(torch.zeros(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device))
+
+
+def gather_whole(flat: FlatParameter) -> Tensor:
+    """Return the one tensor on `flat`, whole. A collective. Cost: one all-gather, and its bytes on every rank."""
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
+    flat.gather(full)
+    return full[: flat.layout.numel].view(flat.layout.segments[0].shape)
+
+
+def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
+    """Reduce the local `gradient` of the one tensor on `flat`. Cost: one reduce-scatter, one buffer of W*S elements."""
+    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
+    full[: flat.layout.numel].copy_(gradient.reshape(-1))
+    full[flat.layout.numel :].zero_()
+    flat.touched[0] = True
+    flat.contribute(full)
+
+
+def refuse_gradients(flat: FlatParameter) -> None:
+    """Raise where autograd adds up a gradient in a root parameter itself, which only a read by attribute can bring home.
+
+    Raises:
+        UserError: for a hook of the user's that waits for such a gradient.
+    """
+    name = flat.name
+    if any(parameter._post_accumulate_grad_hooks for parameter in flat.parameters):
+        raise UserError(
+            f"{name} has a hook of register_post_accumulate_grad_hook: at stage 3 its gradient is never whole in `.grad`. "
+            "Use register_hook, which is given the gradient, or set ftkit={'stage': 2}"
+        )
+
+    def refuse(parameter: Tensor) -> None:
+        parameter.grad = None
+        raise UserError(
+            f"{name} got a gradient outside the model's calls: read it as an attribute of its module (model.lm_head.weight) "
+            "in a Trainer's compute_loss or within `ftkit.root_parameters(model)`"
+        )
+
+    for parameter in flat.parameters:
+        on_gradient(parameter, refuse)
+
+
+def receive(flat: FlatParameter) -> None:
+    """Collect gradients of a resident flat parameter outside blocks as autograd finishes them.
+
+    The hooks do not keep the line alive: autograd holds them where Python's collector does not look, so a line that they
+    held would never go, and its shards with it.
+    """
+    line = weakref.ref(flat)
+
+    def receiver(index: int) -> Any:
+        def take(parameter: Tensor) -> None:
+            own = line()
+            if own is None:  # its model is gone: this is a tensor like any other
+                return
+            gradient, parameter.grad = parameter.grad, None
+            _bring_home(own, index, gradient)
+
+        return take
+
+    for index, parameter in enumerate(flat.parameters):
+        on_gradient(parameter, receiver(index))

@@ -1,0 +1,1 @@
+"""Bytes in files: safetensors and flat files read and written by ranges, in pieces with checksums."""

@@ -1,0 +1,1 @@
+"""What ftkit knows of Hugging Face models: blocks, adapters, fused modules, fp32 modules, attention, the head."""

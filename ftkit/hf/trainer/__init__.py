@@ -1,0 +1,1 @@
+"""`Trainer`, `TrainingArguments` and `Accelerator`, and what they need of a run."""

@@ -1,0 +1,1 @@
+"""Weights between folders and shards: read and written by ranges, exported, merged."""

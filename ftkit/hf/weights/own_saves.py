@@ -1,0 +1,46 @@
+"""The `save_pretrained` of a sharded model and of models inside it (a backbone): it writes no values that are not finite.
+
+At stages 0 to 2 whole weights are at hand and that method works as always; it looks at no values itself.
+Where weights are in shards it refuses, or is given a `state_dict`. What it costs: one pass over what was trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from ftkit.engine.core.buffers import may_be_infinite, persistent_buffers
+from ftkit.engine.core.instance_class import specialise
+from ftkit.engine.core.resharded import Guard
+from ftkit.engine.core.shard import Units
+from ftkit.engine.files.finite import refuse_not_finite
+
+
+def look_before_saving(model: nn.Module, units: Units) -> None:
+    """Let each `save_pretrained` of a model and of the models inside it raise UserError for values that are not finite."""
+    for each in model.modules():
+        _look_before_saving(each, units)
+
+
+def _look_before_saving(model: nn.Module, units: Units) -> None:
+    own: Any = getattr(type(model), "save_pretrained", None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(own).bind(self, *args, **kwargs).arguments
+        state, buffers = given.get("state_dict", kwargs.get("state_dict")), persistent_buffers(self)
+        if state is None:
+            units.be_current()
+            trained = {name: p for name, p in self.named_parameters() if p.requires_grad and not isinstance(p, Guard)}
+            state = {**trained, **buffers}
+        for name, tensor in state.items():
+            if not isinstance(tensor, Guard):
+                refuse_not_finite(name, tensor.detach().reshape(-1), infinite=name in buffers and may_be_infinite(name))
+        return own(self, *args, **kwargs)
+
+    specialise(model, save_pretrained=save_pretrained)

@@ -1,0 +1,1 @@
+"""Starts ranks, joins those that a launcher started, and watches them."""

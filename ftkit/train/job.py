@@ -1,0 +1,486 @@
+"""The job of one rank: rows, model, training, and what is left of it in the run's folder.
+
+`run` is what the launcher calls in every rank; a `Job` is the same for ranks that live on. It prepares the data before the
+ranks wait for each other, loads the model without a whole copy anywhere, evaluates and answers the recipe's questions,
+trains, does both again, and writes the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end,
+by the user or by the memory guard (`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not
+done.
+
+It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
+a bare training would not make.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from transformers import PrinterCallback, TrainerCallback
+
+from ftkit.config.recipe import Recipe, steps_of
+from ftkit.config.wording import counted
+from ftkit.data.faults import stops_of
+from ftkit.data.prepared import Collator, check_isolation
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.errors import Diverged, UserError
+from ftkit.hf.inference.generation import generate
+from ftkit.hf.models.attention import use_packed_attention
+from ftkit.hf.models.shapes import common_limits
+from ftkit.hf.weights.nonfinite import made_no_update, weights_not_finite
+from ftkit.launch.local import Stop
+from ftkit.output.run_folder import RunFolder, step_of, write_json
+from ftkit.plan.choice import Plan
+from ftkit.plan.memory import GIB
+from ftkit.plan.ways import KINDS, Limits
+from ftkit.report.live import RunReport, simulated
+from ftkit.report.plan_text import show_plan
+from ftkit.report.text import literal
+from ftkit.train.divergence_callback import DivergenceWatch
+from ftkit.train.dry_run import DryCommunicator
+from ftkit.train.memory_stop import MemoryStop
+from ftkit.train.notices import notices
+from ftkit.train.parts import decoder_inputs, make_parts, positions_of
+from ftkit.train.planning import ask_here, ask_model, box_here, disk_room, settings_of
+from ftkit.train.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
+from ftkit.train.questions import Question
+from ftkit.train.recipe_arguments import compute_dtype, training_arguments
+from ftkit.train.recipe_trainer import RecipeTrainer, WholeSteps
+from ftkit.train.resume import check_noted, check_noted_base, first_whole, noted
+from ftkit.train.run_rows import Rows
+from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
+
+
+def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
+    """Fine-tune as a recipe says, as one of the ranks of the run, and leave the ranks' process group.
+
+    Args:
+        stop: Says whether the user asked this rank to end.
+        recipe: The facts.
+        checkpoints: Folders to continue from, in the order in which they are tried; none to start from the beginning.
+        ranks: Processes of the whole run.
+
+    Returns:
+        What summary.json holds; `stopped`, with a sentence, if the run was ended on request.
+
+    Raises:
+        UserError: The recipe, the data or the model cannot be used. Where host memory runs out the process ends with
+            `MemoryShort` and does not return.
+    """
+    job = Job(stop, recipe, ranks)
+    summary = job.run(checkpoints, unless_over=True)
+    job.trainer.end()
+    if not summary.pop("saved", True):
+        raise UserError(summary["stopped"])
+    return summary
+
+
+class Job:
+    """One run of a recipe, as one of its ranks; what it made stays at hand for whoever lives on after it.
+
+    Args:
+        stop: Says whether the user asked this rank to end.
+        recipe: The facts.
+        ranks: Processes of the whole run.
+        bar: Makes what shows the steps, from the console that it may write to.
+
+    Attributes:
+        trainer: The run's Trainer, which holds the model; None until it is made.
+        tokenizer: The model's tokenizer; None until it is made.
+        rows: The prepared rows; None until they are made.
+        plan: How memory is used; None until it is made.
+    """
+
+    def __init__(
+        self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar
+    ) -> None:
+        self.stop, self.recipe, self.ranks, self.bar = stop, recipe, ranks, bar
+        self.folder = RunFolder(Path(recipe.output.dir))
+        self.trainer: Any = None
+        self.tokenizer: Any = None
+        self.rows: Rows | None = None
+        self.plan: Plan | None = None
+        self.asked: list[Question] = []
+        self.checkpoint: str | None = None  # that it goes on from
+
+    def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
+        """Train, and leave the run's folder; all ranks take part.
+
+        Args:
+            checkpoints: See `run` of this module.
+            unless_over: Do not train where an earlier run with the same recipe made all its steps and left its model. No
+                weights are loaded then.
+
+        Returns:
+            As `run`; where it was ended on request also `saved`: whether there is a checkpoint of its last step.
+
+        Raises:
+            UserError: As `run`.
+        """
+        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
+            plan = self._build(checkpoints)
+            if unless_over and (summary := self._summary_if_over()) is not None:
+                return summary
+            return self._train(plan, checkpoints, memory, stack)
+
+    def restore(self, checkpoints: list[str]) -> int:
+        """Bring the first whole one of some checkpoints into memory, train nothing and write nothing; returns its step.
+
+        Raises:
+            UserError: As `run`.
+        """
+        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory:
+            plan = self._build(checkpoints)
+            memory.attach(self.trainer)
+            self.trainer.add_callback(LookAtFp16(self.trainer, plan))
+            self.trainer.args.eval_on_start = False
+            self.trainer.restore(self.checkpoint)
+            return self.trainer.state.global_step
+
+    def _build(self, checkpoints: list[str]) -> Plan:
+        """Make the model, the rows and the Trainer, and find what to go on from."""
+        recipe = self.recipe
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()  # a bar in a log file is a line a tick
+        GradientState().dataloader_references = [None]  # of a run of this process that was cut off
+        arguments = training_arguments(recipe, self.ranks)
+        parts = make_parts(recipe, self.ranks, lambda model: follow_plan(recipe, model, arguments, self.ranks))
+        tokenizer, plan, rows = self.tokenizer, self.plan, self.rows = parts.tokenizer, parts.plan, parts.rows
+        self.asked = parts.asked
+        quiet = arguments.process_index > 0
+        say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=quiet)
+        [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
+        comm = Communicator(arguments.device)
+        checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(literal(line)))
+        if checkpoint is not None:
+            check_noted(checkpoint, recipe, rows.prepared.report.digest)
+            say.print(literal(f"resuming from {checkpoint}"))
+        arguments.eval_on_start = rows.held_out is not None and checkpoint is None
+        say.print(literal(str(rows.prepared.report)))
+        batches = plan.accumulation * plan.way.parts
+        say.print(literal(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
+        self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments)
+        if checkpoint is not None:
+            self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
+        return plan
+
+    def _summary_if_over(self) -> dict[str, Any] | None:
+        """Return what a run left that has nothing more to do, and say so; None for one that goes on. A collective."""
+        folder, order = self.folder, self.trainer.order
+        steps = steps_of(self.recipe, len(order.order), order.step_sequences)
+        last = folder.path / f"checkpoint-{steps}"
+        found = folder.read_summary(self.recipe.dump()) if self.checkpoint else {}
+        whole = bool(found) and found.get("problem") is None and found.get("steps") == steps
+        over = whole and Path(self.checkpoint or "").resolve() == last.resolve()
+        [summary] = broadcast_object_list([found if over else None])
+        if summary is not None:
+            said = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
+            self.say.print(literal(f"{said}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew"))
+        return summary
+
+    def _train(self, plan: Plan, checkpoints: list[str], memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
+        """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
+        recipe, trainer, rows, say, folder = self.recipe, self.trainer, self.rows, self.say, self.folder
+        assert rows is not None
+        asked, checkpoint = self.asked, self.checkpoint
+        stops = stops_of(getattr(trainer.model, "generation_config", None))
+        faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
+        sequences, step_sequences = len(trainer.order.order), trainer.order.step_sequences
+        known = positions_of(trainer.model)
+        left_out = rows.left_out(trainer.order.order)
+        for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known, asked, left_out):
+            say.print(literal(line))
+        if trainer.is_world_process_zero():
+            folder.write_recipe(recipe.dump())
+        shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
+        memory.attach(trainer)
+        first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
+        first += [shown] if asked and checkpoint is None else []
+        watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
+        end = add_callbacks(
+            trainer, recipe, folder, lambda: self.stop.asked or memory.asked, say, first, watch, self.bar(say)
+        )
+        report = RunReport(
+            folder,
+            trainer.is_world_process_zero(),
+            report_facts(recipe, plan, checkpoint),
+            lambda: trainer.units,
+            shown.known,
+            lambda: len(watch.found),
+            say,
+        )
+        trainer.add_callback(report)
+        stack.enter_context(report)
+        before, dtype = state_of(checkpoint), compute_dtype(recipe.train.dtype)
+        if trainer.is_world_process_zero():
+            folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
+        began = time.perf_counter()
+        self._take_line(checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        while watch.ended_by is not None:
+            try:
+                checkpoint = watch.way_back()
+            except Diverged as error:
+                summary = summarise(trainer, folder, time.perf_counter() - began, dtype, plan, before)
+                if trainer.is_world_process_zero():
+                    write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
+                raise
+            trainer.args.eval_on_start = False
+            self._take_line(checkpoint)
+            trainer.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - began
+        if end.ended_at_step is not None:
+            memory.leave_if_asked()
+            problem, step = trainer.save_problem, end.ended_at_step
+            report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
+            if problem is not None:
+                return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
+            return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+        made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
+        done = [path for path in made if path not in trainer.damaged]
+        if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
+            trainer.retire_checkpoints(done[-1])
+        held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
+        first_step, last_step = before.global_step if before else 0, trainer.state.global_step
+        problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
+        problem = problem or made_no_update(trainer.sharded_optimizer, last_step - first_step)
+        if problem is None and not math.isfinite(held_out):
+            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
+        broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
+        if broken:
+            problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
+        else:
+            if trainer.is_world_process_zero():
+                folder.list_model(whole=False)
+            trainer.save_model(str(folder.model))
+            if trainer.is_world_process_zero():
+                folder.list_model(whole=True)
+        after = shown.answers(trainer.model) if asked and not broken else [""] * len(asked)
+        summary = summarise(trainer, folder, seconds, dtype, plan, before)
+        summary |= {"problem": problem, "model_written": not broken}
+        if trainer.is_world_process_zero():
+            write_json(folder.summary, {**summary, "answers": shown.records(after)})
+            report.end()
+            show_answers(say, shown.records(after))
+            show_summary(say, summary, folder)
+        if problem is not None:
+            raise Diverged(f"{problem}. {self._advice()}")
+        return summary
+
+    def _take_line(self, checkpoint: str | None) -> None:
+        """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
+        folder, trainer, known = self.folder, self.trainer, self.folder.newest_first()
+        before = state_of(checkpoint)
+        if trainer.is_world_process_zero():
+            trainer.line = folder.go_on_from(Path(checkpoint) if checkpoint else None, before.global_step if before else 0)
+        [trainer.line] = broadcast_object_list([trainer.line])
+        left = folder.left()
+        trainer.damaged |= set(left)
+        for path in [path for path in known[::-1] if path in left]:
+            told = f"{path} stays, and --resume auto passes it over: the run goes back to step {left[path]}"
+            self.say.print(literal(told))
+
+    def _advice(self) -> str:
+        """Return what to do about a run that failed."""
+        last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
+        told = [f"{divergences} names the steps."] if divergences.exists() else []
+        told += ["There is no checkpoint to go back to." if last is None else f"The last checkpoint is {last.name}."]
+        ways = ["Lower optimizer.lr"]
+        ways += ["set train.on_divergence to skip or rollback"] if self.recipe.train.on_divergence == "continue" else []
+        return " ".join([*told, f"{', '.join(ways)}, or look at the data of the last steps"])
+
+
+def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
+    """Plan the run, the same on all ranks, and put what was chosen into the Trainer's arguments.
+
+    Raises:
+        DoesNotFit: With numbers and ways out, before anything is allocated.
+    """
+    comm = Communicator(arguments.device)
+    limits = common_limits(settings_of(recipe), comm)
+    limits = replace(limits, disk_bytes=disk_room(recipe))
+    box = comm.same(box_here(recipe))  # boxes of several kinds choose by the first one's rates, all of them
+    plan = ask_model(recipe, model, ranks, limits, box).plan()
+    way = plan.way
+    chosen = {key: getattr(way, key) for key in ("stage", "activations", "weights", *KINDS)}
+    chosen |= {"update": "deferred" if way.deferred else "now", "accumulate_in": "unit" if way.parts > 1 else "step"}
+    chosen |= {"state_host_gib": way.state_host_bytes / GIB}
+    # What was granted has been planned with: the engine must not weigh it again, against what is free by then.
+    arguments.ftkit = {**arguments.ftkit, **chosen, "device_gib": None, "host_gib": None}
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = way.micro_batch
+    arguments.gradient_accumulation_steps = plan.accumulation * way.parts
+    return plan
+
+
+def report_facts(recipe: Recipe, plan: Plan, checkpoint: str | None) -> dict[str, Any]:
+    """Return what the report tells of a run before its first step."""
+    return {
+        "resumed_from": None if checkpoint is None else Path(checkpoint).name,
+        "device": device_name(),
+        "dtype": compute_dtype(recipe.train.dtype),
+        "versions": versions(),
+        "plan": plan.as_dict(),
+        "simulated": simulated(plan.speed),
+    }
+
+
+def make_trainer(
+    recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, arguments: Any, *, kind: type[RecipeTrainer] = RecipeTrainer
+) -> Any:
+    """Put the model, the rows and the recipe's wishes into a Trainer of some kind."""
+    micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    boundaries = recipe.data.packing and arguments.ftkit is not None and use_packed_attention(model)
+    trainer = kind(
+        model=model,
+        args=arguments,
+        train_dataset=rows.train,
+        eval_dataset=rows.held_out,
+        processing_class=tokenizer,
+        data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model), boundaries=boundaries),
+        order=rows.prepared.order(recipe.train.seed),
+        step_sequences=micro_batch * accumulation * arguments.world_size,
+        metrics=recipe.eval.metrics if recipe.eval else (),
+        seq2seq=recipe.task == "seq2seq",
+        per_example=RunFolder(Path(recipe.output.dir)).per_example,
+        keep=recipe.output.keep,
+        noted=noted(recipe, rows.prepared.report.digest),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def add_callbacks(
+    trainer: RecipeTrainer,
+    recipe: Recipe,
+    folder: RunFolder,
+    end_asked: Callable[[], bool],
+    say: Console,
+    first: list[TrainerCallback],
+    watch: DivergenceWatch,
+    bar: Bar,
+) -> EndOnRequest:
+    """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
+    end = EndOnRequest(end_asked, trainer.any_rank, trainer.finish_save)
+    if recipe.data.packing:
+        trainer.add_callback(CheckPacking())
+    log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
+    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that others want to save
+        trainer.add_callback(callback)
+    return end
+
+
+ISOLATION_NUMEL = 1 << 30
+"""Parameters of a model that a dry run still asks, on the CPU, whether packed samples stay apart."""
+
+
+class CheckPacking(TrainerCallback):
+    """Ask the model, once it is in place, whether packed samples stay apart."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse a family whose samples see each other."""
+        check_isolation(model)
+
+
+@dataclass
+class ShowAnswers(TrainerCallback):
+    """Answer the questions before the first step, and keep the answers.
+
+    Args:
+        asked: The questions.
+        tokenizer: The model's tokenizer.
+        max_new_tokens: Most tokens of an answer.
+        limits: Memory granted to the run.
+        before: The answers of the model as it came; filled when training begins.
+    """
+
+    asked: list[Question]
+    tokenizer: Any
+    max_new_tokens: int
+    limits: Limits | None = None
+    before: list[str] = field(default_factory=list)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Answer with the model as it came; after a rollback it is no longer that."""
+        self.before = self.before or self.answers(model)
+
+    def answers(self, model: Any) -> list[str]:
+        """Answer every question; all ranks of a sharded model take part."""
+        return generate(
+            model,
+            self.tokenizer,
+            [each.turns for each in self.asked],
+            max_new_tokens=self.max_new_tokens,
+            glue=[each.glue for each in self.asked],
+            limits=self.limits,
+        )
+
+    def known(self) -> list[dict[str, str]]:
+        """Return what is known while the run goes on: `records` without the answers after it."""
+        return self.records([""] * len(self.asked))
+
+    def records(self, after: list[str]) -> list[dict[str, str]]:
+        """Return question, expected answer, and the answers before and after, one dictionary a question."""
+        before = self.before or [""] * len(self.asked)
+        return [
+            {"question": each.text, "expected": each.expected, "before": first, "after": last}
+            for each, first, last in zip(self.asked, before, after)
+        ]
+
+
+def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> None:
+    """Do everything up to the first step that needs no ranks, and say what would be run.
+
+    Args:
+        recipe: The facts.
+        ranks: Processes of the whole run.
+        checkpoints: Checkpoints that the run would try to go on from, in this order.
+
+    Raises:
+        UserError: As `run` would.
+    """
+    say = Console(soft_wrap=True, highlight=False, emoji=False)
+    parts = make_parts(recipe, ranks, lambda model: ask_here(recipe, model, ranks).plan())
+    tokenizer, model, plan, rows = parts.tokenizer, parts.model, parts.plan, parts.rows
+    micro_batch, accumulation = plan.way.micro_batch, plan.accumulation * plan.way.parts
+    step_sequences = micro_batch * accumulation * ranks
+    order = rows.prepared.order(recipe.train.seed)
+    epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
+    steps = steps_of(recipe, len(order), step_sequences)
+    alone = DryCommunicator(torch.device("cpu"), 1)
+    checkpoint = first_whole([str(each) for each in checkpoints], alone, lambda line: say.print(literal(line)))
+    if checkpoint is not None:
+        check_noted(checkpoint, recipe, rows.prepared.report.digest)
+        check_noted_base(checkpoint, model)
+        say.print(literal(f"would resume from {checkpoint}"))
+    numel = sum(each.numel() for each in model.parameters())
+    if recipe.data.packing and recipe.model.name is not None and numel <= ISOLATION_NUMEL:
+        use_packed_attention(model)
+        check_isolation(model)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    dtype = compute_dtype(recipe.train.dtype)
+    say.print(literal(recipe.dump()))
+    say.print(literal(str(rows.prepared.report)))
+    say.print(f"held out: {counted(len(rows.held_out) if rows.held_out is not None else 0, 'row')}")
+    say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
+    show_plan(say, plan)
+    say.print(
+        f"step: {recipe.train.batch_tokens:,} tokens = {counted(ranks, 'rank')} x {counted(micro_batch, 'sequence')} x "
+        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
+    )
+    say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
+    faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
+    positions = positions_of(model)
+    left_out, report = rows.left_out(order), rows.prepared.report
+    for line in notices(recipe, report, len(order), step_sequences, faults, positions, parts.asked, left_out):
+        say.print(literal(line))
+    say.print("nothing was trained (--dry-run)")

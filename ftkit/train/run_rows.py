@@ -1,0 +1,132 @@
+"""The rows of a run: the recipe's tokenizer, what is trained on, what is held out, and what is wrong with either.
+
+Every rank prepares them, before the ranks wait for each other; one of a machine does the work, the others find it done.
+It refuses what `ftkit.data.prepared` refuses, and a tokenizer that cannot be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ftkit.config.recipe import Model, Recipe
+from ftkit.config.wording import counted
+from ftkit.data.batches import StepOrder
+from ftkit.data.columns import refuse_marks, refuse_unmatched
+from ftkit.data.faults import Fault
+from ftkit.data.prepared import Prepared, prepare, prepare_section, split
+from ftkit.hf.models.config_names import check_special_tokens, check_template_files, check_tokenizer_fields
+from ftkit.hf.models.model_config import check_folder, read_config, reading
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The prepared rows of a run.
+
+    Args:
+        train: Data set to train on: input_ids, labels, position_ids if packed.
+        held_out: Data set to evaluate on, or None.
+        prepared: What `train` was made of, with its report and its order.
+        prepared_held_out: What `held_out` was made of, where that is another file.
+        spare: Held-out rows of `eval.share` that `eval.max_rows` leaves out: neither trained on nor measured.
+    """
+
+    train: Any
+    held_out: Any
+    prepared: Prepared
+    prepared_held_out: Prepared | None = None
+    spare: int = 0
+
+    def faults(self, tokenizer: Any, stops: Collection[int]) -> list[Fault]:
+        """Return what is wrong with them, though they can be trained on; see `Prepared.faults`.
+
+        Cost: sorts the checksums of all samples where a file is held out.
+        """
+        apart = self.prepared_held_out
+        found = self.prepared.faults(tokenizer, stops, shared=self.held_out is not None and apart is None)
+        if apart is not None:
+            found += [each.of("held out") for each in apart.faults(tokenizer, stops)]
+            overlap = self.prepared.overlap(apart)
+            found += [overlap] if overlap is not None else []
+        return found
+
+    def left_out(self, order: StepOrder) -> list[str]:
+        """Return which rows, though handed in, an epoch does not come to, or nothing does; one line each.
+
+        Args:
+            order: The order of the samples to train on.
+        """
+        lines = []
+        if self.spare:
+            spare = counted(self.spare, "row")
+            lines.append(f"eval.max_rows leaves out {spare} of eval.share, neither trained on nor measured")
+        for source, members, count in zip(self.prepared.report.sources, order.members, order.counts()):
+            if count < len(members):
+                lines.append(
+                    f"{source.label}: by the weights an epoch takes {count} of its {counted(len(members), 'sequence')}, and "
+                    "others the next time"
+                )
+        return lines
+
+
+def load_tokenizer(model: Model) -> Any:
+    """Load the tokenizer of a recipe.
+
+    Raises:
+        UserError: There is none of that name, it would need its own code, or it names a token that it does not have.
+    """
+    name = model.tokenizer_name
+    revision = model.revision if model.tokenizer is None else None
+    _, fields = check_folder(name)
+    needed = "needed: a folder with tokenizer.json, or a hub id; set model.name or model.tokenizer"
+    with reading(name, "no tokenizer could be loaded from it", advice=needed):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        except Exception:
+            if fields:  # transformers reads it for the tokenizer's class: what is wrong with it is no tokenizer's fault
+                read_config(name, None, trust_remote_code=model.trust_remote_code)
+            raise
+    check_tokenizer_fields(name)
+    check_special_tokens(tokenizer, name)
+    if not tokenizer.chat_template:
+        check_template_files(name)
+    return tokenizer
+
+
+def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
+    """Prepare the rows to train on and those held out; one rank of a machine does the work.
+
+    Raises:
+        UserError: See `ftkit.data.prepared.prepare`.
+    """
+    data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
+    prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task, must_match=False)
+    train, evaluation, apart, spare = prepared.dataset, None, None, 0
+    if held_out is not None and held_out.share is not None:
+        train, evaluation = split(train, held_out.share, seed)
+    elif held_out is not None:
+        apart = prepare(
+            held_out.path,
+            tokenizer,
+            sequence_tokens=data.sequence_tokens,
+            loss_on=data.loss_on,
+            on_bad_row=data.on_bad_row,
+            task=recipe.task,
+            long_text=data.long_text,
+            ignore_columns=data.ignore_columns,
+            must_match=False,
+            cache_dir=data.cache_dir,
+            workers=data.workers,
+        )
+        evaluation = apart.dataset
+    reports = [each.report for each in (prepared, apart) if each is not None]
+    refuse_unmatched(data.ignore_columns, reports)
+    refuse_marks(data.loss_on, reports)
+    if held_out is not None and held_out.max_rows is not None:
+        kept = min(held_out.max_rows, len(evaluation))
+        spare = len(evaluation) - kept if apart is None else 0
+        evaluation = evaluation.select(range(kept))
+    return Rows(train, evaluation, replace(prepared, dataset=train), apart, spare)
