@@ -166,7 +166,7 @@ def plan(
         bool | None,
         typer.Option(
             "--what-if/--no-what-if",
-            help="Also with larger cards, a drive, LoRA, half the sequence. Default: for the eye, where seconds are known.",
+            help="Also plan larger cards, a drive, LoRA, half the sequence. Default: on in text output with known rates.",
         ),
     ] = None,
     page: Annotated[

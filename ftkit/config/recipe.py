@@ -265,7 +265,7 @@ class Train(Section):
     neftune_noise_alpha: Noise | None = Field(None, description="noise on the embeddings (NEFTune)")
     label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
     on_divergence: Literal["continue", "skip", "rollback", "stop"] = Field(
-        "continue", description="after a loss that is no number or a spike: tell it; also leave the step out; go back; end"
+        "continue", description="on a NaN loss or a spike: warn; warn and skip the step; roll back; stop"
     )
 
 

@@ -239,7 +239,7 @@ def with_spare_host(way: Way, shape: Shape, limits: Limits, forced: Forced = FRE
 
 
 def _without_spare_host(way: Way, forced: Forced) -> Way:
-    """Return the way with no more of a state on NVMe in host memory than the user said: the rest makes way for others."""
+    """Return the way without the host cache of a state on NVMe that the planner chose; the user's own stays."""
     return replace(way, state_host_bytes=forced.state_host_bytes or 0) if way.state == "nvme" else way
 
 

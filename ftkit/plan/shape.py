@@ -171,7 +171,7 @@ class Way:
         if self.gradients != "device" and self.stage < 2:
             return f"gradients on the {self.gradients} tier need stage 2 or 3"
         if self.activations == "keep" and self.kept != "device":
-            return f"kept inputs on the {self.kept} tier belong to recomputed blocks, and activations are kept"
+            return f"activation offload (kept: {self.kept}) requires activation checkpointing, and activations are kept"
         if not cpu and self.state == "device" and (self.parameters, self.gradients) != ("device", "device"):
             return "optimizer state on the device needs parameters and gradients there"
         return None
@@ -212,7 +212,7 @@ class Way:
             if kinds:
                 yield f"{' and '.join(kinds).replace('kept', 'kept inputs')} on {tier}"
         if self.state_host_bytes:
-            yield f"{self.state_host_bytes / 2**30:.1f} GiB of each rank's state on host all the same"
+            yield f"{self.state_host_bytes / 2**30:.1f} GiB of each rank's state cached in host memory"
         if self.parts > 1:
             yield f"{self.parts} micro-batches through each block together"
         if self.deferred:

@@ -1,6 +1,6 @@
 """Data before training, on a terminal. What is trained on stands in ⟦brackets⟧, bold and underlined where there are colours.
 
-The text of rows is of strangers: what a terminal would obey is printed as a sign.
+Text of rows is untrusted: control characters are escaped.
 """
 
 from __future__ import annotations

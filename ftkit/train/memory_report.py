@@ -6,7 +6,7 @@
     ways_out    what would make the run fit
 
 Tenants are what the engine counts itself; the rest of a rank's RSS is Python and torch with their libraries, activations,
-logits, batches and what the allocator keeps. On a GPU rank what lies on the device is no tenant.
+logits, batches and what the allocator keeps. GPU allocations are not counted.
 
 It is made when memory is nearly gone: a process that has ended meanwhile is left out. Cost: a look at every process of
 the box, some ten milliseconds.

@@ -53,8 +53,8 @@ def notices(
         )
     if positions and recipe.data.sequence_tokens > positions:
         lines.append(
-            f"warning: data.sequence_tokens is {recipe.data.sequence_tokens} and the model was made for {positions} "
-            "positions (max_position_embeddings): beyond them it has to learn anew where things stand"
+            f"warning: data.sequence_tokens is {recipe.data.sequence_tokens} and the model has {positions} "
+            "positions (max_position_embeddings): positions beyond these are untrained"
         )
     if unread := dict.fromkeys(name for question in asked for name in question.unread):
         lines.append(f"warning: show.path: its questions are asked without {', '.join(map(repr, unread))}")

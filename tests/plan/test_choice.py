@@ -185,7 +185,7 @@ def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     assert saved == 2 * (part - widest)
     written = wear(plan.shape, plan.way, 1, cpu=True)["state"]
     assert written == wear(all_there.shape, all_there.way, 1, cpu=True)["state"] - part + widest
-    assert "of each rank's state on host all the same" in str(plan.way)
+    assert "of each rank's state cached in host memory" in str(plan.way)
     said = make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=GIB)).way
     assert (said.state, said.state_host_bytes) == ("nvme", GIB)
 
@@ -265,7 +265,7 @@ def test_gradients_are_summed_in_fp32_where_several_are():
 def test_what_contradicts_itself_is_refused():
     with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(stage=2, parameters="host", state="host"))
-    with pytest.raises(UserError, match="kept inputs on the host tier belong to recomputed blocks"):
+    with pytest.raises(UserError, match=r"activation offload \(kept: host\) requires activation checkpointing"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(activations="keep", kept="host"))
     assert make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(kept="host")).way.activations == "recompute"
     with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):

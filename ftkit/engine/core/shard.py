@@ -91,7 +91,7 @@ class Units:
         self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.leaves: list[Leaf] = []
-        self.meeting: Any = None  # of ranks that call the model at their own length, by whoever keeps them in step
+        self.meeting: Any = None  # the synchronizer of ranks with uneven numbers of forwards
         self.held_since: int | None = None  # while all weights are held (holding.py): updates before that
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self.evaluated_only = False  # its gradients and optimizer state were not planned

@@ -422,7 +422,7 @@ def _fuse_rotations(model: nn.Module, dtype: torch.dtype, device: torch.device, 
 
 
 def rotated(original: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return what does as `original` does, by our kernel; what is of another form than was proved goes to the original.
+    """Return a drop-in replacement for `original`; calls of a form that was not proved go to the original.
 
     Args:
         original: a model's `apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`, heads in dimension `unsqueeze_dim`.

@@ -1,4 +1,4 @@
-"""Ranks that call one sharded model at their own length, kept in step.
+"""Ranks with uneven numbers of forwards of one sharded model, kept in step.
 
 Where weights come block by block, every forward of one rank is a forward of all: each gives its shards. Ranks whose prompts
 end at different lengths, or that were given fewer batches, would leave the others waiting, or worse, mix the weights of

@@ -434,7 +434,7 @@ class TrainerMixin(LossMixin):
         first = self.units.comm.rank == 0
         if not batches:
             if first:
-                logger.warning("fp16: activations were not looked at: the batches are no input of the model itself")
+                logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
         before = dict(islands_of(self.units).found)
         found = find_islands(self.units, batches)

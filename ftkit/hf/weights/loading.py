@@ -3,7 +3,7 @@
 The model is built on the meta device; then its parameters become tensors of the folder's mapped safetensors files
 (`sources.py`), so that everything a user does to a model of from_pretrained works and is kept. After sharding, each rank
 reads its own byte ranges straight into its shards (any stored dtype). What the folder lacks is initialised by the model's
-own `_init_weights` and reported; what it has too much is reported. A model of a bare configuration stays on meta, and is
+own `_init_weights` and reported; unexpected keys are reported. A model of a bare configuration stays on meta, and is
 initialised block by block, the same on all ranks. Buffers that no file has (rotary tables) are made by transformers' own
 initialisation.
 
