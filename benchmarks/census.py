@@ -23,6 +23,21 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"ftkit": "ftkit", "triton_kernels": "ftkit.kernels"}
 """Folders of the package, and the name under which each is imported."""
 TIERS = {"device", "host", "nvme"}
+TIERS_FILE = "ftkit/spec/tiers.py"
+OTHER_DEVICES = {
+    "ftkit/cli/recipe_list.py",
+    "ftkit/engine/core/resharded.py",
+    "ftkit/engine/memory/affinity.py",
+    "ftkit/hf/models/fake.py",
+    "ftkit/notebook/worker.py",
+    "ftkit/report/compare.py",
+    "ftkit/report/page.py",
+    "ftkit/report/timeline.py",
+    "ftkit/train/job.py",
+    "ftkit/train/memory_report.py",
+    "ftkit/train/summary.py",
+}
+"""Files in which "device" and "host" are keys of something else: a name in torch, or in a JSON file."""
 BY_NAME = {"hasattr", "getattr", "setattr", "delattr"}
 FUNCTION_LINES, CLASS_LINES = 60, 300
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -189,7 +204,7 @@ class Census:
 
     def _look_at(self, module: Module) -> None:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Constant) and node.value in TIERS:
+            if isinstance(node, ast.Constant) and node.value in TIERS and _may_be_tier(module, node.value):
                 self.places["quoted tier names"].append(module.where(node))
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
                 self.places["attributes by name"].append(module.where(node))
@@ -230,6 +245,10 @@ class Census:
                     self.places["lines of Args with several parameters"].append(
                         f"{module.path}:{docstring.lineno + offset} {line.strip()[:80]}"
                     )
+
+
+def _may_be_tier(module: Module, value: object) -> bool:
+    return str(module.path) != TIERS_FILE and (value == "nvme" or str(module.path) not in OTHER_DEVICES)
 
 
 def _names_another(text: str) -> bool:

@@ -30,6 +30,7 @@ from ftkit.errors import UserError
 from ftkit.output.ownership import is_ours
 from ftkit.output.run_folder import write_json
 from ftkit.plan.refusal import DoesNotFit
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.train.planning import plan_recipe
 from ftkit.train.recipe_arguments import compute_dtype
 
@@ -115,9 +116,9 @@ def engine_choices(recipe: Recipe, ranks: int) -> list[tuple[str, dict[str, Any]
         ("one sequence at a time", single) if way.micro_batch > 1 else ("all sequences at once", whole),
         ("accumulated inside blocks", {**single, "accumulate_in": "unit"}),
         (f"blocks: {other}", {"activations": other}),
-        ("ZeRO stage 1", {"stage": 1, "parameters": "device", "gradients": "device"}),
-        ("shards in host memory", {"stage": 3, **dict.fromkeys(kinds, "host")}),
-        ("shards on NVMe, deferred update", {"stage": 3, **dict.fromkeys(kinds, "nvme"), "update": "deferred"}),
+        ("ZeRO stage 1", {"stage": 1, "parameters": DEVICE, "gradients": DEVICE}),
+        ("shards in host memory", {"stage": 3, **dict.fromkeys(kinds, HOST)}),
+        ("shards on NVMe, deferred update", {"stage": 3, **dict.fromkeys(kinds, NVME), "update": "deferred"}),
     ]
 
 
@@ -127,7 +128,7 @@ def changed(
     """Return a recipe for a trial: its first steps at the peak rate, and nothing but training."""
     facts = recipe.model_dump()
     facts["engine"] |= engine
-    if "nvme" in facts["engine"].values() and facts["memory"]["nvme_dir"] is None:
+    if NVME in facts["engine"].values() and facts["memory"]["nvme_dir"] is None:
         facts["memory"]["nvme_dir"] = str(folder.parent)
     facts["train"] |= {"max_steps": steps, "neftune_noise_alpha": None, "on_divergence": "continue"}
     facts["optimizer"] |= {"schedule": "constant", "warmup_steps": 0}
@@ -142,7 +143,7 @@ def changed(
 
 def fits_whole(recipe: Recipe) -> bool:
     """Return whether one process can hold the model, its gradients and its state in fp32."""
-    engine = {"stage": 0, "parameters": "device", "gradients": "device", "state": "device", "activations": "keep"}
+    engine = {"stage": 0, "parameters": DEVICE, "gradients": DEVICE, "state": DEVICE, "activations": "keep"}
     facts = recipe.model_dump()
     facts["engine"] |= engine
     facts["train"]["dtype"] = "fp32"

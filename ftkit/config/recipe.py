@@ -41,6 +41,7 @@ from ftkit.config.problems import REFUSED_KEYS, problems
 from ftkit.config.wording import counted
 from ftkit.config.yaml_lines import Problem, override, read
 from ftkit.errors import UserError
+from ftkit.spec.tiers import KINDS, NVME, TierOrAuto
 
 
 def _bundled_folder() -> Path:
@@ -300,7 +301,6 @@ class Memory(Section):
     nvme_gib: Positive | None = Field(None, description="GiB of that drive; default: what is free there")
 
 
-TierOrAuto = Literal["auto", "device", "host", "nvme"]
 
 
 class Engine(Section):
@@ -406,7 +406,7 @@ class Recipe(Section):
             )
         if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
             raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
-        on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self.engine, key) == "nvme"]
+        on_disk = [key for key in KINDS if getattr(self.engine, key) == NVME]
         if on_disk and self.memory.nvme_dir is None:
             raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
         return self

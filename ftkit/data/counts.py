@@ -101,7 +101,7 @@ class SourceReport:
         trained_tokens: tokens that count in the loss
         truncated_rows: samples that were cut
         cut_tokens: tokens cut off
-        found: what `ftkit.data.faults` found in the rows, by the names of its `KINDS`
+        found: what `ftkit.data.faults` found in the rows, by the names of its `FAULTS`
         empty_samples: samples whose answers hold nothing but their ends, all of them
         ends: the tokens that end answers, as text, and how many samples they end
         lengths: lengths of the samples, in tokens

@@ -27,7 +27,7 @@ from ftkit.data.counts import Found, Report
 from ftkit.data.formats import Conversation
 from ftkit.data.rendering import Rendered
 
-KINDS = {
+FAULTS = {
     "no_end": "an answer that no token ends: the model would not learn to stop. Let the chat template close each answer "
     "with the tokenizer's eos_token, or another special token",
     "end_not_trained": "an answer whose end-of-turn token is not trained on: the model would not learn to stop. Put that "
@@ -50,13 +50,13 @@ KINDS = {
 }
 """What a row can have, in the order in which it is told; the text follows `12 of 5000 rows have`."""
 
-ALL_EMPTY = 1 << len(KINDS)
+ALL_EMPTY = 1 << len(FAULTS)
 """The bit of a row whose answers hold nothing but their ends, all of them; `only_end` is one of some."""
 
-CUT = 1 << list(KINDS).index("cut")
+CUT = 1 << list(FAULTS).index("cut")
 """The bit of a row that lost tokens at its end."""
 
-EARLIER_ANSWERS = 1 << list(KINDS).index("earlier_answers")
+EARLIER_ANSWERS = 1 << list(FAULTS).index("earlier_answers")
 """The bit of a row of which an encoder-decoder model learns one answer of several."""
 
 MOST_PLACES = 3
@@ -76,7 +76,7 @@ class Fault:
     """One thing that is wrong with data.
 
     Args:
-        kind: a name of `KINDS`, or unusable, duplicates, overlap, other_end, little_trained
+        kind: a name of `FAULTS`, or unusable, duplicates, overlap, other_end, little_trained
         text: a sentence for a person, the numbers in it
         places: where the first such rows stand
     """
@@ -136,7 +136,7 @@ class Marks:
             answers: whether the spans of `rendered` are answers, and not all of it
 
         Returns:
-            The faults, as bits in the order of `KINDS`, and `ALL_EMPTY`; and the token that ends its last answer, or -1.
+            The faults, as bits in the order of `FAULTS`, and `ALL_EMPTY`; and the token that ends its last answer, or -1.
         """
         found = {"doubled_bos": rendered.doubled_bos or self._doubled_bos(rendered.ids)}
         found["unknown"] = self.unknown is not None and self.unknown in rendered.ids
@@ -158,7 +158,7 @@ class Marks:
                 self.texts.search(turn["content"]) for turn in conversation.turns
             )
         found["cut"] = len(rendered.ids) > kept_tokens and not found.get("answer_cut")
-        return sum(1 << place for place, name in enumerate(KINDS) if found.get(name)) | ALL_EMPTY * silent, end
+        return sum(1 << place for place, name in enumerate(FAULTS) if found.get(name)) | ALL_EMPTY * silent, end
 
     def _end(self, ids: Sequence[int], span: tuple[int, int]) -> int:
         """Return the special token that a span ends with, blank tokens after it aside, or -1."""
@@ -235,7 +235,7 @@ def found_of(flags: np.ndarray, places: Any) -> dict[str, Found]:
         places: where each row stands, as text
     """
     found = {}
-    for bit, name in enumerate(KINDS):
+    for bit, name in enumerate(FAULTS):
         rows = np.flatnonzero(flags & (1 << bit))
         if len(rows):
             found[name] = Found(len(rows), tuple(places[int(row)] for row in rows[:MOST_PLACES]))
@@ -283,7 +283,7 @@ def _faults_of(report: Report, stops: Collection[str], shared: bool) -> Iterator
     if report.bad_rows:
         text = f"{report.bad_rows:,} of {counted(report.rows, 'row')} cannot be used and are left out"
         yield Fault("unusable", text, report.bad_examples[:MOST_PLACES])
-    for kind, text in KINDS.items():
+    for kind, text in FAULTS.items():
         found = [source.found[kind] for source in report.sources if kind in source.found]
         if rows := sum(each.rows for each in found):
             places = tuple(place for each in found for place in each.places)[:MOST_PLACES]

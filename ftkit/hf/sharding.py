@@ -32,7 +32,7 @@ from ftkit.engine.core.tensor_tree import take_tensors
 from ftkit.engine.kernels.host_adam import HostAdamW
 from ftkit.engine.memory.affinity import take_cores
 from ftkit.engine.memory.disk import IN_MEMORY
-from ftkit.engine.memory.tiers import Placement, Tier, Tiers
+from ftkit.engine.memory.tiers import Placement, Tiers
 from ftkit.engine.optim.foreign_optimizers import refuse_foreign_optimizers
 from ftkit.errors import UserError
 from ftkit.hf.models.adapter_targets import check_all
@@ -54,7 +54,8 @@ from ftkit.hf.weights.own_saves import look_before_saving
 from ftkit.hf.weights.sources import on_meta, settle, source_of
 from ftkit.plan.choice import Plan, make_plan, with_spare_host
 from ftkit.plan.shape import Shape
-from ftkit.plan.ways import KINDS, Limits
+from ftkit.plan.ways import Limits
+from ftkit.spec.tiers import KINDS, NVME, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -484,7 +485,7 @@ def _policy(
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
     forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
     plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
-    if limits is not free and plan.way.state == "nvme":  # what the user did not decide has to fit all the same
+    if limits is not free and plan.way.state == NVME:  # what the user did not decide has to fit all the same
         stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
         plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
     return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan

@@ -16,8 +16,9 @@ from ftkit.plan.memory import GIB, KEPT, MOMENTS, Memory, kept_bytes, memory, wi
 from ftkit.plan.refusal import DoesNotFit, check_disk, refusal
 from ftkit.plan.schedule import Rates, Speed
 from ftkit.plan.search import Candidate, fastest
-from ftkit.plan.shape import TIERS, Shape, Way
+from ftkit.plan.shape import Shape, Way
 from ftkit.plan.ways import FREE, Forced, Limits, Shortage, larger, order, shortages, with_gradients
+from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 SPARE_SHARE = (9, 10)
 """Of the host memory that is left, what a state on NVMe may have: the rest of the plan is an estimate."""
@@ -27,7 +28,7 @@ UNITS_IN_HOST = 2
 units ahead would take as much; but what stays need not be read, summed and written at all, and the drive has the whole
 forward for the others (benchmarks/results/2026-11-22-offload-11.json)."""
 
-KEPT_SHARE = (9, 10)
+KEPT_BLOCKS_SHARE = (9, 10)
 """Of the blocks whose graphs would fit, those that are kept: what autograd keeps of a block is an estimate."""
 
 LARGEST_SEARCHED = 1 << 14
@@ -117,7 +118,7 @@ class Plan:
         """
         graphs = self.way.graphs(len(self.shape.blocks)) * kept_bytes(self.shape, self.way)  # each has its input, too
         for tier in self.tiers:
-            more = (self.memory.purposes(tier).get(KEPT, 0) + graphs * (tier == "device")) * self.limits.ranks(tier)
+            more = (self.memory.purposes(tier).get(KEPT, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
             granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
             if more and granted is not None and needed > granted:
                 raise DoesNotFit(
@@ -139,7 +140,7 @@ class Plan:
             "largest_micro_batch": self.largest_micro_batch,
             "tiers": {
                 tier: {
-                    "per": "rank" if tier == "device" else "box",
+                    "per": "rank" if tier == DEVICE else "box",
                     "granted_bytes": self.limits.granted(tier),
                     "granted_by": self.limits.name(tier),
                     "needed_bytes": self.needed_bytes(tier),
@@ -152,7 +153,7 @@ class Plan:
                 }
                 for tier in self.tiers
             },
-            "peak_bytes_per_rank": {tier: self.memory.peak(tier) for tier in ("device", "host")},
+            "peak_bytes_per_rank": {tier: self.memory.peak(tier) for tier in (DEVICE, HOST)},
             "disk": {"needed_bytes": self.memory.checkpoint_bytes, "granted_bytes": self.limits.disk_bytes},
             "speed": None if self.speed is None else self.speed.as_dict(),
             "runner_up": self.runner_up and {"says": str(self.runner_up[0]), **self.runner_up[1].as_dict()},
@@ -226,10 +227,10 @@ def with_spare_host(way: Way, shape: Shape, limits: Limits, forced: Forced = FRE
     Where the user chose NVMe, not more than some units; where the user said how much stays, or nobody knows what is left,
     the way as it is.
     """
-    if way.state != "nvme" or limits.host_bytes is None or forced.state_host_bytes is not None:
+    if way.state != NVME or limits.host_bytes is None or forced.state_host_bytes is not None:
         return way
     taken = memory(shape, way, cpu=limits.cpu)
-    spare = (limits.host_bytes - taken.peak("host") * limits.ranks("host")) // limits.ranks("host")
+    spare = (limits.host_bytes - taken.peak(HOST) * limits.ranks(HOST)) // limits.ranks(HOST)
     part, whole = SPARE_SHARE
     stays = max(spare, 0) * part // whole
     if forced.state is not None:
@@ -240,7 +241,7 @@ def with_spare_host(way: Way, shape: Shape, limits: Limits, forced: Forced = FRE
 
 def _without_spare_host(way: Way, forced: Forced) -> Way:
     """Return the way without the host cache of a state on NVMe that the planner chose; the user's own stays."""
-    return replace(way, state_host_bytes=forced.state_host_bytes or 0) if way.state == "nvme" else way
+    return replace(way, state_host_bytes=forced.state_host_bytes or 0) if way.state == NVME else way
 
 
 def _most_kept(shape: Shape, way: Way, limits: Limits, forced: Forced) -> Way | None:
@@ -252,7 +253,7 @@ def _most_kept(shape: Shape, way: Way, limits: Limits, forced: Forced) -> Way | 
         middle = (low + high + 1) // 2
         fits = not shortages(memory(shape, replace(way, activations=middle), cpu=limits.cpu), limits)
         low, high = (middle, high) if fits else (low, middle - 1)
-    part, whole = KEPT_SHARE
+    part, whole = KEPT_BLOCKS_SHARE
     low = low * part // whole
     return replace(way, activations=low) if low else None
 
@@ -294,18 +295,18 @@ def _why(
 def _better(way: Way, limits: Limits, forced: Forced, preferred: int) -> Iterator[tuple[str, Way]]:
     """Yield ways that are better than `way` in one thing, with its name."""
     if way.activations != "keep" and forced.activations is None:
-        yield "with activations kept", replace(way, activations="keep", kept="device")
+        yield "with activations kept", replace(way, activations="keep", kept=DEVICE)
     if way.stage == 3 and forced.stage is None:
-        better = replace(way, stage=2, weights="free", parameters="device")
+        better = replace(way, stage=2, weights="free", parameters=DEVICE)
         yield "with whole weights on every rank (stage 2)", better
     for kind in ("kept", "parameters", "gradients", "state"):
         tier = getattr(way, kind)
-        if tier == "device" or getattr(forced, kind) is not None:
+        if tier == DEVICE or getattr(forced, kind) is not None:
             continue
-        up = "device" if limits.cpu or tier == "host" else "host"
+        up = DEVICE if limits.cpu or tier == HOST else HOST
         changes = {kind: up}
-        if kind == "state" and up == "device":
-            changes |= {"parameters": "device", "gradients": "device"}
+        if kind == "state" and up == DEVICE:
+            changes |= {"parameters": DEVICE, "gradients": DEVICE}
         better = replace(way, **changes, **({"state_host_bytes": 0} if kind == "state" else {}))
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('kept', 'kept inputs')} on {up}", better
@@ -318,16 +319,16 @@ def wear(shape: Shape, way: Way, accumulation: int, *, cpu: bool) -> dict[str, i
     world, owners = shape.world_size, way.owners(shape.world_size)
     shards = {p: count * p.line.shard_numel(owners) for p, count in shape.counted if p.line.trained}
     written = {}
-    if way.state == "nvme":  # fp32 weights that are their own master are counted as parameters
-        items = memory(shape, way, cpu=cpu).purposes("nvme")
+    if way.state == NVME:  # fp32 weights that are their own master are counted as parameters
+        items = memory(shape, way, cpu=cpu).purposes(NVME)
         written["state"] = items.get("master", 0) + items.get("moments", 0)
-    if way.gradients == "nvme":
+    if way.gradients == NVME:
         written["gradients"] = accumulation * sum(
             n * (shape.gradient_itemsize or p.line.itemsize) for p, n in shards.items() if not way.reduced_late(p, world)
         )
-    if way.parameters == "nvme":
+    if way.parameters == NVME:
         written["parameters"] = sum(n * p.line.itemsize for p, n in shards.items() if not way.resident(p, world))
-    if way.kept == "nvme":
+    if way.kept == NVME:
         tokens = way.micro_batch * way.parts * shape.sequence_tokens * accumulation
         recomputed = len(shape.blocks) - way.graphs(len(shape.blocks))
         written["kept"] = recomputed * tokens * shape.hidden * shape.itemsize

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import KEPT, graph_bytes, kept_bytes
+from ftkit.spec.tiers import DEVICE
 
 COMES_AND_GOES = (KEPT, "workspace", "logits", "leaves")
 
@@ -35,10 +36,10 @@ def curve(plan: Plan) -> list[Instant]:
     if plan.speed is None:
         raise ValueError("no seconds are known of this plan")
     shape, way, blocks = plan.shape, plan.way, len(plan.shape.blocks)
-    purposes = plan.memory.purposes("device", "train")
+    purposes = plan.memory.purposes(DEVICE, "train")
     static = sum(size for purpose, size in purposes.items() if purpose not in COMES_AND_GOES)
     graph = way.parts * graph_bytes(shape, way)
-    kept = kept_bytes(shape, way) if way.kept == "device" else 0
+    kept = kept_bytes(shape, way) if way.kept == DEVICE else 0
     head = purposes.get("logits", 0) + purposes.get("leaves", 0)
     recomputed = blocks - way.graphs(blocks)
     first, last = plan.speed.step

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from ftkit.plan.attention import backward_bytes
 from ftkit.plan.shape import Line, Placed, Shape, Way
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -129,7 +130,7 @@ def memory(shape: Shape, way: Way, *, cpu: bool) -> Memory:
     items = [*_weights(shape, way), *_state(shape, way, cpu=cpu), *_slots(shape, way), *_staging(shape, way, cpu=cpu)]
     items += [*_instants(shape, way, cpu=cpu), *_files(shape, way), *_runtime(shape, cpu=cpu)]
     if cpu:
-        items = [Item(i.purpose, "host" if i.tier == "device" else i.tier, i.size_bytes, i.moments) for i in items]
+        items = [Item(i.purpose, HOST if i.tier == DEVICE else i.tier, i.size_bytes, i.moments) for i in items]
     return Memory(tuple(items), _checkpoint_bytes(shape))
 
 
@@ -147,17 +148,17 @@ def _weights(shape: Shape, way: Way) -> Iterator[Item]:
         line = placed.line
         shard, full = count * line.shard_numel(owners), count * line.padded_numel(owners)
         if way.resident(placed, world):
-            yield Item("parameters", "device", full * line.itemsize)
+            yield Item("parameters", DEVICE, full * line.itemsize)
         else:
             yield Item("parameters", way.parameters, shard * line.itemsize)
         if not line.trained:
             continue
         itemsize = shape.gradient_itemsize or line.itemsize
         if way.reduced_late(placed, world):
-            yield Item("gradients", "device", full * itemsize, ("train", "save"))
+            yield Item("gradients", DEVICE, full * itemsize, ("train", "save"))
         else:
             # below the device their room is taken at once; on it with the first backward
-            moments = ("train", "save") if way.gradients == "device" else MOMENTS
+            moments = ("train", "save") if way.gradients == DEVICE else MOMENTS
             yield Item("gradients", way.gradients, shard * itemsize, moments)
 
 
@@ -174,19 +175,19 @@ def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
             sizes["master"] += count * own - ADAM_MOMENTS * shard
             widest = max(widest, own)
             if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
-                tier = "device" if way.state == "device" else "host"
-                yield Item("initial values", tier, shard, ("load", "train") if way.state == "nvme" else ("load",))
+                tier = DEVICE if way.state == DEVICE else HOST
+                yield Item("initial values", tier, shard, ("load", "train") if way.state == NVME else ("load",))
     # Of a state on two tiers, whole lines stay on the host: up to what was granted, and not less than that but for one line.
     total = sum(sizes.values())
     most = min(way.state_host_bytes, total)
-    for tier, part in (("host", most), (way.state, total - max(most - widest, 0))):
+    for tier, part in ((HOST, most), (way.state, total - max(most - widest, 0))):
         if part:
             master = sizes["master"] * part // total
             yield Item("master", tier, master, AFTER_LOAD)
             yield Item("moments", tier, part - master, AFTER_LOAD)
     if shape.fresh:
         widest = max((placed.line.padded_numel(owners) for placed, _ in shape.counted), default=0)
-        yield Item("workspace", "device", 4 * widest, ("load",))
+        yield Item("workspace", DEVICE, 4 * widest, ("load",))
 
 
 def _line_state_bytes(shape: Shape, way: Way, placed: Placed, *, cpu: bool) -> int:
@@ -212,19 +213,19 @@ def own_master(placed: Placed, way: Way, world_size: int, *, cpu: bool) -> bool:
     """Whether a line's fp32 weights are their own master: they must be at hand where the state is updated."""
     if placed.line.itemsize != 4:
         return False
-    tier = "device" if way.resident(placed, world_size) else way.parameters
-    updated_on_device = way.state == "device"
-    return cpu or tier == "nvme" or (tier == "device") == updated_on_device
+    tier = DEVICE if way.resident(placed, world_size) else way.parameters
+    updated_on_device = way.state == DEVICE
+    return cpu or tier == NVME or (tier == DEVICE) == updated_on_device
 
 
 def _slots(shape: Shape, way: Way) -> Iterator[Item]:
     """Two weight slots and a gradient slot as wide as the widest block; a buffer for each block whose weights are held."""
     weights = [(_slot_bytes(shape, way, lines, gradients=False), count) for lines, count in shape.groups]
     gradients = max((_slot_bytes(shape, way, lines, gradients=True) for lines, _ in shape.groups), default=0)
-    yield Item("slots", "device", 2 * max((size for size, _ in weights), default=0))
-    yield Item("slots", "device", gradients, ("train", "save"))
+    yield Item("slots", DEVICE, 2 * max((size for size, _ in weights), default=0))
+    yield Item("slots", DEVICE, gradients, ("train", "save"))
     if way.weights == "hold" and way.stage == 3:
-        yield Item("slots", "device", sum(size * count for size, count in weights), ("train",))
+        yield Item("slots", DEVICE, sum(size * count for size, count in weights), ("train",))
 
 
 def _slot_bytes(shape: Shape, way: Way, lines: Iterable, *, gradients: bool) -> int:
@@ -250,28 +251,28 @@ def slot_itemsize(shape: Shape, way: Way, line: Line) -> int:
 def _staging(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     """Host buffers through which bytes pass from tier to tier."""
     world, owners = shape.world_size, way.owners(shape.world_size)
-    if way.parameters == "nvme":
+    if way.parameters == NVME:
         groups = (
             sum(x.shard_numel(owners) * x.itemsize for x in lines if not way.resident(Placed(x, "block"), world))
             for lines, _ in shape.groups
         )
-        yield Item("staging", "host", READ_AHEAD_BUFFERS * max(groups, default=0))
+        yield Item("staging", HOST, READ_AHEAD_BUFFERS * max(groups, default=0))
     trained = [placed for placed, _ in shape.counted if placed.line.trained]
-    leaving = [p.line for p in trained if way.gradients != "device" and not way.reduced_late(p, world)]
-    if leaving and (way.gradients == "nvme" or not cpu):
+    leaving = [p.line for p in trained if way.gradients != DEVICE and not way.reduced_late(p, world)]
+    if leaving and (way.gradients == NVME or not cpu):
         widest = max(line.shard_numel(owners) * slot_itemsize(shape, way, line) for line in leaving)
-        yield Item("staging", "host", DRAIN_BUFFERS * widest)
-    yield Item("staging", "host", UPDATE_SLOTS * sum(update_widths(shape, way, cpu=cpu).values()), ("train", "save"))
+        yield Item("staging", HOST, DRAIN_BUFFERS * widest)
+    yield Item("staging", HOST, UPDATE_SLOTS * sum(update_widths(shape, way, cpu=cpu).values()), ("train", "save"))
 
 
 def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
     """Return the bytes of each buffer in one of the update's staging slots, by role: for what is not where it is updated."""
     widths: dict[str, int] = defaultdict(int)
     world, owners = shape.world_size, way.owners(shape.world_size)
-    home = "device" if way.state == "device" else "host"
+    home = DEVICE if way.state == DEVICE else HOST
 
     def note(role: str, tier: str, numel: int, itemsize: int) -> None:
-        if tier == "nvme" or (not cpu and tier != home):
+        if tier == NVME or (not cpu and tier != home):
             widths[role] = max(widths[role], min(numel, DISK_PIECE_NUMEL) * itemsize)
 
     for placed, _ in shape.counted:
@@ -279,9 +280,9 @@ def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
         if not line.trained:
             continue
         numel = line.shard_numel(owners)
-        weights = "device" if way.resident(placed, world) else way.parameters
+        weights = DEVICE if way.resident(placed, world) else way.parameters
         own = own_master(placed, way, world, cpu=cpu)
-        gradient = "device" if way.reduced_late(placed, world) else way.gradients
+        gradient = DEVICE if way.reduced_late(placed, world) else way.gradients
         note("gradient", gradient, numel, shape.gradient_itemsize or line.itemsize)
         note("master", weights if own else way.state, numel, 4)
         for moment in range(ADAM_MOMENTS):
@@ -297,7 +298,7 @@ def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
 def kept_bytes(shape: Shape, way: Way) -> int:
     """Return the bytes of one block's kept input."""
     size = way.micro_batch * way.parts * shape.sequence_tokens * shape.hidden * shape.itemsize
-    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if way.kept != "device" else size
+    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if way.kept != DEVICE else size
 
 
 def graph_bytes(shape: Shape, way: Way) -> int:
@@ -326,11 +327,11 @@ def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     graphs = way.graphs(blocks)
     if graphs < blocks:
         yield Item(KEPT, way.kept, (blocks - graphs) * kept, ("train",))
-        if way.kept != "device":  # coming back, one block ahead
-            yield Item(KEPT, "device", 2 * kept, ("train",))
-        if way.kept == "nvme":
-            yield Item("staging", "host", KEPT_STAGING * kept, ("train",))
-    yield Item("workspace", "device", way.parts * graphs * graph_bytes(shape, way), ("train",))
+        if way.kept != DEVICE:  # coming back, one block ahead
+            yield Item(KEPT, DEVICE, 2 * kept, ("train",))
+        if way.kept == NVME:
+            yield Item("staging", HOST, KEPT_STAGING * kept, ("train",))
+    yield Item("workspace", DEVICE, way.parts * graphs * graph_bytes(shape, way), ("train",))
     instants = list(_step_instants(shape, way, cpu=cpu))
     worst = max(instants, key=lambda items: sum(items.values()))
     if cpu:  # malloc keeps what one instant needed while the next needs something else
@@ -338,9 +339,9 @@ def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
         worst = {purpose: max(items.get(purpose, 0) for items in instants) for purpose in purposes}
         held = way.parts * graphs * graph_bytes(shape, way)
         part, whole = HEAP_SHARE
-        yield Item("runtime", "device", (held + sum(worst.values())) * part // whole, ("train", "save"))
+        yield Item("runtime", DEVICE, (held + sum(worst.values())) * part // whole, ("train", "save"))
     for purpose, size in worst.items():
-        yield Item(purpose, "device", size, ("train",))
+        yield Item(purpose, DEVICE, size, ("train",))
 
 
 def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, int]]:
@@ -375,12 +376,12 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
     if not way.graphs(len(shape.blocks)):  # else the kept ones are gone before the first block is computed again
         backward += graph
     trained = [p.line for p, _ in shape.counted if p.line.trained and not way.reduced_late(p, world)]
-    if way.gradients == "device" and trained and way.parts == 1:  # what a reduction adds to the sum of the micro-batches
+    if way.gradients == DEVICE and trained and way.parts == 1:  # what a reduction adds to the sum of the micro-batches
         backward += max(line.shard_numel(owners) * line.itemsize for line in trained)
     yield {"workspace": backward}
 
     update = 0
-    if way.state == "device" and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
+    if way.state == DEVICE and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
         widest = max(p.line.shard_numel(owners) for p, _ in shape.counted if p.line.trained)
         update = 8 * min(widest, CUDA_PIECE_NUMEL)
     yield {"workspace": update}
@@ -405,17 +406,17 @@ def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int, int]:
 
 def _files(shape: Shape, way: Way) -> Iterator[Item]:
     """What reading and writing folders needs: pieces, and for adapters rank 0's whole copy."""
-    yield Item("staging", "host", 2 * FILE_PIECE_BYTES, ("load", "save", "resume"))
+    yield Item("staging", HOST, 2 * FILE_PIECE_BYTES, ("load", "save", "resume"))
     if shape.peft:
-        yield Item("workspace", "device", 4 * shape.trained_numel, ("save",))
-        yield Item("workspace", "host", 4 * shape.trained_numel, ("save",))
+        yield Item("workspace", DEVICE, 4 * shape.trained_numel, ("save",))
+        yield Item("workspace", HOST, 4 * shape.trained_numel, ("save",))
 
 
 def _runtime(shape: Shape, *, cpu: bool) -> Iterator[Item]:
     shared = 2 * shape.world_size * STAGE_BYTES if shape.world_size > 1 else 0  # comm.SharedStage
-    yield Item("runtime", "host", RUNTIME["cpu"] + shared if cpu else RUNTIME["cuda"])
+    yield Item("runtime", HOST, RUNTIME["cpu"] + shared if cpu else RUNTIME["cuda"])
     if not cpu:
-        yield Item("runtime", "device", DEVICE_RUNTIME)
+        yield Item("runtime", DEVICE, DEVICE_RUNTIME)
 
 
 def _checkpoint_bytes(shape: Shape) -> int:

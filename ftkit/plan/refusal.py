@@ -24,6 +24,7 @@ from ftkit.plan.ways import (
     with_adapter,
     with_gradients,
 )
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 
 class DoesNotFit(UserError):
@@ -69,7 +70,7 @@ def refusal(
 ) -> DoesNotFit:
     """Return the error: the numbers of the way that comes nearest, and the cheapest changes after which one fits."""
     # what can leave the device has left it, or the numbers would be of the wrong tier
-    way, short = min(passed, key=lambda each: (any(s.tier == "device" for s in each[1]), max(s.ratio for s in each[1])))
+    way, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
     settled = with_gradients(shape, forced, sequences // way.micro_batch)
     taken = memory(settled, way, cpu=limits.cpu)
     lines = []
@@ -77,8 +78,8 @@ def refusal(
         ranks = limits.ranks(each.tier)
         sizes = sorted(taken.purposes(each.tier, each.moment).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
-        per = " a rank" if each.tier == "device" else ""
-        where = {"device": "device", "host": "host memory", "nvme": "NVMe"}[each.tier]
+        per = " a rank" if each.tier == DEVICE else ""
+        where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
         lines.append(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.moment} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
@@ -125,19 +126,19 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
     free = Forced(micro_batch=forced.micro_batch, gradient_dtype=forced.gradient_dtype)
     if forced != free and (way := fits(shape, limits, free)) is not None:
         yield f"leave the choices of engine: to the plan ({way} fits)"
-    if not limits.nvme_bytes and (size := needs("nvme", limits)):
+    if not limits.nvme_bytes and (size := needs(NVME, limits)):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each box (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and fits(shorter, limits, forced):
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
-    if limits.nvme_bytes and (size := needs("nvme", limits)) and size > limits.nvme_bytes:
+    if limits.nvme_bytes and (size := needs(NVME, limits)) and size > limits.nvme_bytes:
         yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each box"
-    if limits.host_bytes is not None and (size := needs("host", limits)):
-        by = "memory.device_gib" if limits.name("host") == "memory.device_gib" else "memory.host_gib"
+    if limits.host_bytes is not None and (size := needs(HOST, limits)):
+        by = "memory.device_gib" if limits.name(HOST) == "memory.device_gib" else "memory.host_gib"
         yield f"grant {gib_up(size)} GiB of host memory ({by})"
     if not shape.peft and fits(with_adapter(shape), limits, forced):
         yield "train an adapter (adapter: {rank: 16})"
-    if not limits.cpu and limits.device_bytes is not None and (size := needs("device", limits)):
+    if not limits.cpu and limits.device_bytes is not None and (size := needs(DEVICE, limits)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
     yield from _more_ranks(shape, limits, forced, sequences, fits)
 

@@ -29,6 +29,7 @@ from functools import cached_property
 from ftkit.plan.events import Event, Script, Timeline, simulate
 from ftkit.plan.memory import slot_itemsize
 from ftkit.plan.shape import Line, Placed, Shape, Way
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 STEPS = 3
 """The first has nothing before it, the last is measured between the ends of the last two."""
@@ -174,7 +175,7 @@ class Rates:
 
         Not on CPU ranks with a drive: its threads and the arithmetic share cores, of which the schedule knows nothing.
         """
-        on_nvme = "nvme" in (way.parameters, way.gradients, way.state, way.kept)
+        on_nvme = NVME in (way.parameters, way.gradients, way.state, way.kept)
         return shape.itemsize == self.itemsize and (not on_nvme or bool(self.nvme_read and not self.in_order))
 
     @cached_property
@@ -295,7 +296,7 @@ class _Step:
     def _backward(self, *, first: bool) -> None:
         blocks = self.shape.blocks
         count = len(blocks)
-        again = self.way.weights == "free" and (self._is_gathered("block") or self.way.parameters != "device")
+        again = self.way.weights == "free" and (self._is_gathered("block") or self.way.parameters != DEVICE)
         gathered: dict[int, int | None] = {}
         if again:
             gathered[count - 1] = self._gather(count - 1, first=False)
@@ -334,14 +335,14 @@ class _Step:
 
     def _keep(self, what: str, way: str, number: int) -> int | None:
         """Move a block's kept inputs away, or back, once the last computation is done; nothing where they stay."""
-        if self.way.kept == "device" or not self._recomputed(number):
+        if self.way.kept == DEVICE or not self._recomputed(number):
             return None
         after = self.computed[-1]
         size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
-        if self.way.kept == "nvme" and way == "up":
+        if self.way.kept == NVME and way == "up":
             after = self.script.add(f"{what} from nvme", "nvme fetch", {"nvme_read": size}, [after])
         moved = self.script.add(what, way, {way: size, "dram": COPY_TRAFFIC * size}, [after])
-        if self.way.kept == "nvme" and way == "down":
+        if self.way.kept == NVME and way == "down":
             return self.script.add(f"{what} on nvme", "nvme drain", {"nvme_write": size}, [moved])
         return moved
 
@@ -382,10 +383,10 @@ class _Step:
         lines = self.shape.blocks[number]
         free = self.computed[-2] if len(self.computed) > 1 and not held else None
         fetched: int | None = None
-        if self.way.parameters != "device":
+        if self.way.parameters != DEVICE:
             size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
             after = [free, updated]
-            if self.way.parameters == "nvme":
+            if self.way.parameters == NVME:
                 after.append(self.script.add(f"read weights {number}", "nvme fetch", {"nvme_read": size}, [updated]))
             fetched = self.script.add(f"fetch {number}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, after)
         if not self._is_gathered("block"):
@@ -424,17 +425,17 @@ class _Step:
         slots = [(each, slot_itemsize(self.shape, self.way, each)) for each in trained]
         reduced = self._collective(f"reduce {name}", sum(self._reduced(*each) for each in slots), [self.computed[-1]])
         added = float(sum(line.shard_numel(self.owners) * (size + 2 * self._summed(line)) for line, size in slots))
-        if self.way.gradients == "device" and not first:
+        if self.way.gradients == DEVICE and not first:
             reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, [reduced, self.computed[-1]])
-        if self.way.gradients != "device":
+        if self.way.gradients != DEVICE:
             size = float(sum(line.shard_numel(self.owners) * itemsize for line, itemsize in slots))
             kept = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in trained))
             after = [reduced, self.computed[-1]]
             self.drained = self.script.add(f"drain {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
             if not first:
-                work = {"dram": added} | ({"nvme_read": kept} if self.way.gradients == "nvme" else {})
+                work = {"dram": added} | ({"nvme_read": kept} if self.way.gradients == NVME else {})
                 self.drained = self.script.add(f"sum {name}", "host update", work, [self.drained])
-            if self.way.gradients == "nvme":
+            if self.way.gradients == NVME:
                 after = [self.drained]
                 self.drained = self.script.add(f"write gradient {name}", "nvme drain", {"nvme_write": kept}, after)
         return reduced
@@ -462,7 +463,7 @@ class _Step:
 
     def _norm_work(self) -> dict[str, float]:
         """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""
-        if self.way.gradients != "device":
+        if self.way.gradients != DEVICE:
             return {}
         trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
         return {"hbm": float(sum(n * line.shard_numel(self.owners) * self._summed(line) for line, n in trained))}
@@ -471,16 +472,16 @@ class _Step:
         numel = float(sum(line.shard_numel(self.owners) for line in lines))
         size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
         gradient = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in lines))
-        if self.way.state == "device":
+        if self.way.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": ADAM_BYTES * numel}, [norm])
         before: list[int | None] = [norm]
-        if self.way.gradients == "device":
+        if self.way.gradients == DEVICE:
             work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
             before.append(self.script.add(f"down {name}", "down", work, [norm]))
-        stays = self.way.state != "nvme" or STATE_BYTES * numel <= self.left  # whole lines, as `Tiers.state_tiers` has it
-        if self.way.state == "nvme" and stays:
+        stays = self.way.state != NVME or STATE_BYTES * numel <= self.left  # whole lines, as `Tiers.state_tiers` has it
+        if self.way.state == NVME and stays:
             self.left -= int(STATE_BYTES * numel)
-        if self.way.gradients == "nvme":
+        if self.way.gradients == NVME:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(name)]
@@ -489,9 +490,9 @@ class _Step:
         if not stays:
             written = {"nvme_write": STATE_BYTES * numel}
             self.stored[name] = self.script.add(f"write {name}", "nvme write", written, [done])
-        if self.way.parameters == "nvme":
+        if self.way.parameters == NVME:
             return self.script.add(f"write weights {name}", "nvme write", {"nvme_write": size}, [done])
-        if self.way.parameters == "host":
+        if self.way.parameters == HOST:
             return done
         return self.script.add(f"up {name}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [done])
 

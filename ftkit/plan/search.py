@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ftkit.plan.events import Event, alone
 from ftkit.plan.schedule import Rates, Speed, parts_of_step, speed
 from ftkit.plan.shape import Shape, Way
-from ftkit.plan.ways import KINDS
+from ftkit.spec.tiers import DEVICE, KINDS, NVME
 
 ALIKE = 0.005
 """Shares of a step's seconds by which ways may differ and still count as equally fast."""
@@ -87,7 +87,7 @@ def _of_other_kinds(
 def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the candidates but those that are one before them with something moved down to NVMe, and keep no more graphs."""
     before: dict[tuple[Way, int], list[Way]] = defaultdict(list)
-    alike = dict.fromkeys(KINDS, "device") | {"activations": "recompute", "state_host_bytes": 0}
+    alike = dict.fromkeys(KINDS, DEVICE) | {"activations": "recompute", "state_host_bytes": 0}
     for each in candidates:
         blocks = len(each.shape.blocks)
         known = before[replace(each.way, **alike), each.accumulation]
@@ -99,8 +99,8 @@ def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 def _is_lower(way: Way, other: Way) -> bool:
     """Whether a way is another one with something moved down, and nothing moved up for it."""
     tiers = [(getattr(way, kind), getattr(other, kind)) for kind in KINDS]
-    lower = all(own in (above, "nvme") for own, above in tiers) and any(own != above for own, above in tiers)
-    return lower and (other.state != "nvme" or way.state_host_bytes <= other.state_host_bytes)
+    lower = all(own in (above, NVME) for own, above in tiers) and any(own != above for own, above in tiers)
+    return lower and (other.state != NVME or way.state_host_bytes <= other.state_host_bytes)
 
 
 def _kind(way: Way) -> Way:
@@ -115,7 +115,7 @@ def seconds(candidate: Candidate, rates: Rates) -> float:
     memory it takes some rounds until they are alike, which is about a thousandth.)
     """
     shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
-    if rounds <= ROUNDS or way.gradients == "nvme":
+    if rounds <= ROUNDS or way.gradients == NVME:
         return speed_of(candidate, rates).seconds
     return speed(shape, way, rates, accumulation=ROUNDS).longer(ROUNDS, rounds - ROUNDS).seconds
 

@@ -22,8 +22,7 @@ from functools import cached_property
 
 from ftkit.plan.attention import Attention
 from ftkit.spec.layout import SHARD_ALIGNMENT
-
-TIERS = ("device", "host", "nvme")
+from ftkit.spec.tiers import DEVICE, TIERS, Tier
 
 
 @dataclass(frozen=True)
@@ -151,10 +150,10 @@ class Way:
     stage: int = 3
     activations: str | int = "recompute"
     weights: str = "free"
-    parameters: str = "device"
-    gradients: str = "device"
-    state: str = "device"
-    kept: str = "device"
+    parameters: Tier = DEVICE
+    gradients: Tier = DEVICE
+    state: Tier = DEVICE
+    kept: Tier = DEVICE
     deferred: bool = False
     parts: int = 1
     micro_batch: int = 1
@@ -166,13 +165,13 @@ class Way:
         Args:
             cpu: the rank's device is the host.
         """
-        if self.parameters != "device" and self.stage < 3:
+        if self.parameters != DEVICE and self.stage < 3:
             return f"parameters on the {self.parameters} tier need stage 3"
-        if self.gradients != "device" and self.stage < 2:
+        if self.gradients != DEVICE and self.stage < 2:
             return f"gradients on the {self.gradients} tier need stage 2 or 3"
-        if self.activations == "keep" and self.kept != "device":
+        if self.activations == "keep" and self.kept != DEVICE:
             return f"activation offload (kept: {self.kept}) requires activation checkpointing, and activations are kept"
-        if not cpu and self.state == "device" and (self.parameters, self.gradients) != ("device", "device"):
+        if not cpu and self.state == DEVICE and (self.parameters, self.gradients) != (DEVICE, DEVICE):
             return "optimizer state on the device needs parameters and gradients there"
         return None
 
@@ -188,12 +187,12 @@ class Way:
 
     def resident(self, placed: Placed, world_size: int) -> bool:
         """Whether every rank has the line whole for good."""
-        alone = self.owners(world_size) == 1 and self.parameters == "device"
+        alone = self.owners(world_size) == 1 and self.parameters == DEVICE
         return self.stage < 3 or placed.kind == "whole" or alone
 
     def reduced_late(self, placed: Placed, world_size: int) -> bool:
         """Whether the line's gradient is reduced at the end of the step, and whole on every rank until then."""
-        alone = self.owners(world_size) == 1 and self.gradients == "device"
+        alone = self.owners(world_size) == 1 and self.gradients == DEVICE
         return self.stage < 2 or placed.kind == "whole" or alone
 
     def __str__(self) -> str:

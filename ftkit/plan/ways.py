@@ -24,18 +24,19 @@ from itertools import product
 
 from ftkit.errors import UserError
 from ftkit.plan.memory import GIB, Memory
-from ftkit.plan.shape import TIERS, Line, Shape, Way
+from ftkit.plan.shape import Line, Shape, Way
+from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME, TIERS
 
 COSTS = {
     ("activations", "recompute"): 33,
-    ("kept", "host"): 10,
-    ("state", "host"): 15,
-    ("gradients", "host"): 5,
-    ("parameters", "host"): 25,
-    ("state", "nvme"): 200,
-    ("gradients", "nvme"): 250,
-    ("parameters", "nvme"): 300,
-    ("kept", "nvme"): 350,
+    ("kept", HOST): 10,
+    ("state", HOST): 15,
+    ("gradients", HOST): 5,
+    ("parameters", HOST): 25,
+    ("state", NVME): 200,
+    ("gradients", NVME): 250,
+    ("parameters", NVME): 300,
+    ("kept", NVME): 350,
     ("micro-batch", "halved"): 8,
     ("stage", "next"): 1,  # each further entry of STAGES
     ("accumulation", "unit"): 3,
@@ -45,7 +46,6 @@ COSTS = {
 STAGES = ((2, "free"), (3, "hold"), (3, "free"))
 """(stage, weights), from fast to small: gathered once a step, once a micro-batch, twice a micro-batch."""
 
-KINDS = ("parameters", "gradients", "state", "kept")
 
 @dataclass(frozen=True)
 class Limits:
@@ -71,15 +71,15 @@ class Limits:
 
     def granted(self, tier: str) -> int | None:
         """Return what is granted on a tier: per rank on the device, per box elsewhere."""
-        return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes or 0}[tier]
+        return {DEVICE: self.device_bytes, HOST: self.host_bytes, NVME: self.nvme_bytes or 0}[tier]
 
     def name(self, tier: str) -> str:
         """Return what granted a tier."""
-        return dict(self.names).get(tier, f"memory.{'nvme_dir' if tier == 'nvme' else f'{tier}_gib'}")
+        return dict(self.names).get(tier, f"memory.{'nvme_dir' if tier == NVME else f'{tier}_gib'}")
 
     def ranks(self, tier: str) -> int:
         """Return how many ranks share what is granted on a tier."""
-        return 1 if tier == "device" else self.ranks_per_box
+        return 1 if tier == DEVICE else self.ranks_per_box
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Shortage:
 
     def __str__(self) -> str:
         short = self.needed_bytes - self.granted_bytes
-        where = {"device": "device memory a rank", "host": "host memory", "nvme": "NVMe"}[self.tier]
-        if self.tier == "nvme" and not self.granted_bytes:
+        where = {DEVICE: "device memory a rank", HOST: "host memory", NVME: "NVMe"}[self.tier]
+        if self.tier == NVME and not self.granted_bytes:
             return f"{gib(self.needed_bytes)} GiB of NVMe needed, none granted"
         return f"{where}: {gib(short)} GiB short ({gib(self.needed_bytes)} needed, {gib(self.granted_bytes)} granted)"
 
@@ -157,8 +157,8 @@ def order(limits: Limits, forced: Forced, sequences: int, preferred: int) -> Ite
     Raises:
         UserError: if there is none, with the reason.
     """
-    tiers = ["device"] if limits.cpu else ["device", "host"]
-    tiers += ["nvme"] if limits.nvme_bytes else []
+    tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
+    tiers += [NVME] if limits.nvme_bytes else []
     choices = {kind: [getattr(forced, kind)] if getattr(forced, kind) else tiers for kind in KINDS}
     stages = dict.fromkeys((s if forced.stage is None else forced.stage, forced.weights or w) for s, w in STAGES)
     activations = [forced.activations] if forced.activations else ["keep", "recompute"]
@@ -169,13 +169,13 @@ def order(limits: Limits, forced: Forced, sequences: int, preferred: int) -> Ite
         divisions = {None: {1, together}, True: {together}, False: {1}}[forced.unit_accumulation]
         for (stage, weights), graph, parts, *places in product(stages, activations, divisions, *choices.values()):
             placed = dict(zip(KINDS, places))
-            elsewhere = placed["state"] == "nvme" or (placed["state"] == "host" and not limits.cpu)
+            elsewhere = placed["state"] == NVME or (placed["state"] == HOST and not limits.cpu)
             deferred = elsewhere if forced.deferred is None else forced.deferred
             way = Way(stage, graph, weights, **placed, deferred=deferred, parts=parts, micro_batch=micro_batch)
-            if way.state == "nvme":
+            if way.state == NVME:
                 way = replace(way, state_host_bytes=forced.state_host_bytes or 0)
             problem = way.problem(cpu=limits.cpu)
-            idle = graph == "keep" and way.kept != "device" and forced.kept is None  # nothing is kept apart from graphs
+            idle = graph == "keep" and way.kept != DEVICE and forced.kept is None  # nothing is kept apart from graphs
             pointless = graph == "recompute" and weights == "hold" and forced.weights is None
             if problem is not None:
                 problems.append(problem)

@@ -19,6 +19,7 @@ from ftkit.report.charts import COLOURS
 from ftkit.report.facts import Facts, read
 from ftkit.report.page import charts, page
 from ftkit.report.text import escaped, finite, gib, lasted, record, short
+from ftkit.spec.tiers import DEVICE, HOST
 
 MOST_KEYS = 200
 """Of a recipe, that are shown as different."""
@@ -95,7 +96,7 @@ def _results(runs: Sequence[tuple[str, Facts]]) -> Iterable[Sequence[str]]:
         yield name, *(f"{value:,.0f}" if value else "–" for value in known)
     yield "tokens a second", *(short(facts.tokens_per_s, 3) for _, facts in runs)
     yield "time", *(lasted(finite(facts.summary.get("seconds"))) for _, facts in runs)
-    for tier in ("device", "host"):
+    for tier in (DEVICE, HOST):
         peaks = [facts.peak_bytes(tier) for _, facts in runs]
         if any(peaks):
             yield f"peak memory, {tier}, a rank", *(gib(peak) if peak else "–" for peak in peaks)

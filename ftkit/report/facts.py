@@ -21,6 +21,7 @@ from ftkit.errors import UserError
 from ftkit.output.run_folder import RunFolder
 from ftkit.report.text import finite, items, number, record
 from ftkit.report.timeline import Timeline, from_chrome
+from ftkit.spec.tiers import DEVICE
 
 MOST_LINE_BYTES = 1 << 16
 MOST_LINES = 2_000_000
@@ -144,7 +145,7 @@ class Facts:
         of_rank = finite(record(self.summary.get("planned_per_rank")).get(f"{tier}_bytes"))
         if of_rank is not None:
             return of_rank
-        return sum(size for name, size in self.purposes(tier) if tier != "device" or name != "runtime") or None
+        return sum(size for name, size in self.purposes(tier) if tier != DEVICE or name != "runtime") or None
 
     def purposes(self, tier: str) -> list[tuple[str, float]]:
         """Return what was planned for a rank on a tier, by purpose."""

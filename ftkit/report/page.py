@@ -27,6 +27,7 @@ from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Facts, Reader, read
 from ftkit.report.style import STYLE
 from ftkit.report.text import GIB, escaped, finite, gib, items, lasted, record, short
 from ftkit.report.timeline import draw, with_loss
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 REFRESH_SECONDS = 5
 MOST_SAMPLES = 20
@@ -34,7 +35,7 @@ MOST_NOTES = 20
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
-TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
+TIER_LABELS = {DEVICE: DEVICE, HOST: HOST, NVME: "NVMe"}
 
 
 def refresh(path: Path, out: Path | None = None) -> Path:
@@ -168,10 +169,10 @@ def _cards(facts: Facts, status: str) -> Iterable[str]:
     if seconds is None and began is not None and (ended is not None or status == GOING_ON):
         seconds, note = _seconds_between(began, ended), "since the start" if ended is None else "from start to end"
     yield _card("time", lasted(seconds), note if seconds is not None else "")
-    for tier in ("device", "host"):
+    for tier in (DEVICE, HOST):
         peak, planned = facts.peak_bytes(tier), facts.planned_bytes(tier)
         if peak:
-            yield _card(f"peak memory, {TIERS[tier]}, a rank", gib(peak), f"{gib(planned)} planned" if planned else "")
+            yield _card(f"peak memory, {TIER_LABELS[tier]}, a rank", gib(peak), f"{gib(planned)} planned" if planned else "")
     yield "</div>"
 
 
@@ -224,7 +225,7 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[str]:
     drawn.append(chart("Speed", ("speed", "tokens/s"), speed, from_zero=True))
     if accuracy := series("eval_accuracy", short_name("held out"), "dots", 0.01):
         drawn.append(chart("Accuracy on held-out rows", ("label tokens told right", "%"), accuracy))
-    for tier, of in (("device", "device"), ("host", "host")):
+    for tier, of in ((DEVICE, DEVICE), (HOST, HOST)):
         memory = series(f"peak_{tier}_bytes", short_name("measured"), scale=GIB)
         if not any(y for each in memory for _, y in each.points):
             continue
@@ -242,9 +243,9 @@ def _ends(facts: Facts) -> tuple[float, ...]:
 
 def _memory(facts: Facts) -> Iterable[str]:
     bars = []
-    for tier, name in TIERS.items():
+    for tier, name in TIER_LABELS.items():
         purposes = facts.purposes(tier)
-        if tier == "device":  # what torch's allocator does not see is not measured either
+        if tier == DEVICE:  # what torch's allocator does not see is not measured either
             purposes = [(purpose, size) for purpose, size in purposes if purpose != "runtime"]
         granted = facts.granted_bytes(tier)
         if not purposes:

@@ -13,11 +13,11 @@ from rich.table import Table
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB, MOMENTS
 from ftkit.plan.schedule import STREAMS, Speed
-from ftkit.plan.shape import TIERS
 from ftkit.plan.what_if import Answer
 from ftkit.report.text import literal
+from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
-TITLES = {"device": "device, a rank", "host": "host, a box", "nvme": "NVMe, a box"}
+TITLES = {DEVICE: "device, a rank", HOST: "host, a box", NVME: "NVMe, a box"}
 
 
 def show_plan(console: Console, plan: Plan) -> None:

@@ -27,7 +27,7 @@ WORDS = (
     ("update", "adam", "up", "write"),
     ("loss", "head"),
 )
-KINDS = {word: colour for colour, words in enumerate(WORDS) for word in words}
+COLOUR_OF = {word: colour for colour, words in enumerate(WORDS) for word in words}
 """First words of names to colours."""
 
 LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "kept inputs and others")
@@ -171,7 +171,7 @@ def _visible(parts: Sequence[Part], seconds: float, *, alike: bool) -> Iterator[
 
 
 def _colour(part: Part) -> int:
-    return KINDS.get(next(iter(part.name.split()), ""), OTHERS)
+    return COLOUR_OF.get(next(iter(part.name.split()), ""), OTHERS)
 
 
 def _bar(part: Part, start: float, end: float, y: int) -> str:

@@ -53,6 +53,7 @@ from ftkit.hf.sharding import find_blocks, policy_of, shard_as
 from ftkit.plan.choice import Plan
 from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.train.meter import Meter
 from ftkit.train.planning import model_of
 from ftkit.train.recipe_arguments import compute_dtype
@@ -133,10 +134,10 @@ class DryRun:
     def as_dict(self) -> dict[str, Any]:
         """Return it as an object for JSON, sizes in bytes of one rank."""
         return {
-            "device_bytes": self.found_bytes("device"),
-            "host_bytes": self.found_bytes("host"),
-            "planned_device_bytes": self.planned_bytes("device"),
-            "planned_host_bytes": self.planned_bytes("host"),
+            "device_bytes": self.found_bytes(DEVICE),
+            "host_bytes": self.found_bytes(HOST),
+            "planned_device_bytes": self.planned_bytes(DEVICE),
+            "planned_host_bytes": self.planned_bytes(HOST),
             "share": {tier: self.share(tier) for tier in self.found},
             "agrees": self.agrees,
             "purposes": self.found,
@@ -185,13 +186,13 @@ def dry_run(
     """
     if plan.limits.cpu and device is None:
         raise UserError("--dry-run stands for a GPU and this plan is for ranks without one: run a few steps instead")
-    if "nvme" in {plan.way.parameters, plan.way.gradients, plan.way.state, plan.way.kept}:
+    if NVME in {plan.way.parameters, plan.way.gradients, plan.way.state, plan.way.kept}:
         raise UserError(f"--dry-run does not know files, and this plan puts something on NVMe ({plan.way})")
     began = time.perf_counter()
     device = device or torch.device("meta")
     if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
         raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
-    meter = Meter(lambda tensor: "host" if tensor.device.type == "cpu" and device.type != "cpu" else "device")
+    meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" and device.type != "cpu" else DEVICE)
     with nothing_behind(device), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, dtype, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
@@ -223,7 +224,7 @@ def train(plan: Plan, units: Units, optimizer: ShardedAdamW, *, packed: bool) ->
     optimizer.zero_grad()
     if reduced:
         units.transfer.open_gradients([])
-    passes = PASSES if reduced and plan.way.gradients == "device" else 1
+    passes = PASSES if reduced and plan.way.gradients == DEVICE else 1
     steps = 1 if plan.accumulation > 1 else passes
     rows, tokens = plan.way.micro_batch * plan.way.parts, plan.shape.sequence_tokens
     for _ in range(steps):
@@ -371,7 +372,7 @@ def _found(meter: Meter, units: Units, optimizer: ShardedAdamW) -> dict[str, dic
             if lifetime is not None:
                 purposes.setdefault(id(lifetime), purpose)
     found = {}
-    for tier in ("device", "host"):
+    for tier in (DEVICE, HOST):
         sizes: Counter[str] = Counter()
         for each in meter.at_peak(tier):
             sizes[purposes.get(id(each), "activations")] += each.size_bytes
@@ -400,7 +401,7 @@ def _permanent(units: Units, optimizer: ShardedAdamW) -> Iterator[tuple[str, Ite
 def _planned(plan: Plan) -> dict[str, dict[str, int]]:
     """Return what the plan has in training, by the purposes of a dry run; the runtime is none of them."""
     planned = {}
-    for tier in ("device", "host"):
+    for tier in (DEVICE, HOST):
         sizes: Counter[str] = Counter()
         for purpose, size in plan.memory.purposes(tier, "train").items():
             if purpose in PLANNED_AS:
@@ -411,6 +412,6 @@ def _planned(plan: Plan) -> dict[str, dict[str, int]]:
 
 def _largest(meter: Meter) -> tuple[tuple[str, int], ...]:
     sizes: Counter[str] = Counter()
-    for each in meter.at_peak("device"):
+    for each in meter.at_peak(DEVICE):
         sizes[each.operation.removeprefix("aten.")] += each.size_bytes
     return tuple(sizes.most_common(8))

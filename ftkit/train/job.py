@@ -42,10 +42,11 @@ from ftkit.launch.local import Stop
 from ftkit.output.run_folder import RunFolder, step_of, write_json
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB
-from ftkit.plan.ways import KINDS, Limits
+from ftkit.plan.ways import Limits
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
+from ftkit.spec.tiers import KINDS
 from ftkit.train.divergence_callback import DivergenceWatch
 from ftkit.train.dry_run import DryCommunicator
 from ftkit.train.memory_stop import MemoryStop

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ftkit.plan.box_memory import MACHINE
+from ftkit.spec.tiers import NVME
 from ftkit.train.memory_guard import Alarm
 
 if TYPE_CHECKING:  # the report is also read where torch is not
@@ -81,7 +82,7 @@ def host_tenants(units: Units | None, optimizer: ShardedOptimizer | None) -> dic
     computes_here = units.comm.device.type == "cpu"
     tenants = {}
     for kind in ("parameters", "gradients", "state"):
-        lies_here = computes_here and units.tiers.tier(kind) != "nvme"
+        lies_here = computes_here and units.tiers.tier(kind) != NVME
         tenants[kind] = held[kind] if lies_here else arenas.get(kind, 0)
     updating = optimizer.updater.staging_bytes if optimizer is not None else 0
     return {

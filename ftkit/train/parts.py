@@ -23,6 +23,7 @@ from ftkit.hf.inference.generation import base_of, prompt_ids, unanswerable
 from ftkit.hf.models.settings import DTYPES, check_dtype
 from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
+from ftkit.spec.tiers import NVME
 from ftkit.train.planning import build
 from ftkit.train.questions import Question, questions
 from ftkit.train.recipe_arguments import check_report_to, compute_dtype
@@ -73,7 +74,7 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     plan = planned(model)
     way = plan.way
     check_shardable(model, ranks, cuts_gradients=way.stage >= 2 or way.activations != "keep")
-    if "nvme" in {way.parameters, way.gradients, way.state, way.kept}:
+    if NVME in {way.parameters, way.gradients, way.state, way.kept}:
         check_nvme(recipe.memory.nvme_dir)
     return Parts(tokenizer, model, plan, prepare_rows(recipe, tokenizer), asked)
 

@@ -34,6 +34,7 @@ from ftkit.plan.hardware import box as find_box
 from ftkit.plan.memory import GIB
 from ftkit.plan.schedule import Rates
 from ftkit.plan.ways import Limits
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.train.recipe_arguments import compute_dtype, engine_settings, lora_config
 
 BYTES_A_TOKEN = 4
@@ -219,9 +220,9 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
         nvme = int(memory.nvme_gib * GIB)
     profile = f"the profile {box.name}"
     names = {
-        "device": "memory.device_gib" if memory.device_gib is not None else profile,
-        "host": "memory.host_gib" if memory.host_gib is not None else profile,
-        "nvme": profile if memory.nvme_gib is None else "memory.nvme_gib",
+        DEVICE: "memory.device_gib" if memory.device_gib is not None else profile,
+        HOST: "memory.host_gib" if memory.host_gib is not None else profile,
+        NVME: profile if memory.nvme_gib is None else "memory.nvme_gib",
     }
     own = min(ranks, box.gpus) if box.gpus else ranks
     return Limits(None if cpu else device, host, nvme, ranks_per_box=own, cpu=cpu, names=tuple(names.items()))

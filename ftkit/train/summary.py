@@ -25,6 +25,7 @@ from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.report.text import literal
+from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.train.divergence_callback import diverged_steps
 from ftkit.train.held_out import read_before, write_rows
 from ftkit.train.progress import GIB, peak_device_bytes, peak_host_bytes
@@ -96,8 +97,8 @@ def state_of(checkpoint: str | None) -> TrainerState | None:
 
 def planned(plan: Plan) -> dict[str, int]:
     """Return the peaks of a rank as the plan has them: on a device those of torch's allocator, which is what is measured."""
-    device = plan.memory.peak("device")
-    return {"device_bytes": max(device - DEVICE_RUNTIME, 0), "host_bytes": plan.memory.peak("host")}
+    device = plan.memory.peak(DEVICE)
+    return {"device_bytes": max(device - DEVICE_RUNTIME, 0), "host_bytes": plan.memory.peak(HOST)}
 
 
 def nvme_traffic(disk: Disk | None) -> dict[str, Any] | None:

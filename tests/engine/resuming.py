@@ -23,9 +23,10 @@ from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
 from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units
-from ftkit.engine.memory.tiers import Placement, Tier
+from ftkit.engine.memory.tiers import Placement
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.hf.sharding import is_adapter
+from ftkit.spec.tiers import Tier
 from tests.engine import families
 from tests.engine.trajectory import MAX_NORM, shard_model, split
 

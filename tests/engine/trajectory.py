@@ -26,10 +26,11 @@ from ftkit.engine.core import transfer
 from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files import flat_file as flatfile
-from ftkit.engine.memory.tiers import Placement, Tier, Tiers
+from ftkit.engine.memory.tiers import Placement, Tiers
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.hf.sharding import batch_rows
+from ftkit.spec.tiers import Tier
 from tests.engine import families
 from tests.worlds import Worlds
 

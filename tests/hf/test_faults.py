@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ftkit.data.batches import Collator
 from ftkit.data.build_once import RefusedError
-from ftkit.data.faults import KINDS, duplicates_of, stops_of
+from ftkit.data.faults import FAULTS, duplicates_of, stops_of
 from ftkit.data.prepared import prepare
 from tests.tiny import TEMPLATE, make_tokenizer
 
@@ -239,7 +239,7 @@ def test_lengths_fall_into_round_classes(ready):
 
 
 def test_every_kind_has_a_planted_row():
-    assert set(KINDS) == {*PLANTED, "unknown", "earlier_answers"}  # the last one in test_names_in_rows.py
+    assert set(FAULTS) == {*PLANTED, "unknown", "earlier_answers"}  # the last one in test_names_in_rows.py
 
 
 def without(part):

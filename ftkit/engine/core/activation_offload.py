@@ -23,6 +23,7 @@ from torch import Tensor
 from ftkit.engine.arena import Arena
 from ftkit.engine.files.flat_file import FlatFile, Request
 from ftkit.engine.memory.tiers import Tiers
+from ftkit.spec.tiers import DEVICE, HOST
 
 STAGING = 4
 """Host buffers of each size through which activations pass on their way to files and back."""
@@ -98,7 +99,7 @@ class Keeper:
         self.staging: dict[int, list[Place]] = defaultdict(list)
         self.arenas: list[Arena] = []
         self.numbers = count()
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and self.tier != "device" else None
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and self.tier != DEVICE else None
         self.recent: deque[tuple[weakref.ref[Tensor], weakref.ref[Ticket]]] = deque(maxlen=RECENT)
 
     @property
@@ -108,7 +109,7 @@ class Keeper:
 
     def keep(self, tensors: Sequence[Tensor]) -> list[Ticket | None]:
         """Move the activations among `tensors` away; None for those that stay. The originals may be freed at once."""
-        if self.tier == "device":
+        if self.tier == DEVICE:
             return [None] * len(tensors)
         return [self._ticket(t) if t.is_floating_point() and t.requires_grad else None for t in tensors]
 
@@ -127,7 +128,7 @@ class Keeper:
         """Return room of a size: one that was used before, or a new one."""
         if self.free[size_bytes]:
             return self.free[size_bytes].pop()
-        if self.tier == "host":
+        if self.tier == HOST:
             return Place(size_bytes, self._buffer(size_bytes), None)
         assert self.tiers.disk is not None
         return Place(size_bytes, None, self.tiers.disk.file(f"kept.{next(self.numbers)}", size_bytes // 4, torch.int32))

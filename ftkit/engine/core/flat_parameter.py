@@ -41,6 +41,7 @@ from ftkit.engine.core.resharded import guard, plain_class, resharded_class
 from ftkit.engine.files.finite import is_finite
 from ftkit.engine.memory.tiers import MemoryStore, Placement, Store, Tiers
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
+from ftkit.spec.tiers import DEVICE
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Policy:
             raise ValueError(f"activations is {self.activations!r}, 'recompute', 'keep' or a number of blocks is needed")
         if self.weights not in ("free", "hold"):
             raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
-        if self.placement.parameters != "device" and self.stage < 3:
+        if self.placement.parameters != DEVICE and self.stage < 3:
             raise ValueError(f"parameters on the {self.placement.parameters} tier need stage 3, not {self.stage}")
-        if self.placement.gradients != "device" and self.stage < 2:
+        if self.placement.gradients != DEVICE and self.stage < 2:
             raise ValueError(f"gradients on the {self.placement.gradients} tier need stage 2 or 3, not {self.stage}")
         if self.parts < 1:
             raise ValueError(f"parts is {self.parts}, at least 1 is needed")
@@ -175,8 +176,8 @@ class FlatParameter:
         self.rank = 0 if replicated else comm.rank
         self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
         alone = self.owners == 1
-        self.resident = resident or (alone and policy.placement.parameters == "device")
-        self.deferred = deferred or (alone and policy.placement.gradients == "device")
+        self.resident = resident or (alone and policy.placement.parameters == DEVICE)
+        self.deferred = deferred or (alone and policy.placement.gradients == DEVICE)
         self.grad_dtype = policy.gradient_dtype or dtype
         self.slot_dtype = self.grad_dtype if policy.parts > 1 else dtype  # where several are summed before the reduction
         self.version = 0  # of the weights: +1 an update
@@ -234,10 +235,10 @@ class FlatParameter:
         device, numel = self.comm.device, self.layout.shard_numel
         if self.resident:
             self.full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=device)
-            self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], "device")
+            self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], DEVICE)
         else:
             self.weights = tiers.make("parameters", f"{self.name}.weights", numel, self.dtype)
-        if self.trainable and not self.deferred and tiers.tier("gradients") != "device":
+        if self.trainable and not self.deferred and tiers.tier("gradients") != DEVICE:
             self.gradient = tiers.make("gradients", f"{self.name}.gradient", numel, self.grad_dtype)
             self.drain = drain
         self._take_over(device)
@@ -289,7 +290,7 @@ class FlatParameter:
                 out.copy_(sources[span.index].reshape(-1)[low : low + span.numel])
 
         if self.trainable and any(not is_absent(s) and s.dtype.itemsize > self.dtype.itemsize for s in sources):
-            exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), "device")
+            exact = MemoryStore(torch.zeros(self.layout.shard_numel, dtype=torch.float32, device=device), DEVICE)
             self.fill(exact, copy)
             self.origin = self._values(exact.tensor, [not is_absent(source) for source in sources])
         if self.full is not None:
@@ -556,7 +557,7 @@ class FlatParameter:
             return None
         if self.gradient is not None:
             return self.gradient
-        return None if self.grad is None else MemoryStore(self.grad, "device")
+        return None if self.grad is None else MemoryStore(self.grad, DEVICE)
 
     @property
     def has_gradient(self) -> bool:

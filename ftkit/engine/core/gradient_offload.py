@@ -19,6 +19,7 @@ from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.kernels.host_adam import HostAdamW
 from ftkit.engine.memory.tiers import Store, Tiers
+from ftkit.spec.tiers import NVME
 
 BUFFERS = 2
 
@@ -35,7 +36,7 @@ class Drain:
     def __init__(self, flats: list[FlatParameter], tiers: Tiers, host: HostAdamW) -> None:
         self.device = device = tiers.device
         self.host = host
-        staged = device.type != "cpu" or tiers.tier("gradients") == "nvme"
+        staged = device.type != "cpu" or tiers.tier("gradients") == NVME
         sizes = [(flat.layout.shard_numel, flat.slot_dtype) for flat in flats if staged]
         self.buffers: list[Tensor] = []
         self.arena: Arena | None = None

@@ -41,6 +41,7 @@ from ftkit.engine.kernels.host_adam import HostAdamW
 from ftkit.engine.memory.affinity import Affinity
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
+from ftkit.spec.tiers import DEVICE
 
 WHOLE_SHARE = 0.002
 """A parameter outside blocks of at most this share of the model is replicated: gathering it would cost more than it."""
@@ -398,7 +399,7 @@ def shard(
     inside = {id(each) for _, block in blocks for each in block.modules()}
     units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
-    alone = comm.world_size == 1 and policy.placement.parameters == "device"
+    alone = comm.world_size == 1 and policy.placement.parameters == DEVICE
     refuse_wrapped(model, blocks, gathers=policy.stage == 3 and not alone)
     _refuse(model, blocks, policy)
     units.replaced = _materialise(bindings, comm.device)
@@ -449,7 +450,7 @@ def _allocate(units: Units) -> None:
     """Lay down every line's bytes on their tiers."""
     tiers, flats = units.tiers, units.flats
     tiers.reserve("parameters", [(f.layout.shard_numel, f.dtype) for f in flats if not f.resident])
-    leaving = [f for f in flats if f.trainable and not f.deferred and tiers.tier("gradients") != "device"]
+    leaving = [f for f in flats if f.trainable and not f.deferred and tiers.tier("gradients") != DEVICE]
     tiers.reserve("gradients", [(f.layout.shard_numel, f.grad_dtype) for f in leaving])
     if leaving:
         units.drain = Drain(leaving, tiers, units.host_adam(torch.get_num_threads()))

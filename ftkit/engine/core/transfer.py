@@ -33,6 +33,7 @@ from ftkit.engine.core.activation_offload import Keeper
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.tiers import FileStore, Tiers
 from ftkit.engine.trace import Trace
+from ftkit.spec.tiers import NVME
 
 ALIGNMENT_BYTES = 256
 """Each flat parameter inside a slot begins at a multiple of this, as CUDA's own allocations do."""
@@ -176,7 +177,7 @@ class Transfer:
         gradients = max((_layout(group, gradients=True)[1] for group in reduced), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
         self.keeper = Keeper(tiers)
-        self.ahead = ReadAhead(gathered, tiers) if weights and tiers.tier("parameters") == "nvme" else None
+        self.ahead = ReadAhead(gathered, tiers) if weights and tiers.tier("parameters") == NVME else None
         self.gradient_bytes = gradients
         self._gradient_slot: Tensor | None = None  # allocated by the first backward: evaluation needs none
         self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,9 +33,7 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.files.flat_file import PIECE_NUMEL, FlatFile, Request
 from ftkit.engine.memory.disk import BLOCK_BYTES, DEPTHS, Disk
 from ftkit.errors import UserError
-
-Tier = Literal["device", "host", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS, Tier
 
 WORTH_MEASURING_BYTES = 1 << 30
 """Less than this on NVMe is there and back in a second, whatever the block size and depth."""
@@ -52,10 +50,10 @@ class Placement:
         kept: tier of the inputs of blocks that are kept for backward.
     """
 
-    parameters: Tier = "device"
-    gradients: Tier = "device"
-    state: Tier = "device"
-    kept: Tier = "device"
+    parameters: Tier = DEVICE
+    gradients: Tier = DEVICE
+    state: Tier = DEVICE
+    kept: Tier = DEVICE
 
     def __post_init__(self) -> None:
         for kind, tier in vars(self).items():
@@ -65,7 +63,7 @@ class Placement:
     @property
     def uses_disk(self) -> bool:
         """Whether anything lies on NVMe."""
-        return "nvme" in vars(self).values()
+        return NVME in vars(self).values()
 
 
 class Store(Protocol):
@@ -125,7 +123,7 @@ class MemoryStore:
 class FileStore:
     """A shard in a file of the NVMe tier."""
 
-    tier: Tier = "nvme"
+    tier: Tier = NVME
     tensor = None
 
     def __init__(self, file: FlatFile) -> None:
@@ -178,8 +176,8 @@ class Tiers:
     ) -> None:
         if placement.uses_disk and disk is None:
             raise ValueError("something is placed on NVMe and no folder is given")
-        below = {placement.parameters, placement.gradients} - {"device"}
-        if device.type != "cpu" and placement.state == "device" and below:
+        below = {placement.parameters, placement.gradients} - {DEVICE}
+        if device.type != "cpu" and placement.state == DEVICE and below:
             raise UserError(
                 "the optimizer state is on the device and what it updates is not: place the state where the lowest of "
                 f"parameters ({placement.parameters}) and gradients ({placement.gradients}) lies"
@@ -245,12 +243,12 @@ class Tiers:
             sizes: bytes of each line's state on this rank, in the order in which they are updated.
         """
         tier = self.tier("state")
-        if tier != "nvme":
+        if tier != NVME:
             return [tier] * len(sizes)
         left = self.state_host_bytes
         tiers: list[Tier] = []
         for size in sizes:
-            tiers.append("host" if size <= left else "nvme")
+            tiers.append(HOST if size <= left else NVME)
             left -= size if size <= left else 0
         return tiers
 
@@ -268,9 +266,9 @@ class Tiers:
         if not sizes:
             return
         tier = tier or self.tier(kind)
-        if tier == "host":
+        if tier == HOST:
             self.arenas[kind] = self.arena(arena_bytes(sizes))
-        elif tier == "nvme":
+        elif tier == NVME:
             assert self.disk is not None
             self.disk.reserve(sum(numel * dtype.itemsize for numel, dtype in sizes))
 
@@ -285,15 +283,15 @@ class Tiers:
             tier: the tier on which its room was reserved; None takes the one where `placement` has the kind.
         """
         tier = tier or self.tier(kind)
-        if tier == "host":
-            return MemoryStore(self.arenas[kind].take(numel, dtype), "host")
-        if tier == "nvme":
+        if tier == HOST:
+            return MemoryStore(self.arenas[kind].take(numel, dtype), HOST)
+        if tier == NVME:
             assert self.disk is not None
             return FileStore(self.disk.file(name, numel, dtype))
         if kind == "state" and self.device.type == "cpu":  # large, and not touched before somebody writes there
             own = self.arena(arena_bytes([(numel, dtype)]), huge=False)
-            return MemoryStore(own.take(numel, dtype), "device")
-        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device), "device")
+            return MemoryStore(own.take(numel, dtype), DEVICE)
+        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device), DEVICE)
 
     def host_bytes(self) -> dict[str, int]:
         """Return the bytes of each arena."""

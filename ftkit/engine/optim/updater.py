@@ -34,6 +34,7 @@ from ftkit.engine.files.flat_file import PIECE_NUMEL, Request, sum_of
 from ftkit.engine.memory.tiers import FileStore, Store, Tiers
 from ftkit.engine.trace import UPDATE, Trace
 from ftkit.errors import UserError
+from ftkit.spec.tiers import DEVICE
 
 SLOTS = 6
 """Pieces under way at once: one is computed, the others are read ahead or written behind."""
@@ -156,7 +157,7 @@ class Updater:
         self.trace = trace
         self.tiers = tiers
         self.device = device = tiers.device
-        self.home = device if tiers.tier("state") == "device" else torch.device("cpu")
+        self.home = device if tiers.tier("state") == DEVICE else torch.device("cpu")
         self.update_piece = update_piece
         self.roles = ("gradient", "master", *moment_names, "weight")
         self.slots: list[_Slot] = []

@@ -18,7 +18,7 @@ from ftkit.hf.models.hooks import hooks_on, name_of
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def tell_hooks(units: Units, instead: str) -> None:
@@ -59,5 +59,5 @@ def hooks_inside(units: Units) -> list[tuple[str, str]]:
         for unit in cutting
         for name, module in unit.module.named_modules()
         if name
-        for hook in hooks_on(module, KINDS)
+        for hook in hooks_on(module, HOOK_TABLES)
     ]

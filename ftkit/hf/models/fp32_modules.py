@@ -51,7 +51,7 @@ LIMIT = 2.0**14
 BATCHES = 4
 """Of the run's own, that are looked at before the first step."""
 
-KINDS = ("projection", "part", "stream")
+FORMS = ("projection", "part", "stream")
 PROJECTIONS = (nn.Linear, Conv1D, BaseTunerLayer)
 
 
@@ -60,7 +60,7 @@ class Islands:
     """What was made an island in a model.
 
     Args:
-        found: name of a module to its kind, one of `KINDS`.
+        found: name of a module to its kind, one of `FORMS`.
         largest: name of a module to the largest value seen there in fp16; inf beyond its range.
         finite: whether all forwards that were looked at last ended without an infinity.
         looked: whether any forward was looked at.
@@ -101,8 +101,8 @@ class Islands:
             UserError: if it did not; `where` is named.
         """
         found = given.get("found") if isinstance(given, dict) else None
-        if not isinstance(found, dict) or not all(kind in KINDS for kind in found.values()):
-            raise UserError(f"{where}: its fp32 islands are not names with one of {', '.join(KINDS)}")
+        if not isinstance(found, dict) or not all(kind in FORMS for kind in found.values()):
+            raise UserError(f"{where}: its fp32 islands are not names with one of {', '.join(FORMS)}")
         seen = given.get("largest")
         largest = seen if isinstance(seen, dict) else {}
         return cls(dict(found), {name: value for name, value in largest.items() if isinstance(value, float)})

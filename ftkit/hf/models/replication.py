@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ftkit.errors import UserError
 from ftkit.hf.models.settings import EngineSettings
+from ftkit.spec.tiers import DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def replicated(settings: EngineSettings, model: nn.Module, *, say: bool) -> Engi
             f"_no_split_modules): {NAME_THEM}; or leave stage to 'auto', which keeps its weights on every rank"
         )
     for tier in ("parameters", "gradients"):
-        if getattr(settings, tier) not in ("auto", "device"):
+        if getattr(settings, tier) not in ("auto", DEVICE):
             raise UserError(
                 f"{tier}={getattr(settings, tier)!r} needs blocks, and {kind} has none: {NAME_THEM}; or leave {tier} to "
                 "'auto'"

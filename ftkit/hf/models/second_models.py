@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from ftkit.engine.core.shard import Units
 from ftkit.plan.choice import Plan, make_plan
-from ftkit.plan.shape import TIERS, Line, Shape
-from ftkit.plan.ways import KINDS, Forced, Limits
+from ftkit.plan.shape import Line, Shape
+from ftkit.plan.ways import Forced, Limits
+from ftkit.spec.tiers import DEVICE, KINDS, TIERS
 
 RUNTIME = "runtime"
 """The purpose of bytes that a process takes once, however many models it has."""
@@ -86,6 +87,6 @@ def _taken_bytes(units: Units, tier: str, limits: Limits) -> int:
     memory = units.plan.memory
     peak = memory.peak_moment(tier)
     planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)
-    if tier == "device" and limits.name("device").startswith("what is free"):  # free beside what is allocated by now
+    if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # free beside what is allocated by now
         planned -= sum(units.state_bytes().values())
     return max(planned, 0)

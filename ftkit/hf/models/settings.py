@@ -15,14 +15,13 @@ from typing import Any, Literal
 import torch
 
 from ftkit.config.yaml_lines import read
-from ftkit.engine.memory.tiers import TIERS
 from ftkit.errors import UserError
+from ftkit.spec.tiers import KINDS, NVME, TIERS, TierOrAuto
 
 REDUCTIONS = ("counted", "sum", "mean-rows", "mean-tokens", "mean-ranks")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-TierOrAuto = Literal["auto", "device", "host", "nvme"]
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,9 @@ class EngineSettings:
         share = self.state_host_gib
         if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or share < 0):
             raise UserError(f"ftkit settings: state_host_gib is {share!r}, a number is needed, 0 or more")
-        if share and self.state not in ("nvme", "auto"):
+        if share and self.state not in (NVME, "auto"):
             raise UserError(f"ftkit settings: state_host_gib is of a state on NVMe, and state is {self.state!r}")
-        on_disk = [key for key in ("parameters", "gradients", "state", "kept") if getattr(self, key) == "nvme"]
+        on_disk = [key for key in KINDS if getattr(self, key) == NVME]
         if on_disk and self.nvme_dir is None:
             raise UserError(f"ftkit settings: {on_disk[0]} is 'nvme' and no folder is named: set nvme_dir")
 

@@ -34,11 +34,12 @@ from ftkit.plan.attention import Attention
 from ftkit.plan.box_memory import MACHINE, BoxMemory
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape
-from ftkit.plan.ways import KINDS, Forced, Limits
+from ftkit.plan.ways import Forced, Limits
+from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
 
 logger = logging.getLogger(__name__)
 
-KEPT_SHARE = (5, 4)
+GRAPH_SHARE = (5, 4)
 """Elements that autograd keeps of a block, as a share of the inputs and outputs of its matrices."""
 
 STEPWISE_ACTIVATIONS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
@@ -207,7 +208,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
         nvme,
         ranks_per_box=ranks_per_box,
         cpu=cpu,
-        names=(("device", device_name), ("host", host_name), ("nvme", "memory.nvme_dir")),
+        names=((DEVICE, device_name), (HOST, host_name), (NVME, "memory.nvme_dir")),
     )
 
 
@@ -232,8 +233,8 @@ def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
     hosts = comm.all(socket.gethostname())
     own = limits_here(settings, comm.device, max(hosts.count(host) for host in hosts))
     told = comm.all(own)
-    device, host, nvme = (_least(told, tier) for tier in ("device", "host", "nvme"))
-    names = tuple((tier, least.name(tier)) for tier, least in (("device", device), ("host", host), ("nvme", nvme)))
+    device, host, nvme = (_least(told, tier) for tier in (DEVICE, HOST, NVME))
+    names = tuple((tier, least.name(tier)) for tier, least in ((DEVICE, device), (HOST, host), (NVME, nvme)))
     bytes_ = (device.device_bytes, host.host_bytes, nvme.nvme_bytes)
     return Limits(*bytes_, ranks_per_box=own.ranks_per_box, cpu=own.cpu, names=names)
 
@@ -298,7 +299,7 @@ def _weight_of(module: nn.Module) -> Tensor | None:
 def _linear_elements(block: nn.Module) -> int:
     """Return a token's elements that autograd keeps of a block, attention scores aside."""
     matrices = _matrices(block)
-    part, whole = KEPT_SHARE
+    part, whole = GRAPH_SHARE
     elements = sum(sum(weight.shape) for weight in matrices) * part // whole
     if any(type(module).__name__ in STEPWISE_ACTIVATIONS for module in block.modules()):
         part, whole = STEPWISE_SHARE

@@ -11,6 +11,7 @@ import logging
 from dataclasses import replace
 
 from ftkit.hf.models.settings import EngineSettings
+from ftkit.spec.tiers import HOST
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def strict_settings(settings: EngineSettings, ranks: int, *, say: bool) -> Engin
     """
     wanted = {"stage": 3, "activations": "recompute", "weights": "free"}
     if ranks == 1:
-        wanted |= {"parameters": "host", "gradients": "host", "state": "host"}
+        wanted |= {"parameters": HOST, "gradients": HOST, "state": HOST}
     if settings.stage not in ("auto", 3):
         wanted = {"activations": "recompute"}
     forced = {key: value for key, value in wanted.items() if getattr(settings, key) == "auto"}

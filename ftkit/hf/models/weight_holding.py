@@ -27,6 +27,7 @@ from ftkit.errors import UserError
 from ftkit.hf.models.shapes import CPU_SHARE, DEVICE_SHARE, usable_host
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
 from ftkit.plan.ways import Limits
+from ftkit.spec.tiers import DEVICE, HOST
 
 HOLDS = ("auto", True, False)
 
@@ -83,7 +84,7 @@ def _on_device(device: torch.device, limits: Limits | None) -> tuple[int, str]:
     part, whole = DEVICE_SHARE
     free = [(open_ + cached - total * part // whole, "the device")]
     if limits is not None and limits.device_bytes is not None:
-        free.append((limits.device_bytes - DEVICE_RUNTIME - taken, f"the device ({limits.name('device')})"))
+        free.append((limits.device_bytes - DEVICE_RUNTIME - taken, f"the device ({limits.name(DEVICE)})"))
     size, where = min(free)
     return max(size, 0), where
 
@@ -96,7 +97,7 @@ def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
     usable, source, _ = usable_host(CPU_SHARE)
     free = [(usable, f"host memory ({source})")]
     if limits is not None and limits.host_bytes is not None:
-        free.append((limits.host_bytes - sum(resident), f"host memory ({limits.name('host')})"))
+        free.append((limits.host_bytes - sum(resident), f"host memory ({limits.name(HOST)})"))
     size, where = min(free)
     return max(size // len(resident), 0), f"its share of {where}" if len(resident) > 1 else where
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ftkit.engine.core.flat_parameter import FlatParameter, Origin
 from ftkit.engine.core.shard import Units
 from ftkit.spec.layout import Span
+from ftkit.spec.tiers import DEVICE
 
 
 def fill_weights(flat: FlatParameter, put: Callable[[Span, Tensor], object]) -> None:
@@ -39,7 +40,7 @@ def initialise(units: Units, missing: set[str]) -> dict[str, Origin]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         concerned = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
-        home = device if units.tiers.tier("state") == "device" else torch.device("cpu")
+        home = device if units.tiers.tier("state") == DEVICE else torch.device("cpu")
         owners = [_owners(units.model, flat) for flat in concerned]
         with _set_aside(units.model):
             fresh = {flat.name: _initialise_line(flat, line, missing, home) for flat, line in zip(concerned, owners)}

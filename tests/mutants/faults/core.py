@@ -882,8 +882,8 @@ FAULTS = (
     _fault(
         "graphs of kept blocks take no memory",
         "ftkit/plan/memory.py",
-        '    yield Item("workspace", "device", way.parts * graphs * graph_bytes(shape, way), ("train",))',
-        '    yield Item("workspace", "device", 0 * graph_bytes(shape, way), ("train",))',
+        '    yield Item("workspace", DEVICE, way.parts * graphs * graph_bytes(shape, way), ("train",))',
+        '    yield Item("workspace", DEVICE, 0 * graph_bytes(shape, way), ("train",))',
         "tests/plan/test_search.py::test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again",
     ),
     _fault(
