@@ -291,6 +291,16 @@ def test_bf16_and_fp16(home, worlds):
         assert (scales == {None}) == (dtype == "bf16")
 
 
+def test_sgd_with_momentum_keeps_its_state_and_takes_its_memory(home, worlds):
+    (home / "sgd").mkdir()
+    sgd = {"name": "sgd", "momentum": 0.9, "lr": 0.05, "warmup_steps": 2}
+    summary = worlds[2].run(job, recipe(home, "sgd", optimizer=sgd))[0]
+    assert summary["eval_loss_after"] < summary["eval_loss_before"]
+    files = {path.name.split(".")[-2] for path in (home / "sgd" / "checkpoint-8" / "ftkit").glob("*.safetensors")}
+    assert "momentum_buffer" in files
+    assert not files & {"exp_avg", "exp_avg_sq"}
+
+
 def test_fp16_of_a_model_that_overflows(home, worlds):
     """The look comes before the first evaluation, and the summary names what is computed in fp32."""
     base = make_overflowing_base(home / "overflowing")

@@ -1,6 +1,8 @@
 """Recipes: what is understood, what is refused, and where the refusal points."""
 
+import json
 import pickle
+import re
 
 import pytest
 import yaml
@@ -127,6 +129,21 @@ def test_refusals(text, words):
 def test_a_key_given_twice_in_an_override_stops():
     (found,) = problems(SMALL, "optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}")
     assert found == "--set optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}: optimizer.lr: given twice; keep one of the two"
+
+
+@pytest.mark.parametrize(
+    "optimizer, words",
+    [
+        ({"momentum": 0.9}, "momentum is not a setting of adamw: remove it, or set name: sgd"),
+        ({"name": "sgd", "betas": [0.9, 0.99]}, "betas is not a setting of sgd: remove it, or set name: adamw"),
+        ({"name": "sgd", "eps": 1e-6}, "eps is not a setting of sgd"),
+        ({"name": "lion"}, "adamw"),
+    ],
+)
+def test_settings_of_another_optimizer_stop(optimizer, words):
+    text = json.dumps({"model": {"name": "a/b"}, "data": {"path": __file__}, "optimizer": optimizer, "output": {"dir": "x"}})
+    with pytest.raises(UserError, match=re.escape(words)):
+        parse(text, "recipe.yaml")
 
 
 def test_checks_of_the_whole():

@@ -25,7 +25,8 @@ from typing import Literal
 
 from benchmarks.literature.work import HALF, Work
 from ftkit.plan.events import Script, simulate
-from ftkit.plan.schedule import ADAM_BYTES, NORM_S, STATE_BYTES
+from ftkit.plan.schedule import NORM_S
+from ftkit.spec.update_rules import ADAMW
 
 Overlap = Literal["none", "gathers", "all"]
 """What runs beside computation: nothing; weights on their way in; also reductions and drains."""
@@ -114,7 +115,7 @@ def zero2(work: Work, *, overlap: Overlap = "all") -> Order:
     order = Order(work, overlap)
     _forward(order)
     _backward(order)
-    update = order.compute("update", {"hbm": ADAM_BYTES * work.numel / work.replicas}, [_norm(order)])
+    update = order.compute("update", {"hbm": ADAMW.traffic_bytes * work.numel / work.replicas}, [_norm(order)])
     order.compute("gather weights", {"link": _shared(work, HALF * work.numel)}, [update])
     order.finish_part()
     return order
@@ -139,7 +140,7 @@ def zero_offload(work: Work, *, overlap: Overlap = "none", checkpoints: bool = T
     _backward(order, checkpoints=checkpoints, drain=("lane", SINGLE))
     shard = work.numel / work.replicas
     before = order.compute("unscale", {"dram": UNSCALE_BYTES * shard}, [_norm(order)])
-    adam = order.compute("adam", {"dram": ADAM_BYTES * shard}, [before])
+    adam = order.compute("adam", {"dram": ADAMW.traffic_bytes * shard}, [before])
     up = order.compute("weights up", {"up": SINGLE * shard}, [adam])
     order.compute("gather weights", {"link": _shared(work, HALF * work.numel)}, [up])
     order.finish_part()
@@ -181,9 +182,9 @@ def zero3(
     shard = work.numel / work.replicas
     norm = _norm(order)
     if state == "device":
-        order.compute("update", {"hbm": ADAM_BYTES * shard}, [norm])
+        order.compute("update", {"hbm": ADAMW.traffic_bytes * shard}, [norm])
     elif state == "nvme":
-        order.compute("update", {"nvme": (2 * STATE_BYTES + SINGLE) * shard, "dram": _host_bytes(shard)}, [norm])
+        order.compute("update", {"nvme": (2 * ADAMW.state_bytes + SINGLE) * shard, "dram": _host_bytes(shard)}, [norm])
     else:
         cast = order.compute("update", {"dram": _host_bytes(shard)}, [norm])
         if parameters == "device":
@@ -210,10 +211,10 @@ def patrickstar(work: Work, *, device_bytes: float = 32510 * 2**20) -> Order:
     _backward(order, gathered=True)
     shard = work.numel / work.replicas
     room = PATRICKSTAR_SHARE * (PATRICKSTAR_SHARE * device_bytes - patrickstar_peak(work))
-    near = min(shard, max(0.0, room / STATE_BYTES))
-    there = order.compute("adam on device", {"hbm": ADAM_BYTES * near}, [_norm(order)])
+    near = min(shard, max(0.0, room / ADAMW.state_bytes))
+    there = order.compute("adam on device", {"hbm": ADAMW.traffic_bytes * near}, [_norm(order)])
     down = order.compute("gradients down", {"down": HALF * (shard - near)}, [there])
-    adam = order.compute("adam", {"dram": ADAM_BYTES * (shard - near)}, [down])
+    adam = order.compute("adam", {"dram": ADAMW.traffic_bytes * (shard - near)}, [down])
     order.compute("weights up", {"up": HALF * (shard - near)}, [adam])
     order.finish_part()
     return order
@@ -338,4 +339,4 @@ def _shared(work: Work, size: float) -> float:
 
 def _host_bytes(shard: float) -> float:
     """Return the host memory that an update moves: gradients unscaled, Adam, masters cast to weights."""
-    return (UNSCALE_BYTES + ADAM_BYTES + CAST_BYTES) * shard
+    return (UNSCALE_BYTES + ADAMW.traffic_bytes + CAST_BYTES) * shard

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ftkit.plan.schedule import ADAM_BYTES, Rates
+from ftkit.plan.schedule import Rates
+from ftkit.spec.update_rules import ADAMW
 
 HALF = 2
 """Bytes of an element in fp16."""
@@ -140,7 +141,7 @@ class Machine:
         ranks = min(self.gpus, work.gpus)
         outside_box = work.gpus > self.gpus
         rings = min(work.model_parallel, ranks)  # that cross a box's edge side by side
-        dram = self.adam * ADAM_BYTES / ranks
+        dram = self.adam * ADAMW.traffic_bytes / ranks
         known = {
             "compute": Rates(self.compute, self.link, self.pcie, dram, self.hbm).operations(work.hidden),
             "link": min(self.link, self.network / rings) if outside_box else self.link,

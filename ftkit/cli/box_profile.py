@@ -33,7 +33,7 @@ from ftkit.launch.local import Stop
 from ftkit.output.ownership import PROFILE_MARK
 from ftkit.output.run_folder import write
 from ftkit.plan.memory import GIB
-from ftkit.plan.schedule import ADAM_BYTES
+from ftkit.spec.update_rules import ADAMW
 
 HIDDEN = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 5120)}
 TOKENS = {"cpu": 512, "cuda": 4096}
@@ -193,7 +193,7 @@ def _host_adam(comm: Communicator) -> float:
     numbers = {"factor": 1.0, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     seconds = _timed(comm, lambda: adam.update(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
     adam.close()
-    return ADAM_BYTES * ADAM_NUMEL / seconds
+    return ADAMW.traffic_bytes * ADAM_NUMEL / seconds
 
 
 def _device_adam(comm: Communicator) -> float:
@@ -201,7 +201,7 @@ def _device_adam(comm: Communicator) -> float:
     parameter = nn.Parameter(torch.zeros(ADAM_NUMEL, device=comm.device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ADAM_BYTES * ADAM_NUMEL / _timed(comm, optimizer.step)
+    return ADAMW.traffic_bytes * ADAM_NUMEL / _timed(comm, optimizer.step)
 
 
 def _copies(comm: Communicator) -> float:

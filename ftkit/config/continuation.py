@@ -22,7 +22,7 @@ from ftkit.errors import UserError
 FREE_SECTIONS = ("output", "memory", "engine", "ranks", "box", "eval", "show")
 FREE_KEYS = ("data.cache_dir", "data.workers", "model.trust_remote_code")
 FIXED_SECTIONS = ("model", "data", "task", "adapter")
-FIXED_KEYS = ("train.seed", "train.batch_tokens", "eval.share")
+FIXED_KEYS = ("train.seed", "train.batch_tokens", "eval.share", "optimizer.name", "optimizer.momentum")
 FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
 IGNORED = "ignored: it comes from the checkpoint"
 

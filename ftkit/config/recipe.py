@@ -271,8 +271,9 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: Literal["adamw", "sgd"] = Field("adamw", description="update rule; sgd keeps no state but its momentum")
     lr: Positive = Field(2e-5, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and of the second moment, a step")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
@@ -280,6 +281,19 @@ class Optimizer(Section):
     warmup_steps: CountOrZero = Field(0, description="optimizer steps to the peak")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
     max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
+    momentum: Fraction = Field(0.0, description="of sgd; 0 = none")
+
+    @model_validator(mode="after")
+    def _settings_of_the_rule(self) -> Optimizer:
+        others = ("momentum",) if self.name == "adamw" else ("betas", "eps")
+        fields = type(self).model_fields  # a resolved recipe has every key, with its default
+        if unread := [key for key in others if vars(self)[key] != fields[key].default]:
+            raise ValueError(f"{unread[0]} is not a setting of {self.name}: remove it, or set name: {_rule_with(unread[0])}")
+        return self
+
+
+def _rule_with(key: str) -> str:
+    return "sgd" if key == "momentum" else "adamw"
 
 
 class Adapter(Section):

@@ -56,6 +56,7 @@ from ftkit.plan.choice import Plan, make_plan, with_spare_host
 from ftkit.plan.shape import Shape
 from ftkit.plan.ways import Limits
 from ftkit.spec.tiers import KINDS, NVME, Tier
+from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,7 @@ def shard(
     comm: Communicator | None = None,
     evaluation: bool = False,
     beside: Sequence[Units] = (),
+    rule: UpdateRule = ADAMW,
 ) -> Units:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
@@ -249,6 +251,7 @@ def shard(
         comm: the ranks; None takes the default process group, or one rank where there is none.
         evaluation: the model is not trained: no gradients and no optimizer state are planned.
         beside: models of this process whose memory is not granted again.
+        rule: the update rule of the optimizer to come, for the memory of its state.
 
     Returns:
         The units: give them to `ftkit.ShardedAdamW`, `ftkit.save_checkpoint`, `ftkit.save_model`.
@@ -284,6 +287,7 @@ def shard(
         affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
         free = limits_beside(common_limits(settings, comm), beside)
         shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
+        shape = replace(shape, rule=rule)
         shape = untrained(shape) if evaluation else shape
         policy, plan = _policy(settings, shape, free, dtype, accumulation_steps, parts)
         numel = sum(parameter.numel() for parameter in model.parameters())

@@ -51,9 +51,6 @@ LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 KEPT = "kept inputs"
 
-ADAM_MOMENTS = 2
-"""fp32 numbers of a trained element besides its master (arXiv:1412.6980)."""
-
 LOGIT_BYTES = 12
 """Of one logit at the loss's backward, whatever the compute dtype: log-softmax, the gradient of the picked ones and that
 of the logits, fp32 each (torch's cross entropy on `logits.float()`, as transformers computes it)."""
@@ -164,15 +161,15 @@ def _weights(shape: Shape, way: Way) -> Iterator[Item]:
 
 def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
     """Master weights and moments; and the exact values of weights that were not read from files."""
-    owners = way.owners(shape.world_size)
+    owners, moments = way.owners(shape.world_size), len(shape.rule.moments)
     sizes = {"master": 0, "moments": 0}
     widest = 0
     for placed, count in shape.counted:
         if placed.line.trained:
             shard = count * placed.line.shard_numel(owners) * 4
             own = _line_state_bytes(shape, way, placed, cpu=cpu)
-            sizes["moments"] += ADAM_MOMENTS * shard
-            sizes["master"] += count * own - ADAM_MOMENTS * shard
+            sizes["moments"] += moments * shard
+            sizes["master"] += count * own - moments * shard
             widest = max(widest, own)
             if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
                 tier = DEVICE if way.state == DEVICE else HOST
@@ -194,7 +191,7 @@ def _line_state_bytes(shape: Shape, way: Way, placed: Placed, *, cpu: bool) -> i
     """Return the bytes of a line's master and moments on a rank."""
     apart = not own_master(placed, way, shape.world_size, cpu=cpu)
     numel = placed.line.shard_numel(way.owners(shape.world_size))
-    return placed.line.trained * (ADAM_MOMENTS + apart) * 4 * numel
+    return placed.line.trained * (len(shape.rule.moments) + apart) * 4 * numel
 
 
 def widest_states_bytes(shape: Shape, way: Way, units: int, *, cpu: bool) -> int:
@@ -285,7 +282,7 @@ def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
         gradient = DEVICE if way.reduced_late(placed, world) else way.gradients
         note("gradient", gradient, numel, shape.gradient_itemsize or line.itemsize)
         note("master", weights if own else way.state, numel, 4)
-        for moment in range(ADAM_MOMENTS):
+        for moment in range(len(shape.rule.moments)):
             note(f"moment {moment}", way.state, numel, 4)
         if not own:
             note("weight", weights, numel, line.itemsize)
@@ -421,7 +418,7 @@ def _runtime(shape: Shape, *, cpu: bool) -> Iterator[Item]:
 
 def _checkpoint_bytes(shape: Shape) -> int:
     """Return the bytes on disk of the checkpoints that are kept, one being written, and the exported model."""
-    saved = shape.trained_numel * 4 * (1 + ADAM_MOMENTS)
+    saved = shape.trained_numel * shape.rule.state_bytes
     if not shape.peft:
         saved += sum(p.line.numel * p.line.itemsize * count for p, count in shape.counted if not p.line.trained)
     model = 4 * shape.trained_numel if shape.peft else shape.numel * shape.itemsize

@@ -34,12 +34,6 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME
 STEPS = 3
 """The first has nothing before it, the last is measured between the ends of the last two."""
 
-ADAM_BYTES = 28
-"""Of host memory that an update moves for an element: state and master in and out, a 16-bit gradient in, a weight out."""
-
-STATE_BYTES = 12
-"""fp32 master and two moments of an element."""
-
 NORM_S = 1e-3
 """The collective for norm and overflow, and the host's wait for it."""
 
@@ -472,23 +466,24 @@ class _Step:
         numel = float(sum(line.shard_numel(self.owners) for line in lines))
         size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
         gradient = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in lines))
+        state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
         if self.way.state == DEVICE:
-            return self.script.add(f"update {name}", "compute", {"hbm": ADAM_BYTES * numel}, [norm])
+            return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
         if self.way.gradients == DEVICE:
             work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
             before.append(self.script.add(f"down {name}", "down", work, [norm]))
-        stays = self.way.state != NVME or STATE_BYTES * numel <= self.left  # whole lines, as `Tiers.state_tiers` has it
+        stays = self.way.state != NVME or state <= self.left  # whole lines, as `Tiers.state_tiers` has it
         if self.way.state == NVME and stays:
-            self.left -= int(STATE_BYTES * numel)
+            self.left -= int(state)
         if self.way.gradients == NVME:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(name)]
-            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": STATE_BYTES * numel}, after))
-        done = self.script.add(f"adam {name}", "host update", {"dram": ADAM_BYTES * numel}, before)
+            before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state}, after))
+        done = self.script.add(f"adam {name}", "host update", {"dram": traffic}, before)
         if not stays:
-            written = {"nvme_write": STATE_BYTES * numel}
+            written = {"nvme_write": state}
             self.stored[name] = self.script.add(f"write {name}", "nvme write", written, [done])
         if self.way.parameters == NVME:
             return self.script.add(f"write weights {name}", "nvme write", {"nvme_write": size}, [done])

@@ -23,6 +23,7 @@ from functools import cached_property
 from ftkit.plan.attention import Attention
 from ftkit.spec.layout import SHARD_ALIGNMENT
 from ftkit.spec.tiers import DEVICE, TIERS, Tier
+from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Shape:
         chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/models/head.py).
         attention: attention of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
         packed: rows hold several samples, whose boundaries attention gets.
+        rule: the update rule, which says how much state an element has.
     """
 
     blocks: tuple[tuple[Line, ...], ...]
@@ -101,6 +103,7 @@ class Shape:
     chunked_loss: bool = False
     attention: Attention | None = None
     packed: bool = False
+    rule: UpdateRule = ADAMW
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[Line, ...], int], ...]:

@@ -43,7 +43,7 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.shard import Units
 from ftkit.engine.kernels.host_adam import HostAdamW
 from ftkit.engine.memory.tiers import Placement, Store, Tiers
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import use_packed_attention
 from ftkit.hf.models.fake import CudaAttentionBackward, batch, nothing_behind
@@ -54,6 +54,7 @@ from ftkit.plan.choice import Plan
 from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
 from ftkit.spec.tiers import DEVICE, HOST, NVME
+from ftkit.spec.update_rules import ADAMW, MOMENTUM
 from ftkit.train.meter import Meter
 from ftkit.train.planning import model_of
 from ftkit.train.recipe_arguments import compute_dtype
@@ -201,19 +202,20 @@ def dry_run(
 
 def build(
     plan: Plan, model: Any, device: torch.device, dtype: torch.dtype, world_size: int | None = None, *, packed: bool
-) -> tuple[Units, ShardedAdamW]:
+) -> tuple[Units, ShardedOptimizer]:
     """Shard the model for rank 0 of W as the plan says, and make its optimizer with all state."""
     use_packed_attention(model)  # also where rows are not packed: on meta it has the memory of the GPU's kernel
     model.train()
     policy = policy_of(plan, dtype)
     comm = DryCommunicator(device, world_size or plan.shape.world_size)
     units = shard_as(model, find_blocks(model), comm, policy, DryTiers(device, policy.placement), DryAdamW)
-    optimizer = ShardedAdamW(units)
+    rule = plan.shape.rule
+    optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
     optimizer.prepare()  # from its second step on a run has all state in every forward
     return units, optimizer
 
 
-def train(plan: Plan, units: Units, optimizer: ShardedAdamW, *, packed: bool) -> None:
+def train(plan: Plan, units: Units, optimizer: ShardedOptimizer, *, packed: bool) -> None:
     """Run a step as a later one finds things, with one micro-batch, or `PASSES` where the second one finds more.
 
     What a first backward makes and a step leaves is made before; but for gradients on the device that are reduced after
@@ -363,7 +365,7 @@ class DryAdamW(HostAdamW):
 # --- what was found
 
 
-def _found(meter: Meter, units: Units, optimizer: ShardedAdamW) -> dict[str, dict[str, int]]:
+def _found(meter: Meter, units: Units, optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
     """Return the bytes at each tier's peak by purpose."""
     purposes: dict[int, str] = {}
     for purpose, tensors in _permanent(units, optimizer):
@@ -380,7 +382,7 @@ def _found(meter: Meter, units: Units, optimizer: ShardedAdamW) -> dict[str, dic
     return found
 
 
-def _permanent(units: Units, optimizer: ShardedAdamW) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def _permanent(units: Units, optimizer: ShardedOptimizer) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """Yield the tensors that stay from step to step, by purpose."""
 
     def of(*stores: Store | None) -> list[Tensor]:

@@ -35,6 +35,7 @@ from ftkit.plan.memory import GIB
 from ftkit.plan.schedule import Rates
 from ftkit.plan.ways import Limits
 from ftkit.spec.tiers import DEVICE, HOST, NVME
+from ftkit.spec.update_rules import rule_of
 from ftkit.train.recipe_arguments import compute_dtype, engine_settings, lora_config
 
 BYTES_A_TOKEN = 4
@@ -155,6 +156,7 @@ def ask_model(
         chunked_loss=_makes_loss_by_chunks(recipe, model, computes),
         checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
     )
+    shape = replace(shape, rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum))
     forced = forced_of(settings, micro_batch if chosen else None)
     if settings.accumulate_in == "auto" and not divisible(find_blocks(model)):
         forced = replace(forced, unit_accumulation=False)

@@ -108,6 +108,8 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         neftune_noise_alpha=train.neftune_noise_alpha,
         label_smoothing_factor=train.label_smoothing,
         learning_rate=optimizer.lr,
+        optim="sgd" if optimizer.name == "sgd" else "adamw_torch",
+        optim_args=f"momentum={optimizer.momentum}" if optimizer.momentum else None,
         adam_beta1=optimizer.betas[0],
         adam_beta2=optimizer.betas[1],
         adam_epsilon=optimizer.eps,

@@ -15,7 +15,7 @@ from ftkit.engine.memory.tiers import Placement, Tiers
 
 DEVICE = torch.device("cuda", 3)
 
-HOST_ONLY = {"board.py", "checkpoint.py", "flatfile.py", "host_adam.py", "piece_reader.py", "pieces.py", "watchdog.py"}
+HOST_ONLY = {"board.py", "checkpoint.py", "flat_file.py", "host_adam.py", "piece_reader.py", "pieces.py", "watchdog.py"}
 """Modules whose own threads see host memory and files alone."""
 
 
@@ -52,7 +52,7 @@ def test_on_a_cpu_no_device_is_asked_for(devices):
 
 def test_no_other_thread_of_the_engine_can_touch_a_device():
     made = {}
-    for path in Path(ftkit.engine.__file__).parent.glob("*.py"):
+    for path in Path(ftkit.engine.__file__).parent.rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))
         names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in nodes}
         if names & {"Thread", "ThreadPoolExecutor"}:

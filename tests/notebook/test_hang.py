@@ -3,7 +3,7 @@
 from ftkit.notebook.hang import Frame, Hangs
 
 CELL = Frame("<cell 3>", 2, "<module>", "dist.barrier()", True)
-ENGINE = Frame("/x/ftkit/engine/comm.py", 180, "barrier", "dist.barrier(group=self.group)", False)
+ENGINE = Frame("/x/ftkit/engine/comm/communicator.py", 180, "barrier", "dist.barrier(group=self.group)", False)
 WRAPPER = Frame("/x/torch/distributed/c10d_logger.py", 83, "wrapper", "return func(*args)", False)
 BARRIER = Frame("/x/torch/distributed/distributed_c10d.py", 5000, "barrier", "work.wait()", False)
 REDUCE = Frame("/x/torch/distributed/distributed_c10d.py", 3000, "all_reduce", "work.wait()", False)

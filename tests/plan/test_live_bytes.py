@@ -19,11 +19,12 @@ from ftkit.engine.core import transfer
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files import storage
 from ftkit.engine.optim import updater as update
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.hf.models import shapes
 from ftkit.hf.sharding import shard
 from ftkit.plan import memory as plan
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
+from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD
 
 SEQUENCE, VOCABULARY = 16, 1024
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}
@@ -57,7 +58,7 @@ def build(tied: bool, adapter: bool):
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")) if adapter else model
 
 
-def live(settings, tied, adapter, accumulation, parts):
+def live(settings, tied, adapter, accumulation, parts, rule):
     """On every rank: what lives after a step, and what was planned, by purpose."""
     model = build(tied, adapter)
     units = shard(
@@ -67,8 +68,10 @@ def live(settings, tied, adapter, accumulation, parts):
         micro_batch_tokens=2 * SEQUENCE,
         accumulation_steps=accumulation,
         parts=parts,
+        rule=rule,
     )
-    optimizer = ShardedAdamW(units, lr=1e-3)
+    optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=0.9 if rule == MOMENTUM else 0.0)
+    assert optimizer.rule == rule
     for _ in range(accumulation):
         ids = torch.randint(0, VOCABULARY, (2 * parts, SEQUENCE))
         model(input_ids=ids, labels=ids).loss.backward()
@@ -102,8 +105,8 @@ def live(settings, tied, adapter, accumulation, parts):
 WORLDS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 
 
-def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1):
-    for told, planned in world.run(live, settings, tied, adapter, accumulation, parts):
+def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1, rule=ADAMW):
+    for told, planned in world.run(live, settings, tied, adapter, accumulation, parts, rule):
         assert told == planned, settings
 
 
@@ -146,6 +149,13 @@ def test_adapters(worlds, world, tmp_path):
     for stage, state in ((1, "device"), (3, "nvme"), (3, "host")):
         settings = {"stage": stage, "activations": "recompute", "dtype": "bf16", "state": state, "nvme_dir": str(tmp_path)}
         check(worlds[world], {**settings, "kept": "device"}, adapter=True)
+
+
+@pytest.mark.parametrize("rule", [SGD, MOMENTUM], ids=["sgd", "momentum"])
+def test_other_update_rules(worlds, rule, tmp_path):
+    for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_gib": 0}):
+        settings = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16", "update": "now"}
+        check(worlds[2], settings | {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}, rule=rule)
 
 
 def staying(folder, free_bytes):

@@ -8,9 +8,10 @@ import pytest
 
 from ftkit.plan.choice import make_plan
 from ftkit.plan.hardware import boxes
-from ftkit.plan.schedule import ADAM_BYTES, Rates, Speed, script, speed
+from ftkit.plan.schedule import Rates, Speed, script, speed
 from ftkit.plan.shape import Line, Shape, Way
 from ftkit.plan.ways import Forced
+from ftkit.spec.update_rules import ADAMW
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
 GPT_10B = llama(4096, 4096 * 8 // 3, 50, 50304, sequence=1024)  # three matrices of 8h/3 have as many weights as two of 4h
@@ -41,10 +42,10 @@ def test_13b_at_128k_tokens() -> None:
 
 def test_a_host_update_that_no_forward_hides() -> None:
     """Reference, C4: 13B, 4K tokens a GPU, 62 TFLOPS, 3.89 Gp/s: 50.4 TFLOPS with 1.67 s of the update exposed."""
-    slow = took(HOST, 1, dram=3.89e9 * ADAM_BYTES / 8, compute={5120: 62e12})
+    slow = took(HOST, 1, dram=3.89e9 * ADAMW.traffic_bytes / 8, compute={5120: 62e12})
     assert slow.tflops == pytest.approx(50.4, rel=0.1)
     assert slow.binds == "compute"
-    copied = 4 / ADAM_BYTES  # gradients and weights cross the same memory
+    copied = 4 / ADAMW.traffic_bytes  # gradients and weights cross the same memory
     assert slow.busy["host update"] * slow.seconds == pytest.approx(3.35 * (1 + copied), rel=0.03)
 
 
@@ -60,7 +61,7 @@ def test_10b_at_16k_tokens() -> None:
 
 def test_nothing_hides_when_each_waits_for_all() -> None:
     deferred, now = took(HOST, 1), took(replace(HOST, deferred=False), 1)
-    alone = LLAMA_13B.numel / 8 * ADAM_BYTES / V100.dram
+    alone = LLAMA_13B.numel / 8 * ADAMW.traffic_bytes / V100.dram
     assert now.seconds > deferred.seconds
     assert now.seconds == pytest.approx(now.operations / V100.operations(5120) + alone, rel=0.08)
 

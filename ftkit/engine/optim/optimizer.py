@@ -40,6 +40,7 @@ from ftkit.engine.kernels.device_kernels import FlatKernels
 from ftkit.engine.memory.tiers import Store
 from ftkit.engine.optim.updater import CUDA_PIECE_NUMEL, LineState, LineStep, Run, Updater
 from ftkit.errors import UserError
+from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD, UpdateRule
 
 PIECE_NUMEL = 1 << 18
 """Elements that torch's own operations update at a time on a CPU: gradient, master and moments stay in cache meanwhile."""
@@ -104,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError: if a parameter does not belong to `units`.
     """
 
-    moment_names: tuple[str, ...] = ()
+    rule: UpdateRule = SGD
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updater = Updater(
             units.tiers,
             update_piece=self.update_piece,
-            moment_names=self.moment_names,
+            moment_names=self.rule.moments,
             deferred=units.policy.deferred_update,
             trace=units.transfer.trace,
         )
@@ -303,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the state of all lines. fill: masters too, each before the next line's memory is taken."""
         tiers, fp32 = self.units.tiers, torch.float32
         apart = {flat.name: not self._is_own_master(flat) for flat in self.units.trainable}
-        kinds = {f.name: [*(["master"] if apart[f.name] else []), *self.moment_names] for f in self.units.trainable}
+        kinds = {f.name: [*(["master"] if apart[f.name] else []), *self.rule.moments] for f in self.units.trainable}
         sizes = [[(f.layout.shard_numel, fp32)] * len(kinds[f.name]) for f in self.units.trainable]
         homes = tiers.state_tiers([arena_bytes(each) for each in sizes])
         for home in dict.fromkeys(homes):
@@ -544,7 +545,7 @@ class ShardedAdamW(ShardedOptimizer):
     Source: Loshchilov and Hutter, arXiv:1711.05101.
     """
 
-    moment_names = ("exp_avg", "exp_avg_sq")
+    rule = ADAMW
 
     def __init__(
         self,
@@ -624,7 +625,7 @@ class ShardedSGD(ShardedOptimizer):
         weight_decay: float = 0.0,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.moment_names = ("momentum_buffer",) if momentum else ()
+        self.rule = MOMENTUM if momentum else SGD
         super().__init__(units, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, loss_scale)
 
     def update(

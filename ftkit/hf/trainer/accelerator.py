@@ -45,6 +45,7 @@ from ftkit.hf.trainer.accelerator_states import (
 from ftkit.hf.trainer.checkpoint_files import read_plain, readable
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 from ftkit.hf.weights.base_digest import BASE, check_base, note_of
+from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,13 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> Sharded
     # a scheduler made for the original goes on driving the shared groups; it wants to know that steps are made
     made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return made
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule:
+    """Return the update rule that the sharded form of an optimizer will have; that of AdamW for one without a form."""
+    if type(optimizer) is not torch.optim.SGD:
+        return ADAMW
+    return rule_of("sgd", momentum=max((group["momentum"] for group in optimizer.param_groups), default=0.0))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -166,6 +174,7 @@ class Accelerator(accelerate.Accelerator):
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
             "parts": parts,
         }
+        self.rule = ADAMW  # of the optimizer to come
 
     @property
     def mixed_precision(self) -> str:
@@ -174,13 +183,14 @@ class Accelerator(accelerate.Accelerator):
 
     # --- prepare
 
-    def sharded(self, model: nn.Module, *, evaluation: bool | None = None) -> Units:
+    def sharded(self, model: nn.Module, *, evaluation: bool | None = None, rule: UpdateRule | None = None) -> Units:
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
         Args:
             model: the model; it is planned beside the models that this accelerator has sharded before.
             evaluation: whether the model is only evaluated. False makes it trainable even where it was sharded for
                 evaluation; None leaves a sharded model as it is, and shards another one for training.
+            rule: update rule of the optimizer to come; None takes that of the optimizer given to `prepare`.
 
         Raises:
             UserError: if the loader would not deal the rows out among the ranks that share the weights, or nothing fits.
@@ -197,13 +207,16 @@ class Accelerator(accelerate.Accelerator):
                     "(Accelerator)"
                 )
             there = [known for known in self.planned if known.model is not model]
-            options = {**self.shard_options, "evaluation": evaluation is True, "beside": there}
+            options = {**self.shard_options, "evaluation": evaluation is True, "beside": there, "rule": rule or self.rule}
             units = shard(model, self.settings, device=self.device, comm=comm, **options)
             self.planned.add(units)
         return units
 
     def prepare(self, *things: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does, models first: an optimizer may stand before its model."""
+        for thing in things:
+            if isinstance(thing, torch.optim.Optimizer):
+                self.rule = rule_for(thing)
         for thing in things:
             if isinstance(thing, nn.Module):
                 self.prepare_model(thing)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ from ftkit.hf.models.overflow import began_in, first_overflow
 from ftkit.hf.models.settings import EngineSettings
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharding import units_of
-from ftkit.hf.trainer.accelerator import Accelerator, sharded_optimizer
+from ftkit.hf.trainer.accelerator import Accelerator, rule_for, sharded_optimizer
 from ftkit.hf.trainer.argument_names import check_arguments, check_length_column, unknown_labels
 from ftkit.hf.trainer.arguments import TrainingArguments
 from ftkit.hf.trainer.callbacks import AFTER_AN_UPDATE, BEFORE_A_FORWARD, check_callbacks, listeners, overriders
@@ -70,6 +71,7 @@ from ftkit.hf.weights.loading import find_weights, load_adapter, load_plain, loa
 from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, made_no_update, weights_not_finite
 from ftkit.hf.weights.saving import save_arguments, save_config, save_model
 from ftkit.output.ownership import is_rotated
+from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +320,16 @@ class TrainerMixin(LossMixin):
         """
         if self.units is None:
             self._update_before_callbacks()
-        return self.accelerator.sharded(self.model, evaluation=evaluation)
+        return self.accelerator.sharded(self.model, evaluation=evaluation, rule=self._update_rule())
+
+    def _update_rule(self) -> UpdateRule:
+        """Return the update rule of the optimizer that the Trainer will make, or was given."""
+        if self.optimizer is not None:
+            return rule_for(self.optimizer)
+        if str(getattr(self.args.optim, "value", self.args.optim)) != "sgd":
+            return ADAMW
+        momentum = re.search(r"\bmomentum=([^,\s]+)", self.args.optim_args or "")
+        return rule_of("sgd", momentum=float(momentum[1]) if momentum else 0.0)
 
     def _update_before_callbacks(self) -> None:
         """Leave deferred updates out of the plan where code of the user's may read weights before the next forward."""

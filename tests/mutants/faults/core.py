@@ -873,6 +873,13 @@ FAULTS = (
         "tests/plan/test_order.py::test_blocks_whose_graphs_are_kept_compute_once[1-1]",
     ),
     _fault(
+        "the plan knows Adam by name",
+        "ftkit/plan/memory.py",
+        "    owners, moments = way.owners(shape.world_size), len(shape.rule.moments)",
+        "    owners, moments = way.owners(shape.world_size), 2",
+        "tests/plan/test_live_bytes.py::test_other_update_rules[sgd]",
+    ),
+    _fault(
         "the plan counts kept blocks as computed again",
         "ftkit/plan/schedule.py",
         "        recomputed = once if self._recomputed(number) else 0.0",
