@@ -875,8 +875,8 @@ FAULTS = (
     _fault(
         "the plan knows Adam by name",
         "ftkit/plan/memory.py",
-        "    owners, moments = way.owners(shape.world_size), len(shape.rule.moments)",
-        "    owners, moments = way.owners(shape.world_size), 2",
+        "    return placed.line.trained * (len(shape.rule.moments) + apart) * 4 * numel",
+        "    return placed.line.trained * (2 + apart) * 4 * numel",
         "tests/plan/test_live_bytes.py::test_other_update_rules[sgd]",
     ),
     _fault(
