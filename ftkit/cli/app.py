@@ -144,7 +144,9 @@ def _train(
             restarts -= 1
             # What was saved since the start, then what the user said.
             now = folder.identities()
-            checkpoints = [path for path in folder.newest_first() if before.get(path) != now.get(path)] + given
+            checkpoints = [path for path in folder.newest_first() if before.get(path) != now.get(path)]
+            left = folder.left() if resume == "auto" else {}  # by a rollback meanwhile
+            checkpoints += [path for path in given if path not in left]
             _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
         raise EndedEarly(result["stopped"])

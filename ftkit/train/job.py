@@ -266,7 +266,12 @@ class Job:
             trainer.save_model(str(folder.model))
             if trainer.is_world_process_zero():
                 folder.list_model(whole=True)
-        after = shown.answers(trainer.model) if asked and not broken else [""] * len(asked)
+        after = [""] * len(asked)
+        if asked and not broken:
+            try:
+                after = shown.answers(trainer.model)
+            except UserError as error:  # of weights that 16 bits do not hold: the run has a model and a summary all the same
+                problem = problem or f"the questions of show could not be answered: {error}"
         summary = summarise(trainer, folder, seconds, dtype, plan, before)
         summary |= {"problem": problem, "model_written": not broken}
         if trainer.is_world_process_zero():
@@ -288,7 +293,7 @@ class Job:
         left = folder.left()
         trainer.damaged |= set(left)
         for path in [path for path in known[::-1] if path in left]:
-            told = f"{path} stays, and --resume auto passes it over: the run goes back to step {left[path]}"
+            told = f"{path}: --resume auto passes it over from now on: the run goes back to step {left[path]}"
             self.say.print(literal(told))
 
     def _advice(self) -> str:

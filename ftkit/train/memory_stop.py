@@ -130,4 +130,6 @@ class MemoryStop(TrainerCallback):
         self.leave(MemoryShort(text, resumable))
 
     def _last_checkpoint(self) -> Path | None:
-        return next(iter(self.folder.newest_first()), None)
+        """Return the newest checkpoint of this run; no manifest is read, as there is no time."""
+        made = (path for path in reversed(self.folder.checkpoints()) if path not in self.trainer.damaged)
+        return next(made, None)

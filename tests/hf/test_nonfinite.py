@@ -590,8 +590,13 @@ class NaNGradients:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_fp16_a_run_without_an_update_fails(ranks, worlds, tmp_path):
-    run = Run(mixin=NaNGradients, arguments={"max_steps": 3}, ftkit={**SETTINGS, "dtype": "fp16"})
-    worlds[ranks].run(fails_in, str(tmp_path), run, "training failed: not one of 3 steps made an update: in fp16")
+    run = Run(mixin=NaNGradients, rows=120, arguments={"max_steps": 17}, ftkit={**SETTINGS, "dtype": "fp16"})
+    worlds[ranks].run(fails_in, str(tmp_path), run, "training failed: not one of 17 steps made an update: in fp16")
+
+
+def test_in_fp16_a_run_that_ends_while_the_loss_scale_comes_down_is_no_failure(worlds, tmp_path):
+    run = Run(mixin=NaNGradients, arguments={"max_steps": 2}, ftkit={**SETTINGS, "dtype": "fp16"})
+    assert worlds[1].run(train, "ours", str(tmp_path), run)[0].weights
 
 
 def test_in_fp16_a_last_step_that_was_skipped_leaves_finite_weights(worlds, tmp_path):

@@ -191,7 +191,9 @@ def _linear(model: nn.Module) -> list[str]:
     """Return the modules that PEFT takes for all-linear: all such but the output embedding; its own, once it was there."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = (nn.Linear, Conv1D, BaseTunerLayer)
-    return [name for name, each in model.named_modules() if isinstance(each, kinds) and each is not head]
+    inside = tuple(f"{name}." for name, each in model.named_modules() if isinstance(each, BaseTunerLayer))
+    found = [name for name, each in model.named_modules() if isinstance(each, kinds) and each is not head]
+    return [name for name in found if not name.startswith(inside)]
 
 
 def _is_target(name: str, found: str) -> bool:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 TOKENS = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
 GENERATION = tuple(f"{name}_token_id" for name in TOKENS)
 """Fields of every saved configuration; a class may read them from the generation configuration only."""
+READ_BY_MODELS = {"decoder_start_token_id", "pad_token_id"}
+"""Of these an encoder-decoder's own forward reads from its configuration."""
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 """Of these transformers drops where a class has no such field."""
 
@@ -188,8 +190,8 @@ def _check(
     parts = [getattr(known, name, None) for name in known.sub_configs] if makes else []  # a flat file fills them, too
     if any("rope_parameters" in vars(each) for each in (known, *parts) if isinstance(each, PretrainedConfig)):
         names |= {*ROTATION, "rope_parameters"}
-    encodes = getattr(known, "is_encoder_decoder", False)  # then the model reads it itself
-    names |= {*GENERATION}.difference(FORCED) if generation else {"decoder_start_token_id"} if encodes else set()
+    encodes = getattr(known, "is_encoder_decoder", False)
+    names |= {*GENERATION}.difference(FORCED) if generation else READ_BY_MODELS if encodes else set()
     for name, value in fields.items():
         if name in GENERATION and name not in names:
             if value is not None and unread is None:

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -40,7 +39,7 @@ from ftkit.errors import LostRank, RanksDiffer, UserError
 from ftkit.hf.trainer.callbacks import listeners
 from ftkit.hf.trainer.checkpoint_files import check_state, readable
 from ftkit.hf.weights.base_digest import Note, check_base, note_of
-from ftkit.hf.weights.saving import check_savable
+from ftkit.hf.weights.saving import check_savable, try_writing
 from ftkit.output.ownership import ENGINE_FOLDER, is_list
 from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
 
@@ -331,16 +330,8 @@ class RunCheckpoints:
                 self._write_once("the model cannot be saved as it is", " before it is saved")
 
     def _write_once(self, told: str, otherwise: str) -> None:
-        with TemporaryDirectory(prefix="ftkit-try-") as folder:
-            try:
-                self.trainer.save_small_files(Path(folder))
-            except OSError:  # of this folder; that of the run is another
-                pass
-            except Exception as error:
-                raise UserError(
-                    f"{told}: {type(error).__name__}: {error}. Put that right in the model's config, its "
-                    f"generation_config or the processing_class{otherwise}"
-                ) from error
+        advice = f"Put that right in the model's config, its generation_config or the processing_class{otherwise}"
+        try_writing(self.trainer.save_small_files, told, advice)
 
 
 def is_read_at_once(trainer: type, callbacks: Iterable[Any]) -> bool:

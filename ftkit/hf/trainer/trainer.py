@@ -264,9 +264,10 @@ class TrainerMixin(LossMixin):
             RanksDiffer: If a rank does something else.
         """
         if self.engine_is_on:  # planned for what is to follow
-            self._check_callbacks()
             self._sharded(evaluation=True if self.train_dataset is None else None)
         with explained(lambda: self.units):
+            if self.engine_is_on:
+                self._check_callbacks()
             meet(self.units, "evaluation")
             return super().evaluation_loop(*args, **kwargs)
 
@@ -602,12 +603,15 @@ class TrainerMixin(LossMixin):
         take a folder of the user's (`checkpoint-1-backup`) for a checkpoint.
         """
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        there = list(map(Path, sort_checkpoints(run_folder))) if self.engine_is_on and limit == 1 else []
+        if not (self.engine_is_on and limit == 1 and self.args.should_save):  # no other rank removes any
+            yield
+            return
+        there = list(map(Path, sort_checkpoints(run_folder)))
         own = [path for path in there if is_rotated(path)]
         if len(own) == len(there) or best is None or not os.path.isdir(best):
             yield
             return
-        for path in own if self.args.should_save else ():
+        for path in own:
             if not os.path.samefile(path, best):
                 shutil.rmtree(path, ignore_errors=True)
         self.args.save_total_limit = None

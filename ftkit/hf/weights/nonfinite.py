@@ -144,11 +144,17 @@ def verdict(broken: int, steps: int, *, last: bool) -> str | None:
 
 
 def made_no_update(optimizer: ShardedOptimizer, steps: int) -> str | None:
-    """Return what is wrong with a run of so many steps that has never changed a weight, or None."""
+    """Return what is wrong with a run of so many steps that has never changed a weight, or None.
+
+    A short run may end while the loss scale of fp16 still comes down from 2^16: each of its steps was warned of.
+    """
     if not steps or any(count for line in optimizer.lines.values() for count in line.steps):
         return None
+    scale = optimizer.loss_scale
+    if scale.dynamic and scale.skipped_steps and scale.value > 1.0:
+        return None
     why = "in fp16 their gradients were not finite, however small the loss scale: compute in bf16 or fp32"
-    why = why if optimizer.loss_scale.dynamic else "all were left out, or nothing had a gradient"
+    why = why if scale.dynamic and scale.skipped_steps else "all were left out, or nothing had a gradient"
     return f"training failed: not one of {counted(steps, 'step')} made an update: {why}"
 
 
@@ -180,7 +186,9 @@ def at_hand_not_finite(model: nn.Module, units: Units | None) -> list[str]:
     Cost: one pass over each rank's weights, as they are computed with.
     """
     if units is None:
-        dense = [(name, values) for name, values in model.named_parameters() if values.layout == torch.strided]
+        plain = (Tensor, nn.Parameter)  # others' classes, and what an offload has put on meta, cannot be asked
+        known = [(name, values) for name, values in model.named_parameters() if type(values) in plain]
+        dense = [(name, values) for name, values in known if values.layout == torch.strided and not values.is_meta]
         return sorted({name for name, values in dense if not is_finite(values.detach())} | _buffers_not_finite(model))
     units.settle()
     pieces = ((span.segment.name, values) for flat in units.flats for span, values in flat.spans(flat.weights))

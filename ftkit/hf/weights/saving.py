@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -231,16 +231,28 @@ def _try_config(model: PreTrainedModel) -> None:
     Raises:
         UserError: if that raises, as it would once the weights are written.
     """
-    with TemporaryDirectory(prefix="ftkit-try-") as folder:
-        try:
-            save_config(model, Path(folder))
-        except OSError:  # of this folder; the model's is another
-            pass
-        except Exception as error:
-            raise UserError(
-                f"the model cannot be saved as it is: {type(error).__name__}: {error}. Put that right in its config or "
-                "generation_config before it is saved"
-            ) from error
+    advice = "Put that right in its config or generation_config before it is saved"
+    try_writing(lambda folder: save_config(model, folder), "the model cannot be saved as it is", advice)
+
+
+def try_writing(write: Callable[[Path], object], told: str, advice: str) -> None:
+    """Let `write` fill a temporary folder, which is removed.
+
+    Args:
+        write: writes into the folder that it is given.
+        told: what cannot be done if it raises.
+        advice: what to do about it.
+
+    Raises:
+        UserError: if it raises anything but an error of that folder's drive; the true folder lies on another.
+    """
+    try:
+        with TemporaryDirectory(prefix="ftkit-try-") as folder:
+            write(Path(folder))
+    except OSError:
+        pass
+    except Exception as error:
+        raise UserError(f"{told}: {type(error).__name__}: {error}. {advice}") from error
 
 
 def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
