@@ -131,5 +131,5 @@ class MemoryStop(TrainerCallback):
 
     def _last_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of this run; no manifest is read, as there is no time."""
-        made = (path for path in reversed(self.folder.checkpoints()) if path not in self.trainer.damaged)
-        return next(made, None)
+        passed_over = self.trainer.damaged if self.trainer is not None else ()
+        return next((path for path in reversed(self.folder.checkpoints()) if path not in passed_over), None)
