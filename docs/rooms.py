@@ -34,7 +34,7 @@ def sentence(path: Path) -> str:
     if not text:
         raise ValueError(f"{path}: say in its docstring what it is for")
     paragraph = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:])\s(?=[A-Z])", paragraph)[0].replace("|", "\\|").replace("<", "&lt;")
+    return re.split(r"(?<=\.)\s(?=[A-Z`])", paragraph)[0].replace("|", "\\|").replace("<", "&lt;")
 
 
 def lines() -> Iterator[str]:

@@ -134,8 +134,8 @@ def test_a_key_given_twice_in_an_override_stops():
 @pytest.mark.parametrize(
     "optimizer, words",
     [
-        ({"momentum": 0.9}, "momentum is not a setting of adamw: remove it, or set name: sgd"),
-        ({"name": "sgd", "betas": [0.9, 0.99]}, "betas is not a setting of sgd: remove it, or set name: adamw"),
+        ({"momentum": 0.9}, "momentum is not a setting of adamw: remove it, in the file or in --set"),
+        ({"name": "sgd", "betas": [0.9, 0.99]}, "in the file or in --set, or set name: adamw"),
         ({"name": "sgd", "eps": 1e-6}, "eps is not a setting of sgd"),
         ({"name": "lion"}, "adamw"),
     ],

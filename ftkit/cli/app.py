@@ -88,7 +88,7 @@ def finetune(
         bool, typer.Option("--overwrite", help="Remove what an earlier run left in output.dir, and start anew.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Go on by itself after a rank died, so often.")
+        int, typer.Option("--max-restarts", min=0, help="Restart after a rank died, at most so many times.")
     ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run, and train nothing.")] = False,
 ) -> None:
@@ -159,7 +159,7 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A box; a wrong name lists them. Default: this one.")
+        str | None, typer.Option(metavar="NAME", help="A profile of a box; an unknown name lists them. Default: this box.")
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks on the box; default: the recipe's, else one a GPU, or 1.")
@@ -247,7 +247,7 @@ def data(
     page: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Also write it as a page, in light and dark.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, beside one for each kind of warning.")] = 3,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, in addition to one for each kind of warning.")] = 3,
 ) -> None:
     """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
     import datasets  # here, see the top of this file
@@ -402,7 +402,7 @@ def doctor(
         Path | None, typer.Option(metavar="FILE.yaml", help="Measure the box (a minute), for `ftkit plan --hardware FILE`.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks that measure; default: one a GPU, or 2.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="That they compute in.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Compute dtype of the measurement.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print facts and findings as an object.")] = False,
 ) -> None:
     """Say what is in this box and whether this install can use it; ends with 1 where something fails."""

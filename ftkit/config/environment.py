@@ -1,6 +1,6 @@
 """The environment variables of ftkit that a library call reads.
 
-A Trainer script has no command line of ours, so a switch for a trial run is a variable. The door (cli.py) reads the
+A Trainer script has no command line of ours, so a switch for a trial run is a variable. The door (app.py) reads the
 variables of launchers.
 """
 

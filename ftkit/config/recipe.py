@@ -288,7 +288,10 @@ class Optimizer(Section):
         others = ("momentum",) if self.name == "adamw" else ("betas", "eps")
         fields = type(self).model_fields  # a resolved recipe has every key, with its default
         if unread := [key for key in others if vars(self)[key] != fields[key].default]:
-            raise ValueError(f"{unread[0]} is not a setting of {self.name}: remove it, or set name: {_rule_with(unread[0])}")
+            other = _rule_with(unread[0])
+            raise ValueError(
+                f"{unread[0]} is not a setting of {self.name}: remove it, in the file or in --set, or set name: {other}"
+            )
         return self
 
 

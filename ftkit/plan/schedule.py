@@ -47,7 +47,7 @@ STREAMS = {
     "collectives": "collectives between GPUs",
     "up": "PCIe to the GPUs",
     "down": "PCIe from the GPUs",
-    "host update": "AdamW in host memory",
+    "host update": "the update in host memory",
     "nvme read": "reading state from NVMe",
     "nvme write": "writing state to NVMe",
     "nvme fetch": "reading weights and kept inputs from NVMe",

@@ -58,4 +58,4 @@ def test_no_other_thread_of_the_engine_can_touch_a_device():
         if names & {"Thread", "ThreadPoolExecutor"}:
             made[path.name] = "cuda" in names
     assert set(made) == HOST_ONLY | {"threads.py"}
-    assert not any(made[name] for name in HOST_ONLY - {"watchdog.py"})  # its own way to CUDA is `abort`, of comm.py
+    assert not any(made[name] for name in HOST_ONLY - {"watchdog.py"})  # its own way to CUDA is `abort`, of communicator.py

@@ -7,7 +7,7 @@ A folder holds, for each line and kind, one safetensors file whose data section 
     <line>.exp_avg.safetensors      fp32, and one for each further moment
     model.buffers.safetensors       persistent buffers, if the model has any (buffers.py)
     manifest.json                   format version, hyper-parameters, step counts, loss scale, and the pieces of every file
-                                    with their checksums (pieces.py); sealed (seal.py), written last
+                                    with their checksums (pieces.py); sealed (sealed_files.py), written last
 
 How it is written is told in saving.py. No world size, stage, tier or slot appears in it: reading finds tensors by name, so
 the lines may be cut differently (another stage, other ranks). Not a byte is used before the piece that it lies in was

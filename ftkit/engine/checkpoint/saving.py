@@ -8,8 +8,8 @@ the disk, so a folder that has the final name is whole. No rank ever holds more 
     weights and state only change in an update, and an update comes after a forward and a backward. A thread writes line
     after line in the order of the updates; a later update of a line waits until that line is taken (`LineUpdate`).
     So nothing is copied, on any tier, and training waits only where a save takes longer than a forward and a backward.
-    What lies on NVMe on the checkpoint's own file system, if that can share blocks, is taken by reference (clone.py): in no
-    time, so that no update waits; what is left is to read it once, for the checksums.
+    What lies on NVMe on the checkpoint's own file system, if that can share blocks, is taken by reference (reflink.py): in
+    no time, so that no update waits; what is left is to read it once, for the checksums.
     Collectives stay where they are: `Saving.poll`, at the end of a step, asks whether all ranks are done, and names the
     folder.
 

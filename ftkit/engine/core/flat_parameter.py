@@ -8,7 +8,7 @@
     full_grad   (W*S,)  gradient dtype  the local gradient of all weights; only where reduction waits for the step's end
 
 `weights` and the gradient may lie in host memory or on NVMe (tiers.py); what follows reads them through their stores. A
-gradient that leaves the device is moved by drain.py, which also takes its squared norm while it passes.
+gradient that leaves the device is moved by gradient_offload.py, which also takes its squared norm while it passes.
 
 The `nn.Parameter` objects of the model stay where they are, under the names they have. While a unit is gathered their
 `.data` are views of `full`. Otherwise they are *absent*: shape, dtype and device stay true (counts, PEFT and Trainer read
@@ -113,14 +113,14 @@ PIECE_NUMEL = 1 << 18
 
 
 class Outflow(Protocol):
-    """What takes reduced gradients off the device (drain.py)."""
+    """What takes reduced gradients off the device (gradient_offload.py)."""
 
     def take(self, flat: FlatParameter, part: Tensor, *, add: bool) -> None:
         """Add `part` (S,) to the line's gradient, or put it in its place."""
 
 
 class Update(Protocol):
-    """A line's update under way (update.py)."""
+    """A line's update under way (updater.py)."""
 
     def wait(self) -> None:
         """Return when it is done; raise if it failed."""

@@ -16,7 +16,7 @@ Micro-batches may pass a unit together (`parts`): it divides what it is given, a
 unit's weights are gathered, so that weights move once a step and gradients add up in the slot. What may be divided is
 declared by whoever shards (`Split`), never guessed from sizes.
 
-What it refuses: double backward, a forward whose weights are updated before its backward, and (in `arguments`) caches.
+What it refuses: double backward, a forward whose weights are updated before its backward, and caches among a block's arguments.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ class Unit:
     def _receiver(self, flat: FlatParameter, index: int) -> Callable[[Tensor], None]:
         """Return the hook that moves one parameter's finished gradient onto the unit's line.
 
-        It does not keep unit and line alive: see `leaf.receive`.
+        It does not keep unit and line alive: see `root_parameters.receive`.
         """
         own, line = weakref.ref(self), weakref.ref(flat)
 

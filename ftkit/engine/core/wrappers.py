@@ -2,7 +2,7 @@
 
 DistributedDataParallel would reduce gradients that were reduced already, DataParallel would copy weights that are not there,
 and a compiled graph would remember the addresses of weights that come and go. Each of them asks something of the module that
-nobody else asks; the generated subclass of a sharded model (seam.py) answers that question with an error.
+nobody else asks; the generated subclass of a sharded model (instance_class.py) answers that question with an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The NVMe tier of one rank: a folder of flat files, locked, measured, and cleaned of what crashed runs left.
 
-The files (`flatfile.py`) are this run's alone: scratch that a crash may lose, checkpoints being elsewhere. They lie in a
+The files (`flat_file.py`) are this run's alone: scratch that a crash may lose, checkpoints being elsewhere. They lie in a
 folder with a lock that the kernel drops when its owner dies, however it dies; the next run in the same place removes what
 it finds unlocked, and says so. The place should be a drive of this box: a lock on a network file system may not be seen by
 other boxes. The files are never synced: what is read again in the same run need not survive a power failure.

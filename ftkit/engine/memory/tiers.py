@@ -1,11 +1,11 @@
 """The three places where a rank's shards may lie: on the device, in host memory, in files on NVMe.
 
-[Note: what lies where]   S elements a line and rank (flat.py); each kind has a tier of its own
+[Note: what lies where]   S elements a line and rank (flat_parameter.py); each kind has a tier of its own
 
     parameters   (S,)   compute dtype    device | host | nvme   stage 3 only below the device
     gradients    (S,)   gradient dtype   device | host | nvme   stage 2 and 3 only below the device
     state        (S,)   fp32 each        device | host | nvme   master weight and moments
-    kept         inputs of blocks        device | host | nvme   from forward to backward (kept.py)
+    kept         inputs of blocks        device | host | nvme   from forward to backward (activation_offload.py)
 
 A `Store` is one shard of one kind. In memory it is a tensor and is read and written in place. In a file it is read and
 written in pieces, whose checksums are compared; nobody holds all of it. Whoever walks a store asks for its `pieces` and

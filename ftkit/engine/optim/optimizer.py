@@ -5,7 +5,7 @@
         finish the gradients; one sum over ranks of (squared norm, overflow, which tensors got a gradient); cached
     step:
         overflow -> the loss scale backs off and nothing is written
-        else     -> learning rates, clip, scale and step counts are noted for each line, and the updater (update.py) walks
+        else     -> learning rates, clip, scale and step counts are noted for each line, and the updater (updater.py) walks
                     the shards: gradient to fp32 (times clip / scale), fp32 master weight and moments in place, weight out
                     in the compute dtype; at once, or under the next forward
 
@@ -15,7 +15,7 @@ rank is left alone and its own step count stays, as in PyTorch. Where weights ar
 lie where the state does.
 
 The arithmetic is one pass over memory: on the host a compiled loop (host_adam.py), on a GPU a kernel where one was brought
-(flat_kernels.py), else torch's fused AdamW. All decouple the decay (arXiv:1711.05101).
+(device_kernels.py), else torch's fused AdamW. All decouple the decay (arXiv:1711.05101).
 """
 
 from __future__ import annotations

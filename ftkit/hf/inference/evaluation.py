@@ -4,7 +4,7 @@ A mean of batches' means would weigh a token by the batch that it came in. Here 
 of all ranks, so that batches, padding and the number of ranks change nothing but rounding. Where the model makes its loss
 by chunks of its head (`head.py`) no whole logits exist; else those of one batch do, and its loss is taken row by row.
 
-Ranks may have different numbers of batches: a sharded model keeps them in step (`in_step.py`).
+Ranks may have different numbers of batches: a sharded model keeps them in step (`rank_sync.py`).
 
 What it refuses: models without labels for tokens, and data without any. What it costs: a forward a batch, and the spare
 forwards of a rank that has fewer, of one token each.

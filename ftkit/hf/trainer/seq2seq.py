@@ -1,7 +1,7 @@
 """transformers' `Seq2SeqTrainer` and its arguments on ftkit's engine: evaluation and prediction by generation.
 
 Ranks stop generating at different lengths; at stage 3 a rank that has finished goes on taking part in the gathers
-(in_step.py).
+(rank_sync.py).
 Both classes are subclasses of `ftkit.Trainer` and `ftkit.TrainingArguments`, as transformers' are of its own.
 """
 
