@@ -247,7 +247,7 @@ def data(
     page: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Also write it as a page, in light and dark.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, in addition to one for each kind of warning.")] = 3,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, besides one for each kind of warning.")] = 3,
 ) -> None:
     """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
     import datasets  # here, see the top of this file

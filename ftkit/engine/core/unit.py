@@ -16,7 +16,8 @@ Micro-batches may pass a unit together (`parts`): it divides what it is given, a
 unit's weights are gathered, so that weights move once a step and gradients add up in the slot. What may be divided is
 declared by whoever shards (`Split`), never guessed from sizes.
 
-What it refuses: double backward, a forward whose weights are updated before its backward, and caches among a block's arguments.
+What it refuses: double backward, a forward whose weights are updated before its backward, and caches among a block's
+arguments.
 """
 
 from __future__ import annotations

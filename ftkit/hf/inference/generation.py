@@ -7,7 +7,8 @@ picks one token. transformers' `generate` does the rest: cache, stopping, what t
 penalties and forced tokens.
 
 A sharded model's weights are gathered once and held for all prompts where they fit (`weight_holding.py`); then each rank
-answers its own prompts at its own speed. Else they come block by block for each token, and ranks are kept in step (`rank_sync.py`).
+answers its own prompts at its own speed. Else they come block by block for each token, and ranks are kept in step
+(`rank_sync.py`).
 
 What it refuses: prompts and answers longer than the model's learned positions, a model without weights. What it costs: keys
 and values of a batch, and what holding costs.
