@@ -50,6 +50,7 @@ def fastest(candidates: Sequence[Candidate], rates: Rates, *, next_best: bool = 
     Args:
         candidates: ways that fit, from cheap to dear.
         rates: what one rank has for itself.
+        next_best: whether to look for the second one, which takes about as long as the first.
     """
     known = list(_worth_it([each for each in candidates if rates.know(each.shape, each.way)]))
     bounds = [bound(each, rates) for each in known]
