@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ftkit.config.environment import is_strict
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.flat_parameter import Policy
-from ftkit.engine.core.shard import Units, changing, refuse_failed
+from ftkit.engine.core.shard import changing, refuse_failed
 from ftkit.engine.core.shard import shard as shard_blocks
 from ftkit.engine.core.tensor_tree import take_tensors
 from ftkit.engine.kernels.host_adam import HostAdamW
@@ -48,6 +48,7 @@ from ftkit.hf.models.second_models import limits_beside, planned_for_training, u
 from ftkit.hf.models.settings import DTYPES, EngineSettings, check_dtype
 from ftkit.hf.models.shapes import common_limits, forced_of, own_dtype, shape_of
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.models.strict import strict_settings
 from ftkit.hf.weights.loading import load_weights
 from ftkit.hf.weights.own_saves import look_before_saving
@@ -216,10 +217,10 @@ def adapter_switches(module: nn.Module) -> Hashable:
     )
 
 
-def units_of(model: nn.Module) -> Units | None:
+def units_of(model: nn.Module) -> ShardedModel | None:
     """Return the units of a model that was sharded, else None."""
     units = getattr(type(model), "_ftkit", None)
-    return units if isinstance(units, Units) and units.model is model else None
+    return units if isinstance(units, ShardedModel) and units.model is model else None
 
 
 def shard(
@@ -233,9 +234,9 @@ def shard(
     parts: int = 1,
     comm: Communicator | None = None,
     evaluation: bool = False,
-    beside: Sequence[Units] = (),
+    beside: Sequence[ShardedModel] = (),
     rule: UpdateRule = ADAMW,
-) -> Units:
+) -> ShardedModel:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
     Args:
@@ -327,7 +328,7 @@ def shard_as(
     policy: Policy,
     tiers: Tiers,
     host_adam: Callable[[int], HostAdamW] = HostAdamW,
-) -> Units:
+) -> ShardedModel:
     """Shard a Hugging Face (or PEFT) model in place as `policy` says; no weights are read. See `engine.shard.shard`."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -345,7 +346,9 @@ def shard_as(
         tiers=tiers,
         split=batch_rows,
         host_adam=host_adam,
+        units_class=ShardedModel,
     )
+    assert isinstance(units, ShardedModel)
     refuse_foreign_optimizers(units)
     look_before_saving(model, units)
     return units
@@ -426,7 +429,7 @@ def _refuse(model: nn.Module, world_size: int) -> None:
             )
 
 
-def _cuts_gradients(units: Units) -> bool:
+def _cuts_gradients(units: ShardedModel) -> bool:
     """Return whether a tensor that leaves a block other than as its result loses its gradient: not by plain autograd."""
     return bool(units.trainable) and any(not unit.keep or unit.gathered or unit.reduced for unit in units.units)
 
@@ -495,12 +498,14 @@ def _policy(
     return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan
 
 
-def let_train(units: Units) -> None:
+def let_train(units: ShardedModel) -> None:
     """Plan a model for training that was sharded for evaluation only; its form stays.
 
     Raises:
         DoesNotFit: if gradients and optimizer state do not fit.
     """
+    assert units.plan is not None
+    assert units.plan.asked is not None
     shape = units.plan.asked.shape
     found = find_blocks(units.model)
     trained = model_shape(

@@ -23,8 +23,8 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.engine.core.shard import Units
 from ftkit.engine.trace import Span, Trace
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.schedule import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
@@ -61,7 +61,7 @@ class RunReport(TrainerCallback):
     folder: RunFolder
     writes: bool
     facts: dict[str, Any]
-    units: Callable[[], Units | None]
+    units: Callable[[], ShardedModel | None]
     samples: Callable[[], list[dict[str, str]]]
     events: Callable[[], int]
     say: Console

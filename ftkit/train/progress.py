@@ -162,7 +162,7 @@ class TellFused(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Say it."""
         units = units_of(model)
-        if units is None or units.fused is None or self.told:
+        if units is None or self.told:
             return
         self.told = True
         where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"

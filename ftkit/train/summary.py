@@ -20,7 +20,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ftkit.config.wording import counted
 from ftkit.engine.memory.disk import Disk
-from ftkit.hf.models.fp32_modules import islands_of
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
@@ -143,7 +142,7 @@ def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     """Return what computing in fp16 took: fp32 islands, weights it holds badly, steps skipped; None for other dtypes."""
     if trainer.units.policy.compute_dtype != torch.float16:
         return None
-    islands, skipped = islands_of(trainer.units), trainer.sharded_optimizer.loss_scale.skipped_steps
+    islands, skipped = trainer.units.islands, trainer.sharded_optimizer.loss_scale.skipped_steps
     source = getattr(trainer.model, "_ftkit_source", None)
     weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
     told = f"fp32 islands: {islands.told()}; {weights}; {counted(skipped, 'step')} skipped"

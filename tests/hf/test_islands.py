@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import ftkit
-from ftkit.hf.models.fp32_modules import Islands, find_islands, islands_of, restore_islands
+from ftkit.hf.models.fp32_modules import find_islands, restore_islands
+from ftkit.hf.models.islands import Islands
 from ftkit.hf.weights.loading import Narrowing
 from tests import fusible
 from tests.hf.runs import fresh_state
@@ -206,8 +207,8 @@ def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.Lo
     assert ends["fp32"][-1] < 0.85 * ends["fp32"][0]
     assert ends["bf16"][-1] == pytest.approx(ends["fp32"][-1], rel=0.01)
     assert ends["fp16"] == pytest.approx(ends["fp32"], rel=0.01)
-    assert "model.layers.0" in islands_of(made.units).told()
-    assert f"fp16: fp32 islands: {islands_of(made.units).told()}" in caplog.text
+    assert "model.layers.0" in made.units.islands.told()
+    assert f"fp16: fp32 islands: {made.units.islands.told()}" in caplog.text
     fresh_state()
     lost = trainer(folder, tmp_path / "lost", "fp16", NotLooking)
     with pytest.raises(ftkit.errors.Diverged, match="not finite in 30 of 30 steps"):
@@ -225,8 +226,8 @@ def test_a_run_goes_on_with_the_islands_it_had(tmp_path: Path) -> None:
     fresh_state()
     second = trainer(folder, tmp_path / "run", "fp16", max_steps=6)
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert islands_of(second.units).as_dict() == islands_of(first.units).as_dict()
-    assert islands_of(second.units).found
+    assert second.units.islands.as_dict() == first.units.islands.as_dict()
+    assert second.units.islands.found
     assert losses(second)[-3:] == losses(whole)[-3:]
 
 
@@ -256,7 +257,7 @@ def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Pat
     fresh_state()
     made = trainer(folder, tmp_path / "run", "fp16", engine=engine, **changes)
     made.train()
-    assert islands_of(made.units).found
+    assert made.units.islands.found
     assert losses(made) == pytest.approx(losses(exact), rel=0.01)
 
 
@@ -468,7 +469,7 @@ def test_packed_batches_of_an_adapter_are_looked_at(tmp_path: Path) -> None:
     )  # fmt: skip
     made = ftkit.Trainer(model, arguments, train_dataset=packed)
     made.train()
-    assert islands_of(made.units).found
+    assert made.units.islands.found
     assert made.sharded_optimizer.loss_scale.skipped_steps == 0
 
 
@@ -487,7 +488,7 @@ def test_an_overflow_in_an_earlier_micro_batch(tmp_path: Path) -> None:
     made = trainer(folder, tmp_path / "run", "fp16", Late, **changes)
     made.train()
     assert seen == [3]
-    assert islands_of(made.units).found
+    assert made.units.islands.found
 
 
 def test_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,22 @@ _NONE: OrderedDict[int, Any] = OrderedDict()
 _ABSENT = object()
 
 
+class Container(Protocol):
+    """A list, dictionary, set or deque: one of `CONTAINERS`."""
+
+    def copy(self) -> Container:
+        """Return a container of the same objects."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+
 @dataclass
 class Noted:
     """The modules of a block with their attributes, before a forward; hooks and changing containers are copies."""
 
-    modules: list[tuple[nn.Module, dict[str, Any]]]
-    copies: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    modules: list[tuple[nn.Module, dict[str, object]]]
+    copies: dict[tuple[int, str], tuple[Container, Container]] = field(default_factory=dict)
     generators: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
 
@@ -77,8 +87,8 @@ class BlockState:
         else:
             for module, own in noted.modules if self.changing else ():
                 for key in own:
-                    if (id(module), key) in self.changing and _is_container(own[key]):
-                        noted.copies[id(module), key] = own[key], own[key].copy()
+                    if (id(module), key) in self.changing and _is_container(value := own[key]):
+                        noted.copies[id(module), key] = value, value.copy()
         noted.generators = [(each, each.get_state()) for each in generators.values()]
         return noted
 
@@ -95,7 +105,7 @@ class BlockState:
         self.changing.update(noted.copies)
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: object) -> TypeGuard[Container]:
     return isinstance(value, CONTAINERS) and 0 <= len(value) <= MOST_VALUES
 
 

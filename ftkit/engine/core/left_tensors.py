@@ -10,9 +10,9 @@ or in a closure. Cost: a look at each attribute of a block's modules for each fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -22,6 +22,16 @@ from ftkit.engine.core.tensor_tree import take_tensors
 
 _PASSED_OVER = frozenset((*TORCHS, *HOOKS))
 _NOTHING = object()
+
+
+class Indexed(Protocol):
+    """A list, dictionary or deque."""
+
+    def __getitem__(self, key: Hashable) -> object:
+        """Return what lies at a key or index."""
+
+    def __setitem__(self, key: Hashable, value: object) -> None:
+        """Put something there."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,9 @@ class Place:
         inner: the index or key within the container that lies there; None for the value itself.
     """
 
-    owner: dict[str, Any]
+    owner: dict[str, object]
     attribute: str
-    inner: Any = None
+    inner: Hashable = None
 
     @property
     def key(self) -> tuple[int, str]:
@@ -49,7 +59,7 @@ class Place:
         if self.inner is None or value is None:
             return value
         try:
-            return value[self.inner]
+            return cast(Indexed, value)[self.inner]
         except (LookupError, TypeError):
             return None
 
@@ -58,7 +68,7 @@ class Place:
         if self.inner is None:
             self.owner[self.attribute] = value
         else:
-            self.owner[self.attribute][self.inner] = value
+            cast(Indexed, self.owner[self.attribute])[self.inner] = value
 
 
 def left(noted: Noted, buffers: list[NotedBuffer]) -> list[Place]:
@@ -68,7 +78,7 @@ def left(noted: Noted, buffers: list[NotedBuffer]) -> list[Place]:
         noted: the attributes before the forward, with copies of those containers that it has changed.
         buffers: buffers that the forward has changed.
     """
-    places = [(Place(each.slot[0]._buffers, each.slot[1]), each.buffer) for each in buffers]
+    places = [(Place(cast(dict[str, object], each.slot[0]._buffers), each.slot[1]), each.buffer) for each in buffers]
     found = [place for place, before in places if place.get() is not before and _floats(place.get())]
     containers: set[int] = set()  # several modules may share one
     for module, before in noted.modules:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from ftkit.engine.core.wrappers import refuse_compiled, refuse_wrapped, refusing
 from ftkit.engine.files.finite import refuse_beyond, refuse_broken
 from ftkit.engine.kernels.device_kernels import FlatKernels
 from ftkit.engine.kernels.host_adam import HostAdamW
-from ftkit.engine.memory.affinity import Affinity
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
 from ftkit.spec.tiers import DEVICE
@@ -54,6 +53,19 @@ class Binding:
     name: str
     module: nn.Module
     attribute: str
+
+
+class SaveInFlight(Protocol):
+    """A checkpoint of a sharded model that is being written (checkpoint/saving.py)."""
+
+    def poll(self) -> bool:
+        """Return whether it is there under its name. A collective."""
+
+    def wait(self) -> None:
+        """Return when it is there. A collective."""
+
+    def give_up(self) -> None:
+        """Stop, and remove what was written. A collective."""
 
 
 class Units:
@@ -84,15 +96,10 @@ class Units:
         self.aliases: dict[str, str] = {}
         self.outside: list[FlatParameter] = []  # resident lines that belong to no unit
         self.dtypes: dict[str, torch.dtype] = {}  # of each tensor before sharding: what a saved folder will have
-        self.plan: Any = None  # what was planned for it, by whoever sharded it with a plan
-        self.saving: Any = None  # the checkpoint of it that is being written (saving.Saving)
-        self.fused: Any = None  # what was exchanged in the model before, by whoever did
+        self.saving: SaveInFlight | None = None
         self.flat_kernels: FlatKernels | None = None  # for shards on the device, by whoever has some
-        self.islands: Any = None  # what of it computes in fp32 where the rest does in fp16, by whoever found it
-        self.affinity: Affinity | None = None  # the cores that were taken for it, by whoever took them
         self.running = Running()
         self.leaves: list[Leaf] = []
-        self.meeting: Any = None  # the synchronizer of ranks with uneven numbers of forwards
         self.held_since: int | None = None  # while all weights are held (holding.py): updates before that
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self.evaluated_only = False  # its gradients and optimizer state were not planned
@@ -370,6 +377,7 @@ def shard(
     tiers: Tiers | None = None,
     split: Split | None = None,
     host_adam: Callable[[int], HostAdamW] = HostAdamW,
+    units_class: type[Units] = Units,
 ) -> Units:
     """Shard a model in place over the ranks of `comm`.
 
@@ -386,6 +394,7 @@ def shard(
         tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
         split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
         host_adam: from a number of threads to the arithmetic on shards in host memory.
+        units_class: class of what is returned, for a caller that remembers more of a sharded model.
 
     Returns:
         The units, which an optimizer and a checkpoint take.
@@ -397,7 +406,7 @@ def shard(
     """
     refuse_failed(model)
     inside = {id(each) for _, block in blocks for each in block.modules()}
-    units = Units(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
+    units = units_class(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
     bindings = _bindings(model)
     alone = comm.world_size == 1 and policy.placement.parameters == DEVICE
     refuse_wrapped(model, blocks, gathers=policy.stage == 3 and not alone)

@@ -172,8 +172,8 @@ class Call:
         self.divided = divided
         self.parts = parts
         self.worlds: list[World] = []
-        self.result: Any = None
-        self.left: list[tuple[Place, Any]] = []  # with trees as of the result
+        self.result: object = None
+        self.left: list[tuple[Place, object]] = []  # with trees as of the result
         self.cut_off: list[Place] = []
 
     def enter_world(self) -> World:

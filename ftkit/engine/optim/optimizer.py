@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from ftkit.engine.core.flat_parameter import FlatParameter, store_bytes
 from ftkit.engine.core.shard import Units
 from ftkit.engine.kernels.device_kernels import FlatKernels
 from ftkit.engine.memory.tiers import Store
-from ftkit.engine.optim.updater import CUDA_PIECE_NUMEL, LineState, LineStep, Run, Updater
+from ftkit.engine.optim.updater import CUDA_PIECE_NUMEL, Hyperparameters, LineState, LineStep, Run, Updater
 from ftkit.errors import UserError
 from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD, UpdateRule
 
@@ -473,15 +473,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow=overflow)
         self.step_was_skipped, self._left_out = overflow or self._left_out, False
         if not self.step_was_skipped:
-            # As they are now: the schedulers change the groups right after.
-            noted = [{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]
+            noted = [_noted(group) for group in self.param_groups]
             steps = [self._line_step(flat, noted, factor) for flat in self.units.trainable]
             self.updater.submit([step for step in steps if step is not None])
             self.units.updated()
         self.buffers.send(self._written)
         self._norm, self._clip = None, 1.0
 
-    def _line_step(self, flat: FlatParameter, noted: list[dict[str, Any]], factor: float) -> LineStep | None:
+    def _line_step(self, flat: FlatParameter, noted: list[Hyperparameters], factor: float) -> LineStep | None:
         """Return what this step, with the groups' hyper-parameters as `noted`, does to a line; None if nothing."""
         state = self.line(flat)
         groups = self.group_of[flat.name]
@@ -499,7 +498,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradient: Tensor,
         moments: dict[str, Tensor],
         weight: Tensor | None,
-        group: dict[str, Any],
+        group: Hyperparameters,
         step: int,
         factor: float,
     ) -> None:
@@ -525,7 +524,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 weight[part].copy_(master[part])
 
     def update(
-        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: Hyperparameters, step: int
     ) -> None:
         """Update `master` (n,) fp32 and `moments` in place from `gradient` (n,) fp32, unscaled and clipped.
 
@@ -566,7 +565,7 @@ class ShardedAdamW(ShardedOptimizer):
         gradient: Tensor,
         moments: dict[str, Tensor],
         weight: Tensor | None,
-        group: dict[str, Any],
+        group: Hyperparameters,
         step: int,
         factor: float,
     ) -> None:
@@ -592,7 +591,7 @@ class ShardedAdamW(ShardedOptimizer):
         )
 
     def update(
-        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: Hyperparameters, step: int
     ) -> None:
         """See `ShardedOptimizer.update`."""
         adamw(
@@ -629,7 +628,7 @@ class ShardedSGD(ShardedOptimizer):
         super().__init__(units, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, loss_scale)
 
     def update(
-        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: dict[str, Any], step: int
+        self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: Hyperparameters, step: int
     ) -> None:
         """See `ShardedOptimizer.update`."""
         if group["weight_decay"]:
@@ -638,6 +637,12 @@ class ShardedSGD(ShardedOptimizer):
             buffer = moments["momentum_buffer"]
             gradient = buffer.mul_(group["momentum"]).add_(gradient)
         master.add_(gradient, alpha=-float(group["lr"]))
+
+
+def _noted(group: dict[str, Any]) -> Hyperparameters:
+    """Return the hyper-parameters of a group as they are now: schedulers change it right after a step."""
+    noted = {key: value for key, value in group.items() if key != "params"} | {"lr": float(group["lr"])}
+    return cast(Hyperparameters, noted)
 
 
 def _trainable(units: Units) -> list[Tensor]:

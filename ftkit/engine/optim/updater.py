@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ SLOTS = 6
 
 CUDA_PIECE_NUMEL = 1 << 24
 """Elements updated at a time on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
+
+
+class Hyperparameters(TypedDict, total=False):
+    """What an update rule reads of a parameter group, under the names of torch.optim; each rule has some of them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    momentum: float
+
 
 @dataclass(frozen=True)
 class Run:
@@ -81,7 +92,7 @@ class LineStep:
     state: LineState
     gradient: Store
     runs: list[Run]
-    groups: list[dict[str, Any]]
+    groups: list[Hyperparameters]
     factor: float
 
     @property
@@ -130,7 +141,7 @@ class LineUpdate:
             torch.cuda.current_stream().wait_event(self.event)
 
 
-UpdatePiece = Callable[[Tensor, Tensor, dict[str, Tensor], "Tensor | None", dict[str, Any], int, float], None]
+UpdatePiece = Callable[[Tensor, Tensor, dict[str, Tensor], "Tensor | None", Hyperparameters, int, float], None]
 """(master, gradient, moments, weight or None, group, step, factor): all (n,), updated in place."""
 
 

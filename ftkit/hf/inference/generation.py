@@ -31,10 +31,10 @@ from ftkit.data.formats import BadRowError, Conversation
 from ftkit.data.prepared import prompt_tokens
 from ftkit.data.rendering import Rendering
 from ftkit.data.turns import role_key, turn_of, unread_parts
-from ftkit.engine.core.shard import Units
 from ftkit.engine.files.finite import are_broken
 from ftkit.errors import UserError
 from ftkit.hf.models.rank_sync import in_step, one_token
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.models.weight_holding import cache_bytes, held
 from ftkit.hf.sharding import units_of
 from ftkit.hf.weights.nonfinite import at_hand_not_finite
@@ -473,7 +473,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_in_step(units: Units | None, *, whole: bool) -> Iterator[None]:
+def _kept_in_step(units: ShardedModel | None, *, whole: bool) -> Iterator[None]:
     if units is None or whole:
         yield
     else:

@@ -25,7 +25,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -38,77 +37,21 @@ from transformers.pytorch_utils import Conv1D
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.instance_class import specialise
-from ftkit.engine.core.shard import Units
 from ftkit.engine.core.tensor_tree import put_tensors, take_tensors
 from ftkit.errors import UserError
 from ftkit.hf.models.head import head_loss, only_loss
+from ftkit.hf.models.islands import LIMIT, Islands
+from ftkit.hf.models.sharded_model import ShardedModel
 
 logger = logging.getLogger(__name__)
-
-LIMIT = 2.0**14
-"""A quarter of what fp16 holds: training moves activations, and the next batch is another."""
 
 BATCHES = 4
 """Of the run's own, that are looked at before the first step."""
 
-FORMS = ("projection", "part", "stream")
 PROJECTIONS = (nn.Linear, Conv1D, BaseTunerLayer)
 
 
-@dataclass
-class Islands:
-    """What was made an island in a model.
-
-    Args:
-        found: name of a module to its kind, one of `FORMS`.
-        largest: name of a module to the largest value seen there in fp16; inf beyond its range.
-        finite: whether all forwards that were looked at last ended without an infinity.
-        looked: whether any forward was looked at.
-    """
-
-    found: dict[str, str] = field(default_factory=dict)
-    largest: dict[str, float] = field(default_factory=dict)
-    finite: bool = True
-    looked: bool = False
-
-    def told(self) -> str:
-        """Return one line that names every island."""
-        if not self.found and not self.looked:
-            return "not looked for"
-        if not self.found and not self.finite:
-            return "none helps: the forward is not finite in fp32 either"
-        if not self.found:
-            return f"none needed: no activation is beyond {LIMIT:g}, and fp16 holds 65504"
-        sums = [
-            f"residual sums from {name} on ({self._seen(name)})" for name, kind in self.found.items() if kind == "stream"
-        ]
-        others = [f"{name} ({self._seen(name)})" for name, kind in self.found.items() if kind != "stream"]
-        return ", ".join(others + sums)
-
-    def _seen(self, name: str) -> str:
-        largest = self.largest.get(name, math.inf)
-        return "overflowed" if largest == math.inf else f"reached {largest:.3g}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the islands for JSON; what overflowed has no largest value."""
-        return {"found": self.found, "largest": {name: seen for name, seen in self.largest.items() if seen < math.inf}}
-
-    @classmethod
-    def from_dict(cls, given: Any, where: str) -> Islands:
-        """Return the islands that `as_dict` gave.
-
-        Raises:
-            UserError: if it did not; `where` is named.
-        """
-        found = given.get("found") if isinstance(given, dict) else None
-        if not isinstance(found, dict) or not all(kind in FORMS for kind in found.values()):
-            raise UserError(f"{where}: its fp32 islands are not names with one of {', '.join(FORMS)}")
-        seen = given.get("largest")
-        largest = seen if isinstance(seen, dict) else {}
-        return cls(dict(found), {name: value for name, value in largest.items() if isinstance(value, float)})
-
-
-def find_islands(units: Units, batches: Iterable[Mapping[str, Any]]) -> Islands:
+def find_islands(units: ShardedModel, batches: Iterable[Mapping[str, Any]]) -> Islands:
     """Make islands of what overflows in a sharded fp16 model's forward on these batches, beside those that it has.
 
     Args:
@@ -120,7 +63,7 @@ def find_islands(units: Units, batches: Iterable[Mapping[str, Any]]) -> Islands:
 
     Cost: see the module. A collective.
     """
-    model, islands = units.model, islands_of(units)
+    model, islands = units.model, units.islands
     training, finite = model.training, True
     model.eval()
     try:
@@ -139,7 +82,7 @@ def find_islands(units: Units, batches: Iterable[Mapping[str, Any]]) -> Islands:
     return islands
 
 
-def _mend(units: Units, islands: Islands, looking: _Looking, batch: Mapping[str, Any]) -> bool:
+def _mend(units: ShardedModel, islands: Islands, looking: _Looking, batch: Mapping[str, Any]) -> bool:
     """Make the islands that a batch needs; return whether its forward is finite then. None is made where they do not fit
     together: a model may have operations that take no two dtypes, of modules that are not known here.
     """
@@ -172,13 +115,13 @@ def _take_back(model: nn.Module, islands: Islands, before: tuple[Any, ...]) -> N
         loss.wide = wide
 
 
-def restore_islands(units: Units, islands: Islands) -> None:
+def restore_islands(units: ShardedModel, islands: Islands) -> None:
     """Give a model the islands of the run that it continues, beside those that it has.
 
     Raises:
         UserError: if it has no module of such a name.
     """
-    own, modules = islands_of(units), dict(units.model.named_modules())
+    own, modules = units.islands, dict(units.model.named_modules())
     own.looked = True  # by that run
     for name, kind in islands.found.items():
         if name not in modules:
@@ -190,21 +133,13 @@ def restore_islands(units: Units, islands: Islands) -> None:
             own.largest[name] = islands.largest.get(name, math.inf)
 
 
-def widens_inputs(units: Units) -> bool:
+def widens_inputs(units: ShardedModel) -> bool:
     """Return whether inputs of blocks are fp32: an island lies in a block, or before one."""
     blocks = [f"{unit.name}." for unit in units.units]
-    return any(f"{name}.".startswith(tuple(blocks)) for name in islands_of(units).found)
+    return any(f"{name}.".startswith(tuple(blocks)) for name in units.islands.found)
 
 
-def islands_of(units: Units) -> Islands:
-    """Return the islands of a sharded model."""
-    if units.islands is None:
-        units.islands = Islands()
-    found: Islands = units.islands
-    return found
-
-
-def _with_wide_head(units: Units, islands: Islands, batch: Mapping[str, Any]) -> bool:
+def _with_wide_head(units: ShardedModel, islands: Islands, batch: Mapping[str, Any]) -> bool:
     """Compute a chunked loss in fp32 if it is that which is not finite; return whether it is finite then."""
     loss = head_loss(units.model)
     if loss is None or loss.wide:
@@ -400,7 +335,7 @@ class _Mending(_Hooked):
     What a hook decides, it decides on all ranks alike: a block that is run again is gathered again.
     """
 
-    def __init__(self, units: Units, islands: Islands, looking: _Looking) -> None:
+    def __init__(self, units: ShardedModel, islands: Islands, looking: _Looking) -> None:
         super().__init__(units.model, units.comm)
         self.islands, self.last_of, self.called_alike = islands, looking.last_of, looking.called_alike()
         self.blocks = {id(unit.module) for unit in units.units}

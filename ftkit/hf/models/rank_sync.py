@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ftkit.engine.core.holding import gathered_bytes
 from ftkit.engine.core.instance_class import specialise
-from ftkit.engine.core.shard import Units
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.models.weight_holding import cache_bytes, held
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -64,7 +64,7 @@ class Meeting:
         stand_in: keyword arguments of a spare call on a rank that has not called the model itself.
     """
 
-    def __init__(self, units: Units, spare: Spare, stand_in: dict[str, Any] | None) -> None:
+    def __init__(self, units: ShardedModel, spare: Spare, stand_in: dict[str, Any] | None) -> None:
         self.units = units
         self.spare = spare
         models = [module for module in units.model.modules() if isinstance(module, PreTrainedModel)]
@@ -108,7 +108,7 @@ class Meeting:
 
 
 @contextmanager
-def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None = None) -> Iterator[None]:
+def in_step(units: ShardedModel, spare: Spare = repeat, stand_in: dict[str, Any] | None = None) -> Iterator[None]:
     """Let each rank call the model as often as it likes in the body. A collective: all ranks enter and leave together.
 
     Args:
@@ -120,14 +120,15 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
     Raises:
         RuntimeError: see `Meeting.tell`.
     """
-    if units.held_since is not None or units.meeting is not None:
+    if units.held_since is not None or units.in_step:
         yield
         return
     units.freshen()  # by all ranks here: a rank that calls nothing would not take part in it later
     if units.comm.world_size == 1 or not gathered_bytes(units):
         yield
         return
-    meeting = units.meeting = Meeting(units, spare, stand_in)
+    meeting = Meeting(units, spare, stand_in)
+    units.in_step = True
 
     def hook(number: int) -> Callable[..., None]:
         return lambda module, args, kwargs: meeting.before(number, module, (args, kwargs))
@@ -139,12 +140,12 @@ def in_step(units: Units, spare: Spare = repeat, stand_in: dict[str, Any] | None
         yield
         meeting.finish()
     finally:
-        units.meeting = None
+        units.in_step = False
         for handle in handles:
             handle.remove()
 
 
-def let_generate(units: Units) -> None:
+def let_generate(units: ShardedModel) -> None:
     """Let a sharded model's `generate`, which is transformers', hold all weights where they fit; else keep ranks in step.
 
     All ranks must call it together, each with its own prompts; a rank that has none calls it with any.
@@ -156,12 +157,12 @@ def let_generate(units: Units) -> None:
             _specialise(module, units)
 
 
-def _specialise(module: PreTrainedModel, units: Units) -> None:
+def _specialise(module: PreTrainedModel, units: ShardedModel) -> None:
     stock = type(module).generate
 
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("synced_gpus", None)  # asked of the mark that sharded models bear; this keeps them in step itself
-        if units.meeting is not None:  # whoever keeps ranks in step has decided about holding, too
+        if units.in_step:  # whoever keeps ranks in step has decided about holding, too
             return stock(self, *args, **kwargs, synced_gpus=False)
         beside = _cache_of_call(self, inspect.signature(stock).bind_partial(self, *args, **kwargs))
         with held(units, beside_bytes=beside), in_step(units, one_token):

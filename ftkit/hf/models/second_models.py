@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ftkit.engine.core.shard import Units
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.plan.choice import Plan, make_plan
+from ftkit.plan.memory import Memory
 from ftkit.plan.shape import Line, Shape
 from ftkit.plan.ways import Forced, Limits
 from ftkit.spec.tiers import DEVICE, KINDS, TIERS
@@ -25,7 +26,7 @@ RUNTIME = "runtime"
 """The purpose of bytes that a process takes once, however many models it has."""
 
 
-def limits_beside(limits: Limits, others: Iterable[Units]) -> Limits:
+def limits_beside(limits: Limits, others: Iterable[ShardedModel]) -> Limits:
     """Return the limits of a model that is sharded beside others.
 
     Args:
@@ -35,11 +36,11 @@ def limits_beside(limits: Limits, others: Iterable[Units]) -> Limits:
     changes: dict[str, int] = {}
     names = dict(limits.names)
     for units in others:
-        if not isinstance(units.plan, Plan):
+        if units.plan is None:
             continue
         for tier in TIERS:
             granted = changes.get(f"{tier}_bytes", limits.granted(tier))
-            taken = _taken_bytes(units, tier, limits) * limits.ranks(tier)
+            taken = _taken_bytes(units, units.plan.memory, tier, limits) * limits.ranks(tier)
             if granted and taken:
                 changes[f"{tier}_bytes"] = max(granted - taken, 1)
                 names[tier] = f"{dict(limits.names).get(tier, limits.name(tier))}, beside {type(units.model).__name__}"
@@ -82,9 +83,8 @@ def planned_for_training(plan: Plan, shape: Shape) -> Plan:
     return make_plan(shape, asked.limits, forced, sequences=asked.sequences)
 
 
-def _taken_bytes(units: Units, tier: str, limits: Limits) -> int:
+def _taken_bytes(units: ShardedModel, memory: Memory, tier: str, limits: Limits) -> int:
     """Return the bytes of a tier that one rank of a planned model takes, and that `limits` still count as free."""
-    memory = units.plan.memory
     peak = memory.peak_moment(tier)
     planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)
     if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # free beside what is allocated by now

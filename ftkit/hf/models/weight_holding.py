@@ -22,9 +22,9 @@ from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.holding import gathered_bytes, hold
-from ftkit.engine.core.shard import Units
 from ftkit.errors import UserError
 from ftkit.hf.models.shapes import CPU_SHARE, DEVICE_SHARE, usable_host
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
 from ftkit.plan.ways import Limits
 from ftkit.spec.tiers import DEVICE, HOST
@@ -61,7 +61,7 @@ class Room:
         return f"all weights take {gib[0]} on rank {self.rank}{beside}, and {self.where} has {gib[2]} left"
 
 
-def room_for(units: Units, beside_bytes: int = 0, limits: Limits | None = None) -> Room:
+def room_for(units: ShardedModel, beside_bytes: int = 0, limits: Limits | None = None) -> Room:
     """Return the room of the rank that has least, the same on all ranks. A collective.
 
     Args:
@@ -69,7 +69,8 @@ def room_for(units: Units, beside_bytes: int = 0, limits: Limits | None = None) 
         beside_bytes: bytes of what will lie on this rank's device beside the weights.
         limits: memory granted; None takes the limits with which the model was sharded, if any.
     """
-    limits = limits if limits is not None else getattr(units.plan, "limits", None)
+    if limits is None and units.plan is not None:
+        limits = units.plan.limits
     device = units.comm.device
     free, where = _on_device(device, limits) if device.type == "cuda" else _on_host(units.comm, limits)
     told = units.comm.all(Room(gathered_bytes(units), beside_bytes, free, where, units.comm.rank), "room for all weights")
@@ -104,7 +105,7 @@ def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
 
 @contextmanager
 def held(
-    units: Units | None, wanted: bool | str = "auto", *, beside_bytes: int = 0, limits: Limits | None = None
+    units: ShardedModel | None, wanted: bool | str = "auto", *, beside_bytes: int = 0, limits: Limits | None = None
 ) -> Iterator[bool]:
     """Hold all weights of a sharded model in the body, where that is wanted and fits. A collective.
 

@@ -27,12 +27,12 @@ from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.buffers import may_be_infinite, persistent_buffers
-from ftkit.engine.core.shard import Units
 from ftkit.engine.files.durable import all_ranks, rank_zero
 from ftkit.engine.files.finite import refuse_not_finite
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.errors import UserError
 from ftkit.hf.models.settings import EngineSettings
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.sharding import let_train, shard, units_of
 from ftkit.hf.trainer.accelerator_states import (
     WRITING,
@@ -53,7 +53,7 @@ STEP_FILE = "accelerator.pt"
 DEVICES = ("cpu", "cuda")
 
 
-def sharded_optimizer(optimizer: torch.optim.Optimizer, units: Units) -> ShardedOptimizer:
+def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedModel) -> ShardedOptimizer:
     """Return the sharded optimizer with the groups of a torch one that has not stepped yet.
 
     Args:
@@ -168,7 +168,7 @@ class Accelerator(accelerate.Accelerator):
         self.native_amp = False
         self.scaler = None
         self.settings = settings
-        self.planned: weakref.WeakSet[Units] = weakref.WeakSet()  # their memory is not granted again
+        self.planned: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # their memory is not granted again
         self.shard_options = {
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
@@ -183,7 +183,7 @@ class Accelerator(accelerate.Accelerator):
 
     # --- prepare
 
-    def sharded(self, model: nn.Module, *, evaluation: bool | None = None, rule: UpdateRule | None = None) -> Units:
+    def sharded(self, model: nn.Module, *, evaluation: bool | None = None, rule: UpdateRule | None = None) -> ShardedModel:
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
         Args:
@@ -253,7 +253,7 @@ class Accelerator(accelerate.Accelerator):
         prepared._is_accelerate_prepared = True
         return prepared
 
-    def _units_with(self, optimizer: torch.optim.Optimizer) -> Units:
+    def _units_with(self, optimizer: torch.optim.Optimizer) -> ShardedModel:
         _refuse_meta(optimizer)
         updated = set(map(id, _parameters_of(optimizer)))
         for model in self._models:
@@ -478,7 +478,7 @@ class Accelerator(accelerate.Accelerator):
         engines = self._engines()
         return engines[0][0].comm if engines else Communicator(self.device)
 
-    def _engines(self) -> list[tuple[Units, ShardedOptimizer | None]]:
+    def _engines(self) -> list[tuple[ShardedModel, ShardedOptimizer | None]]:
         """Return the prepared models' units, each with its optimizer if it has one."""
         optimizers = {id(prepared.optimizer.units): prepared.optimizer for prepared in self._optimizers}
         found = [units for model in self._models if (units := units_of(model)) is not None]

@@ -38,7 +38,6 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving
-from ftkit.engine.core.shard import Units
 from ftkit.engine.files.durable import rank_zero
 from ftkit.engine.files.manifest import MANIFEST
 from ftkit.engine.optim.optimizer import ShardedOptimizer
@@ -46,15 +45,15 @@ from ftkit.errors import Diverged, UserError
 from ftkit.hf.models.attention import is_packed
 from ftkit.hf.models.fp32_modules import (
     BATCHES,
-    Islands,
     find_islands,
-    islands_of,
     restore_islands,
     taken_by,
     widens_inputs,
 )
+from ftkit.hf.models.islands import Islands
 from ftkit.hf.models.overflow import began_in, first_overflow
 from ftkit.hf.models.settings import EngineSettings
+from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharding import units_of
 from ftkit.hf.trainer.accelerator import Accelerator, rule_for, sharded_optimizer
@@ -286,7 +285,7 @@ class TrainerMixin(LossMixin):
         return isinstance(self.accelerator, Accelerator)
 
     @property
-    def units(self) -> Units | None:
+    def units(self) -> ShardedModel | None:
         """The units of the model, once it is sharded."""
         return units_of(self.model)
 
@@ -313,7 +312,7 @@ class TrainerMixin(LossMixin):
             self.optimizer = sharded_optimizer(self.optimizer, units)
         return self.optimizer
 
-    def _sharded(self, *, evaluation: bool | None = None) -> Units:
+    def _sharded(self, *, evaluation: bool | None = None) -> ShardedModel:
         """Return the units of the model, sharded first if it is not: by a plan that knows of the callbacks.
 
         Args:
@@ -448,7 +447,7 @@ class TrainerMixin(LossMixin):
             if first:
                 logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
-        before = dict(islands_of(self.units).found)
+        before = dict(self.units.islands.found)
         found = find_islands(self.units, batches)
         if first:
             logger.log(logging.WARNING if found.found != before else logging.INFO, "fp16: fp32 islands: %s", found.told())
@@ -675,7 +674,7 @@ class TrainerMixin(LossMixin):
         losses = self.loss_record.noted(units.comm, skips=self._skips())
         noted = {**self.noted, BASE: self.checkpoints.base(), LOSSES: losses}
         if self._needs_islands():
-            noted[ISLANDS] = islands_of(units).as_dict()
+            noted[ISLANDS] = units.islands.as_dict()
         Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))

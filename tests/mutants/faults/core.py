@@ -813,7 +813,7 @@ FAULTS = (
         "a run that goes on forgets its fp32 islands",
         "ftkit/hf/trainer/trainer.py",
         "            restore_islands(self.units, Islands.from_dict(islands, str(manifest)))",
-        "            islands_of(self.units)",
+        "            self.units.islands",
         "tests/hf/test_islands.py::test_a_run_goes_on_with_the_islands_it_had",
     ),
     _fault(

@@ -1,0 +1,32 @@
+"""The sharded model of this side: the engine's units, and what Hugging Face models need remembered beside them.
+
+The engine makes it (`shard(units_class=ShardedModel)`) and knows nothing of these fields. This side writes them: whoever
+shards the model (hf/sharding.py), finds its fp32 modules, or keeps its ranks in step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftkit.engine.core.shard import Units
+from ftkit.engine.memory.affinity import Affinity
+from ftkit.hf.models.fusing import Fused
+from ftkit.hf.models.islands import Islands
+from ftkit.plan.choice import Plan
+
+
+class ShardedModel(Units):
+    """A sharded Hugging Face model. See `Units` for what the engine keeps.
+
+    Attributes: plan (how its memory is used; None where it was sharded without one), fused (submodules that run fused
+    kernels), islands (modules that compute in fp32), affinity (the cores that were taken for it), in_step (whether ranks
+    with uneven numbers of forwards are kept in step now).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan: Plan | None = None
+        self.fused = Fused()
+        self.islands = Islands()
+        self.affinity: Affinity | None = None
+        self.in_step = False
