@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -464,7 +464,8 @@ def generate(
 
         launch.check_ranks(nproc, torch.cuda.device_count())
         entry = "ftkit.train.answers:sharded_answers"
-        given = zip(asked, launch.start(entry, (folder, asked, settings), nproc, environ=os.environ, say=_say))
+        found = launch.start(entry, (folder, asked, settings), nproc, environ=os.environ, say=_say)
+        given: Iterable[tuple[str, str]] = zip(asked, found)
     else:
         from ftkit.train.answers import answers
 

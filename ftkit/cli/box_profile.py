@@ -139,7 +139,8 @@ def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
         vocab_size=8,
     )
     with torch.device(comm.device):
-        model = LlamaModel(config).to(dtype)
+        model: Any = LlamaModel(config)
+    model.to(dtype)
     tokens = TOKENS[comm.device.type]
     sequence = min(SEQUENCE, tokens)
     rows = torch.zeros(tokens // sequence, sequence, dtype=torch.long, device=comm.device)

@@ -95,7 +95,7 @@ class NotingTrainer(RecipeTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Note what the step is made of, and do it."""
-        pad = self.data_collator.pad_token_id
+        pad = self.pad_token_id
         for ids, labels in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist()):
             self.seen[self.state.global_step + 1].append(_hash(_stripped(ids, pad), _stripped(labels, -100)))
         return super().training_step(model, inputs, num_items_in_batch)
@@ -237,6 +237,7 @@ class First(TrainerCallback):
 def _trained_first(model: Any, *, fresh: bool) -> dict[str, Tensor]:
     """Return what a stock model cannot read from files: trained values of an adapter, or all of a fresh model."""
     units = units_of(model)
+    assert units is not None
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
     return {name: value.cpu() for name, value in units.state_dict().items() if fresh or name in trained}
 

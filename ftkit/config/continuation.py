@@ -67,11 +67,11 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str | None:
     others = [each for each in changes if each[0].partition(".")[0] not in FREE_SECTIONS]
     if not others:
         return None
-    told = [
+    changed = [
         f"{key} {_short(old)} -> {_short(new)} ({IGNORED if key in FROM_CHECKPOINT else 'in effect from here on'})"
         for key, old, new in others
     ]
-    return f"changed since the run began: {', '.join(told)}"
+    return f"changed since the run began: {', '.join(changed)}"
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:

@@ -84,7 +84,8 @@ def _written_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
         if not isinstance(values, dict) and not (isinstance(values, list) and isinstance(part, int)):
             break
         path.append(part)
-        values = values.get(part) if isinstance(values, dict) else dict(enumerate(values)).get(part)
+        keyed: dict[str | int, Any] = values if isinstance(values, dict) else dict(enumerate(values))
+        values = keyed.get(part)
     return tuple(path)
 
 

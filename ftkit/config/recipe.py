@@ -228,7 +228,7 @@ class Data(Section):
         if self.sources:
             return self.sources
         # The path was checked when this section was read, or the caller asked not to.
-        alone = {"path": self.path, "name": self.name, "split": self.split, "format": self.format}
+        alone: dict[str, Any] = {"path": self.path, "name": self.name, "split": self.split, "format": self.format}
         return (DataSource.model_construct(**alone),)
 
 
@@ -564,8 +564,7 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
     if accumulation != "auto":
         return each // accumulation, accumulation
     most = min(each, AUTO_MICRO_BATCH_TOKENS // recipe.data.sequence_tokens)
-    fitting = [count for count in range(1, most + 1) if each % count == 0]
-    micro = max(fitting, default=1)
+    micro = max((count for count in range(1, most + 1) if each % count == 0), default=1)
     return micro, each // micro
 
 

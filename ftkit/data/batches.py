@@ -48,7 +48,12 @@ class StepOrder(torch.utils.data.Sampler):
     """
 
     def __init__(
-        self, rows: int, *, seed: int, sources: Sequence[int] | None = None, weights: Sequence[float] | None = None
+        self,
+        rows: int,
+        *,
+        seed: int,
+        sources: Sequence[int] | np.ndarray | None = None,
+        weights: Sequence[float] | None = None,
     ):
         self.rows, self.seed, self.epoch = rows, seed, 0
         self.members, self.weights = [np.arange(rows)], [1.0]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pyarrow
 
@@ -189,7 +189,7 @@ def open_bytes(file: Path) -> IO[bytes]:
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
     if suffix in DECOMPRESSORS:
         return io.BufferedReader(_Streams(open(file, "rb"), DECOMPRESSORS[suffix]))
-    return (gzip.open if suffix == ".gz" else open)(file, "rb")
+    return cast(IO[bytes], gzip.open(file, "rb")) if suffix == ".gz" else open(file, "rb")
 
 
 class _Streams(io.RawIOBase):

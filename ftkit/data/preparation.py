@@ -67,7 +67,7 @@ class Settings:
     seed: int | None
     ignore_columns: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         choices = {
             "loss_on": ("answers", "marks", "all"),
             "on_bad_row": ("stop", "skip"),
@@ -345,6 +345,7 @@ def mapped(
 
 def packed(samples: datasets.Dataset, settings: Settings, workers: int, scratch: Path, label: str) -> datasets.Dataset:
     """Pack the samples of one source into sequences: columns input_ids, labels, position_ids and place."""
+    assert settings.seed is not None  # of packed samples it is known: it is a part of them
     lengths = samples.with_format("numpy")["tokens"][:]
     sequences = best_fit(lengths, settings.sequence_tokens, settings.seed)
     members = datasets.Dataset.from_dict({"members": sequences})

@@ -89,7 +89,7 @@ class Prepared:
         """Return the fault of samples of `held_out`, not packed, that are in these as well, or None."""
         if self.folder is None or held_out.folder is None:
             return None
-        ours, theirs = (np.load(each.folder / DIGESTS, mmap_mode="r") for each in (self, held_out))
+        ours, theirs = (np.load(folder / DIGESTS, mmap_mode="r") for folder in (self.folder, held_out.folder))
         return overlap_fault(overlap_of(ours, theirs, held_out.dataset["place"]), len(theirs))
 
 
@@ -169,7 +169,8 @@ def prepare(
     if must_match:
         refuse_unmatched(ignore_columns, [report])
         refuse_marks(loss_on, [report])
-    return Prepared(dataset, replace(report, cached=cached), None if None in weights else weights, folder)
+    known = tuple(weight for weight in weights if weight is not None)
+    return Prepared(dataset, replace(report, cached=cached), known if len(known) == len(weights) else None, folder)
 
 
 def prepare_section(

@@ -188,7 +188,7 @@ class Rendering:
             with self.refusals():
                 read, read_tools = self.process.read(shown, tools, asked is not None, column)
             read += [set() for _ in conversation.turns[len(read) :]]
-        unread = []
+        unread: list[str] = []
         for extra, into in zip(extras, read):
             for key, value in extra.items():
                 self.refuse_passed_over(value, below(column, key), into)
@@ -297,7 +297,8 @@ class Rendering:
         offsets = [(min(start, stop - 1), stop) for start, stop in encoded["offset_mapping"]]
         owners = self.owners_of(conversation) if conversation.muted else None
         known = owners.turns if owners is not None and len(owners.turns) == len(marks) else ()
-        answers, turns = [], []
+        answers: list[tuple[int, int]] = []
+        turns: list[frozenset[int]] = []
         for number, (first, last) in enumerate(marks):
             inside = [i for i, (start, stop) in enumerate(offsets) if start < last and stop > first]
             if inside:

@@ -68,7 +68,7 @@ class Source:
     weight: float | None = None
     format: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.path is None) == (self.name is None):
             raise UserError(f"a data source needs one of `path` (a file) and `name` (a hub data set); found {self}")
         if self.path is not None and self.split != "train":

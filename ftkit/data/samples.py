@@ -102,8 +102,8 @@ class Tokenise:
         """
         content, unread, matched, system = self.read(record)
         if self.task == "seq2seq":
-            made, text = self.pair(content)
-            return [{**made, "names": noted(unread + self.left_out(system, text), matched)}]
+            pair, text = self.pair(content)
+            return [{**pair, "names": noted(unread + self.left_out(system, text), matched)}]
         rendered, labels = self.labelled(content)
         names = noted(unread + self.left_out(system, rendered.text), matched)
         if all(label == IGNORED_LABEL for label in labels[1:]):
@@ -121,10 +121,10 @@ class Tokenise:
         if split:
             faults &= ~CUT
         # What is known of the row counts once: with its first sample.
-        for number, each in enumerate(made):
-            each |= {"end": end}
+        for number, part in enumerate(made):
+            part |= {"end": end}
             if number == 0:
-                each |= {"faults": faults, "names": names, "pieces": len(made), "cut_tokens": each["cut_tokens"] + lost}
+                part |= {"faults": faults, "names": names, "pieces": len(made), "cut_tokens": part["cut_tokens"] + lost}
         return made
 
     def left_out(self, system: str, text: str) -> list[str]:

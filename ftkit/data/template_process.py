@@ -159,14 +159,15 @@ def _answer(tokenizer: Any, what: str, turns: list[dict], tools: Any, ask: bool,
             found = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=ask)
             length = len(found)
         else:
-            texts, marks = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[turns],
                 tools=tools,
                 chat_template=tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
                 **tokenizer.special_tokens_map,
             )
-            found, length = (texts[0], marks[0]), len(texts[0])
+            (text, *_), (marked, *_) = rendered
+            found, length = (text, marked), len(text)
     except MemoryError:
         return "limit", f"takes more than {MEMORY_BYTES >> 30} GiB"
     except PLAIN as error:

@@ -59,16 +59,16 @@ def mutes(turn: dict, role: str, where: str) -> bool:
         BadRowError: another value, two that contradict each other, or a turn to be learned that is no answer
     """
     said = {}
-    for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
+    for key in ("weight", "train"):
         value = turn.get(key)
         if value is not None:
             if not isinstance(value, (bool, int, float)) or (key == "train" and not isinstance(value, bool)):
                 raise BadRowError(
                     f"{where} has the {key} {value!r}; needed: {'true or false' if key == 'train' else '0 or 1'}"
                 )
-            if value not in values:
+            if value not in (0, 1):
                 raise BadRowError(f"{where} has the weight {value!r}; only 0 and 1 are supported")
-            said[key] = values[value]
+            said[key] = bool(value)
     if len(set(said.values())) > 1:
         raise BadRowError(f"{where} has a weight and a train that contradict each other; keep one of them")
     learned = next(iter(said.values()), role == "assistant")

@@ -182,7 +182,8 @@ class Watch:
 
         The handle reaps the process and remembers its code, so the launcher finds it as well.
         """
-        handles = self.context._pc.processes if self.context._pc is not None else []
+        started = self.context._pc  # type: ignore[attr-defined]  # a context of functions has it
+        handles = [] if started is None else started.processes
         return next((handle.exitcode for handle in handles if handle.pid == pid), None)
 
     def _wait_for_the_others_words(self) -> None:

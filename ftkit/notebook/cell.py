@@ -57,7 +57,8 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Any:
     file = f"<{name}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source, file).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    last = body[-1] if body and isinstance(body[-1], ast.Expr) else None
+    body = body if last is None else body[:-1]
     exec(compile(ast.Module(body, []), file, "exec", dont_inherit=True), namespace)  # this file's own __future__
     if last is None:
         return None
@@ -126,7 +127,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 
     `engine` is there where it came within the engine's work on a sharded model.
     """
-    told = {"kind": type(error).__name__, "message": _message(error), "lines": _lines(error)}
+    told: dict[str, Any] = {"kind": type(error).__name__, "message": _message(error), "lines": _lines(error)}
     frames = traceback.walk_tb(error.__traceback__)
     if any(os.path.realpath(frame.f_code.co_filename).startswith(_ENGINE) for frame, _ in frames):
         told["engine"] = True

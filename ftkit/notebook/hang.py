@@ -86,10 +86,10 @@ class Stand:
 
     def told(self) -> str:
         """Return where it is, in a few words: `cell 3, line 2: dist.barrier()`."""
-        own = [frame for frame in self.frames if frame.own] or [f for f in self.frames if "/ftkit/" in f.file]
-        frame = (own or list(self.frames) or [None])[-1]
-        if frame is None:
+        if not self.frames:
             return "an unknown place"
+        own = [frame for frame in self.frames if frame.own] or [f for f in self.frames if "/ftkit/" in f.file]
+        frame = (own or self.frames)[-1]
         return f"{frame.place}: {frame.text}" if frame.text else f"{frame.place}, in {frame.function}"
 
     def stack(self) -> list[str]:

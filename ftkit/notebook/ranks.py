@@ -380,7 +380,7 @@ class Ranks:
         try:
             if recipe is None or isinstance(recipe, Mapping):
                 assert recipe is not None or self._recipe is not None
-                facts = self._recipe.model_dump(mode="json") if recipe is None else recipe
+                facts = recipe if self._recipe is None or recipe is not None else self._recipe.model_dump(mode="json")
                 return parse(json.dumps(facts), "recipe", list(settings))  # JSON is YAML
             return load(os.fspath(recipe), list(settings))
         except UserError as error:

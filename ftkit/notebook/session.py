@@ -94,8 +94,9 @@ class Session:
     def generate(self, prompts: list[Any], options: dict[str, Any]) -> list[str]:
         """Answer prompts with the model that is there."""
         model, job = self._model("generate"), self.job
-        planned = job is not None and job.plan is not None and job.trainer.model is model
-        limits = job.plan.limits if planned else None
+        limits = None
+        if job is not None and job.plan is not None and job.trainer.model is model:
+            limits = job.plan.limits
         return generate(model, self._tokenizer(), prompts, limits=limits, **options)
 
     def evaluate(self, path: str | None) -> dict[str, Any]:

@@ -461,8 +461,9 @@ def line_of(checkpoint: Path) -> Line | None:
     """Return the line that a checkpoint is of; None where its list cannot be read, which is told when it is tried."""
     try:
         path = checkpoint / ownership.ENGINE_FOLDER / ownership.LISTING
-        extra = json.loads(path.read_bytes())["extra"] if ownership.is_list(path) else None
-        return _as_line(extra.get(LINE, []))  # an earlier version noted none
+        if not ownership.is_list(path):
+            return None
+        return _as_line(json.loads(path.read_bytes())["extra"].get(LINE, []))  # an earlier version noted none
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -304,10 +304,12 @@ def _better(way: Way, limits: Limits, forced: Forced, preferred: int) -> Iterato
         if tier == DEVICE or getattr(forced, kind) is not None:
             continue
         up = DEVICE if limits.cpu or tier == HOST else HOST
-        changes = {kind: up}
+        changes: dict[str, Any] = {kind: up}
+        if kind == "state":
+            changes["state_host_bytes"] = 0
         if kind == "state" and up == DEVICE:
             changes |= {"parameters": DEVICE, "gradients": DEVICE}
-        better = replace(way, **changes, **({"state_host_bytes": 0} if kind == "state" else {}))
+        better = replace(way, **changes)
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('kept', 'kept inputs')} on {up}", better
     if forced.micro_batch is None and way.micro_batch < preferred:

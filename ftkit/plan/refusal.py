@@ -108,7 +108,8 @@ def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, pref
 
     def needs(tier: str, limits: Limits) -> int | None:
         """Return the bytes of a tier with which some way fits."""
-        open_ = replace(limits, **{f"{tier}_bytes": 1 << 60})
+        unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
+        open_ = replace(limits, **unlimited)
         least = None
         for way in order(open_, forced, sequences, preferred):
             settled = with_gradients(shape, forced, sequences // way.micro_batch)

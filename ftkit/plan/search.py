@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ftkit.plan.events import Event, alone
 from ftkit.plan.schedule import Rates, Speed, parts_of_step, speed
@@ -60,7 +61,7 @@ def fastest(candidates: Sequence[Candidate], rates: Rates, *, next_best: bool = 
         if found and bounds[number] > min(found.values()) * (1 + ALIKE):
             break
         found[number] = seconds(known[number], rates)
-    ranked = []
+    ranked: list[tuple[Candidate, Speed]] = []
     while found and len(ranked) < 1 + next_best:
         shortest = min(found.values())
         best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
@@ -88,7 +89,7 @@ def _of_other_kinds(
 def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield the candidates but those that are one before them with something moved down to NVMe, and keep no more graphs."""
     before: dict[tuple[Way, int], list[Way]] = defaultdict(list)
-    alike = dict.fromkeys(KINDS, DEVICE) | {"activations": "recompute", "state_host_bytes": 0}
+    alike: dict[str, Any] = dict.fromkeys(KINDS, DEVICE) | {"activations": "recompute", "state_host_bytes": 0}
     for each in candidates:
         blocks = len(each.shape.blocks)
         known = before[replace(each.way, **alike), each.accumulation]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ftkit.plan.choice import Asked, Plan
 from ftkit.plan.hardware import box
@@ -45,9 +46,9 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
     shape, limits, known = asked.shape, asked.limits, box(LARGER)
     if limits.device_bytes is not None and limits.device_bytes < known.device_bytes:
         yield f"cards of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
-    if not limits.nvme_bytes and not limits.cpu:
+    if not limits.nvme_bytes and not limits.cpu and known.rates is not None:
         size = int(known.nvme_gib * GIB)
-        drive = {name: known.rates[name] / limits.ranks_per_box for name in ("nvme_read", "nvme_write")}
+        drive: dict[str, Any] = {name: known.rates[name] / limits.ranks_per_box for name in ("nvme_read", "nvme_write")}
         rates = None if asked.rates is None else replace(asked.rates, **drive)
         yield f"NVMe of {gib(size)} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
     if not shape.peft:

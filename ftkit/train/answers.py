@@ -109,7 +109,7 @@ def load(folder: str) -> tuple[Any, Any]:
         check_layers(config, file)
         check_generation(base)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
+        model: Any = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
     with reading(folder if adapter else base, "cannot be loaded", advice=NEEDED):
         if adapter:
             model = with_trained_adapter(model, folder)

@@ -64,17 +64,17 @@ class DivergenceWatch(TrainerCallback):
         self.before = self.trainer.loss_record.before
         if state.global_step == 0 and state.is_world_process_zero:
             self.folder.divergences.unlink(missing_ok=True)
-        told = self.trainer.units.comm.same(sorted(left_out_after(self.folder.divergences, state.global_step)))
+        told = self.trainer.engine.comm.same(sorted(left_out_after(self.folder.divergences, state.global_step)))
         self.trainer.left_out = frozenset(told)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step whose gradients are complete."""
         trainer, step = self.trainer, state.global_step + 1
         if step in trainer.left_out:
-            trainer.sharded_optimizer.leave_out()
+            trainer.engine_optimizer.leave_out()
             return
-        loss, norm = trainer.step_loss(), trainer.sharded_optimizer.grad_norm()
-        reason = trainer.losses.judge(loss, norm, scaled=trainer.sharded_optimizer.loss_scale.dynamic)
+        loss, norm = trainer.step_loss(), trainer.engine_optimizer.grad_norm()
+        reason = trainer.losses.judge(loss, norm, scaled=trainer.engine_optimizer.loss_scale.dynamic)
         if reason is None:
             self.good_since = True
             return
@@ -83,7 +83,7 @@ class DivergenceWatch(TrainerCallback):
         self._note(asdict(event))
         self.say.print(literal(str(event)))
         if self.action != "continue":
-            trainer.sharded_optimizer.leave_out()
+            trainer.engine_optimizer.leave_out()
         if self.action in ("rollback", "stop"):
             self.ended_by = event
 
@@ -121,7 +121,7 @@ class DivergenceWatch(TrainerCallback):
         if self.resumed is not None and not self.good_since:
             self.unsuitable.add(self.resumed)
         self.rollbacks += 1
-        comm = self.trainer.units.comm
+        comm = self.trainer.engine.comm
         newest_first = self.folder.newest_first()
         suitable = [path for path in newest_first if path not in self.unsuitable] or newest_first
         known = comm.same([str(path) for path in suitable])

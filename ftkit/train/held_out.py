@@ -66,7 +66,7 @@ class HeldOut:
         accuracy = {"accuracy": self.accuracy} if "accuracy" in wanted else {}
         return {"token_loss": self.loss, "perplexity": self.perplexity, **accuracy}
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, float | None]:
         """Return loss, its mean over rows and the standard error of that mean."""
         rows = self.row_losses
         error = float(rows.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else None

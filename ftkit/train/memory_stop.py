@@ -88,12 +88,17 @@ class MemoryStop(TrainerCallback):
             self.seats = [own if seat.rank == self.rank else seat for seat in self.seats]
         self.alarm = self.alarm or self.guard.step_ended()
 
+    def _attached(self) -> RecipeTrainer:
+        assert self.trainer is not None
+        return self.trainer
+
     def _own(self) -> Seat:
-        tenants = host_tenants(self.trainer.units, self.trainer.sharded_optimizer)
+        trainer = self._attached()
+        tenants = host_tenants(trainer.units, trainer.sharded_optimizer)
         return Seat.own(self.rank, self.step, tenants)
 
     def _exchange(self) -> None:
-        self.seats = self.trainer.all_ranks(self._own())
+        self.seats = self._attached().all_ranks(self._own())
         self.exchanges += 1
 
     def leave_if_asked(self) -> None:
@@ -102,19 +107,20 @@ class MemoryStop(TrainerCallback):
         A collective: every rank calls it after training. The process is not torn down in order, because that holds the
         memory for some seconds more; the guard watches until it is gone.
         """
-        if not self.trainer.any_rank(self.asked):
+        trainer = self._attached()
+        if not trainer.any_rank(self.asked):
             return
         self._exchange()
         checkpoint = self._last_checkpoint()
         own = None
         if self.alarm is not None:
             own = make_report(self.alarm, self.seats, outcome="saved", step=self.step, checkpoint=checkpoint)
-        told = next(each for each in self.trainer.all_ranks(own) if each is not None)
+        told = next(each for each in trainer.all_ranks(own) if each is not None)
         if self.rank == 0:
             write_json(self.folder.guard, told)
-        self.trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
-        self.trainer.end()
-        self.leave(MemoryShort(text_of(told), resumable=self.trainer.save_problem is None))
+        trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
+        trainer.end()
+        self.leave(MemoryShort(text_of(told), resumable=trainer.save_problem is None))
 
     def end_at_once(self, alarm: Alarm) -> None:
         """Write the report with what is known here, and leave; in the guard's thread."""

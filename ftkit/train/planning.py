@@ -237,13 +237,13 @@ def model_of(recipe: Recipe) -> Any:
         UserError: if there is no configuration, or the loader refuses it.
     """
     told = recipe.model
-    config = told.config
-    if config is None and told.revision is None and not Path(told.name).is_dir():
-        known = architectures().get(told.name)
-        config = None if known is None else known.config
-    if config is None:
-        config = read_config(told.name, None, told.revision, trust_remote_code=told.trust_remote_code)
-    return build(recipe, None, config)
+    if told.name is None:
+        return build(recipe, None, told.config)
+    known = None if told.revision is not None or Path(told.name).is_dir() else architectures().get(told.name)
+    if known is not None:
+        return build(recipe, None, known.config)
+    read = read_config(told.name, None, told.revision, trust_remote_code=told.trust_remote_code)
+    return build(recipe, None, read)
 
 
 def build(recipe: Recipe, name: str | None, config: Any) -> Any:

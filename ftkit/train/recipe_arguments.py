@@ -41,7 +41,7 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
         return None
     return LoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT multiplies by it; any number does
         lora_dropout=adapter.dropout,
         target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
         modules_to_save=list(adapter.modules_to_save) or None,
@@ -56,10 +56,8 @@ def engine_settings(recipe: Recipe) -> dict[str, Any]:
         recipe: The recipe; its `engine`, `memory` and `train.dtype` are read.
     """
     engine, memory = recipe.engine, recipe.memory
-    choices = ("stage", "activations", "weights", "gradient_dtype", "prefetch", "kernels", "affinity", "debug")
-    choices += ("parameters", "gradients", "state", "kept", "update", "accumulate_in", "state_host_gib", "loss_reduction")
     return {
-        **{key: getattr(engine, key) for key in choices},
+        **engine.model_dump(exclude={"micro_batch", "accumulation"}),
         "dtype": compute_dtype(recipe.train.dtype),
         "device_gib": memory.device_gib,
         "host_gib": memory.host_gib,
@@ -94,7 +92,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     check_report_to(recipe.output.report_to)
     micro_batch, accumulation = split_batch(recipe, ranks)
     train, optimizer, output, held_out = recipe.train, recipe.optimizer, recipe.output, recipe.eval
-    schedule = optimizer.schedule
+    schedule: str = optimizer.schedule
     if schedule == "constant" and optimizer.warmup_steps:
         schedule = "constant_with_warmup"
     arguments = TrainingArguments(
@@ -131,7 +129,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         dataloader_pin_memory=torch.cuda.is_available(),
         ftkit=engine_settings(recipe),
     )
-    arguments.max_seq_length = recipe.data.sequence_tokens  # what the engine estimates the memory of a forward by
+    arguments.max_seq_length = recipe.data.sequence_tokens  # type: ignore[attr-defined]  # what the engine estimates the memory of a forward by
     return arguments
 
 

@@ -17,12 +17,14 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import datasets
 import numpy as np
 import torch
 
 from ftkit.config.wording import counted
+from ftkit.data.batches import Collator
 from ftkit.data.packing import leaks, refuse_leak
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
@@ -106,7 +108,7 @@ class RecipeTrainer(Trainer):
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self.left_out: frozenset[int] = frozenset()
-        self._step_loss = 0.0
+        self._step_loss: float | torch.Tensor = 0.0
         self._noted = dict(noted or {})
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +143,7 @@ class RecipeTrainer(Trainer):
         Skipping batches wraps the ranks' shard of the batches once more; accelerate then looks for the sampler on the
         shard, which has none of its own, and the order would stay that of epoch 0.
         """
-        loader = super().get_train_dataloader()
+        loader: Any = super().get_train_dataloader()
         loader.set_sampler(self.order)
         return loader
 
@@ -153,7 +155,7 @@ class RecipeTrainer(Trainer):
             return torch.full((), math.nan, device=self.args.device)
         if not self._isolated:
             self._check_first(inputs)
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = self._step_loss + loss
         return loss
 
@@ -162,12 +164,18 @@ class RecipeTrainer(Trainer):
         size, ranks = self.args.per_device_train_batch_size, self.args.world_size
         numbers = list(islice(iter(self.order), min(BATCHES * size * ranks, self.order.step_sequences)))
         mine = [numbers[start : start + size] for start in range(self.args.process_index * size, len(numbers), size * ranks)]
-        return [self.data_collator([self.train_dataset[int(number)] for number in each]) for each in mine]
+        rows = cast(datasets.Dataset, self.train_dataset)
+        return [self.data_collator([rows[int(number)] for number in each]) for each in mine]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token with which this run's batches are padded."""
+        return cast(Collator, self.data_collator).pad_token_id
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count as the Trainer does; of packed samples, whose mask says where they end, those that are no padding."""
         if is_packed(inputs.get("attention_mask")):
-            pads = self.data_collator.pad_token_id
+            pads = self.pad_token_id
             mask = (inputs["input_ids"] != pads) | (inputs["labels"] != IGNORED_LABEL)
             inputs = {**inputs, "attention_mask": mask}
         super()._track_num_input_tokens(inputs)
@@ -192,8 +200,8 @@ class RecipeTrainer(Trainer):
     def step_loss(self) -> float:
         """Return the loss of the step whose backward is done, the mean over ranks. A collective, once a step."""
         own, self._step_loss = self._step_loss, 0.0
-        told = self.units.comm.sum(torch.as_tensor(own, dtype=torch.float32, device=self.units.comm.device).clone())
-        return float(told) / self.units.comm.world_size
+        told = self.engine.comm.sum(torch.as_tensor(own, dtype=torch.float32, device=self.engine.comm.device).clone())
+        return float(told) / self.engine.comm.world_size
 
     def places(self, step: int) -> tuple[str, ...]:
         """Return where the samples of a step stand in the data, in their order."""
@@ -201,7 +209,8 @@ class RecipeTrainer(Trainer):
         epoch, number = divmod(step - 1, steps)
         first = number * self.order.step_sequences
         drawn = self.order.order.order(epoch)[first : first + self.order.step_sequences]
-        return tuple(self.train_dataset[int(sample)]["place"] for sample in drawn)
+        rows = cast(datasets.Dataset, self.train_dataset)
+        return tuple(rows[int(sample)]["place"] for sample in drawn)
 
     # --- checkpoints
 
@@ -252,16 +261,16 @@ class RecipeTrainer(Trainer):
     # --- evaluation
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **others: Any
     ) -> tuple[Any, Any, Any]:
         """Return the loss, and per row the three numbers of `row_statistics` in place of logits and labels."""
         chunked = None if self.label_smoother else usable_loss(self.model)
         if chunked is not None:  # no logits: they are not in the plan
             with chunked.each_token() as tokens:
-                loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys=ignore_keys)
+                loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys, **others)
             if tokens:
                 return loss, tokens[-1].rows, tokens[-1].rows[:, 1:2]
-        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys=ignore_keys)
+        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys, **others)
         logits = logits[0] if isinstance(logits, (tuple, list)) else logits
         statistics = row_statistics(logits, labels, shifted=not self.seq2seq)
         return loss, statistics, statistics[:, 1:2]
@@ -279,13 +288,13 @@ class RecipeTrainer(Trainer):
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether a flag is true on any rank; a collective, once the model is in place."""
-        return self.units.comm.any(flag)
+        return self.engine.comm.any(flag)
 
     def all_ranks(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; a collective, once the model is in place."""
-        return self.units.comm.all(value)
+        return self.engine.comm.all(value)
 
     def loss_scale(self) -> float | None:
         """Return the loss scale of fp16, or None where losses are not scaled."""
-        scale = self.sharded_optimizer.loss_scale
+        scale = self.engine_optimizer.loss_scale
         return scale.value if scale.dynamic else None

@@ -35,7 +35,7 @@ def first_whole(checkpoints: Sequence[str], comm: Communicator, say: Callable[[s
     Raises:
         UserError: if none of them is whole; says what is wrong with each.
     """
-    problems = []
+    problems: list[str] = []
     for path in checkpoints:
         told = [problem for problem in comm.all(_problem(Path(path), comm)) if problem is not None]
         if not told:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+import datasets
 from transformers import AutoTokenizer
 
 from ftkit.config.recipe import Model, Recipe
@@ -104,10 +105,12 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
     """
     data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
     prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task, must_match=False)
-    train, evaluation, apart, spare = prepared.dataset, None, None, 0
+    train, spare = prepared.dataset, 0
+    evaluation: datasets.Dataset | None = None
+    apart: Prepared | None = None
     if held_out is not None and held_out.share is not None:
         train, evaluation = split(train, held_out.share, seed)
-    elif held_out is not None:
+    elif held_out is not None and held_out.path is not None:
         apart = prepare(
             held_out.path,
             tokenizer,
@@ -125,7 +128,7 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
     reports = [each.report for each in (prepared, apart) if each is not None]
     refuse_unmatched(data.ignore_columns, reports)
     refuse_marks(data.loss_on, reports)
-    if held_out is not None and held_out.max_rows is not None:
+    if held_out is not None and held_out.max_rows is not None and evaluation is not None:
         kept = min(held_out.max_rows, len(evaluation))
         spare = len(evaluation) - kept if apart is None else 0
         evaluation = evaluation.select(range(kept))

@@ -140,9 +140,9 @@ def _losses(history: list[dict[str, Any]]) -> list[float]:
 
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     """Return what computing in fp16 took: fp32 islands, weights it holds badly, steps skipped; None for other dtypes."""
-    if trainer.units.policy.compute_dtype != torch.float16:
+    if trainer.engine.policy.compute_dtype != torch.float16:
         return None
-    islands, skipped = trainer.units.islands, trainer.sharded_optimizer.loss_scale.skipped_steps
+    islands, skipped = trainer.engine.islands, trainer.engine_optimizer.loss_scale.skipped_steps
     source = getattr(trainer.model, "_ftkit_source", None)
     weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
     told = f"fp32 islands: {islands.told()}; {weights}; {counted(skipped, 'step')} skipped"
@@ -204,12 +204,12 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         if name in summary["eval_metrics"] and summary["eval_after"]:
             began = f"{summary['eval_before'][name]:.4f} before, " if summary["eval_before"] else ""
             lines.append((name, f"{began}{summary['eval_after'][name]:.4f} after"))
-    told = []
+    peaks: list[str] = []
     for name, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
         peak, plan = max(each[key] for each in summary["peaks_per_rank"]), summary["planned_per_rank"][key]
         if peak:
-            told.append(f"{name} {peak / GIB:.2f} GiB ({plan / GIB:.2f} planned)")
-    lines.append(("peak a rank", ", ".join(told)))
+            peaks.append(f"{name} {peak / GIB:.2f} GiB ({plan / GIB:.2f} planned)")
+    lines.append(("peak a rank", ", ".join(peaks)))
     cores = summary["cores_per_rank"]
     lines.append(("cores a rank", cores[0] if len(set(cores)) == 1 else "; ".join(f"{n}: {c}" for n, c in enumerate(cores))))
     if summary["fp16"] is not None:

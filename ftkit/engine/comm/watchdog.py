@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
-import psutil  # type: ignore[import-untyped]  # it has no stubs
+import psutil
 
 from ftkit.engine.comm.board import Board
 from ftkit.engine.comm.ledger import Ledger

@@ -64,5 +64,6 @@ class ArgumentsMixin:
         return placed
 
 
+@dataclass
 class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
     """`transformers.TrainingArguments` with `ftkit`."""

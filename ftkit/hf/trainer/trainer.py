@@ -295,6 +295,30 @@ class TrainerMixin(LossMixin):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer if isinstance(optimizer, ShardedOptimizer) else None
 
+    @property
+    def engine(self) -> ShardedModel:
+        """The units of the model, which is sharded by now.
+
+        Raises:
+            RuntimeError: if it is not.
+        """
+        units = self.units
+        if units is None:
+            raise RuntimeError("the model is not sharded yet: the Trainer shards it when it trains or evaluates")
+        return units
+
+    @property
+    def engine_optimizer(self) -> ShardedOptimizer:
+        """The sharded optimizer, which is there by now.
+
+        Raises:
+            RuntimeError: if it is not.
+        """
+        optimizer = self.sharded_optimizer
+        if optimizer is None:
+            raise RuntimeError("there is no sharded optimizer yet: the Trainer makes it when it trains")
+        return optimizer
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine_is_on:  # sharding places weights itself; a whole model may not fit
             super()._move_model_to_device(model, device)

@@ -309,7 +309,7 @@ FAULTS = (
     _fault(
         "deferred update: the learning rate is read late",
         "ftkit/engine/optim/optimizer.py",
-        '[{k: v for k, v in g.items() if k != "params"} | {"lr": float(g["lr"])} for g in self.param_groups]',
+        "[_noted(group) for group in self.param_groups]",
         "self.param_groups",
         _ON_DISK,
     ),
