@@ -343,7 +343,7 @@ def verify(
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks of the run as planned; default: as finetune.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each trial.")] = 6,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each trial, 4 or more.")] = 6,
 ) -> None:
     """Show that a recipe gives the same numbers however the engine works: ranks, tiers, recomputation, a kill."""
     facts = load(recipe, overrides)

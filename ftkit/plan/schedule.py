@@ -165,12 +165,21 @@ class Rates:
         return {**self.resources, "compute": self.operations(hidden)}
 
     def know(self, shape: Shape, way: Way) -> bool:
-        """Whether a step of this can be simulated: in the dtype of the rates, and with rates of a drive where one is used.
+        """Whether a step of this can be simulated; see `missing`."""
+        return self.missing(shape, way) is None
 
-        Not on CPU ranks with a drive: its threads and the arithmetic share cores, of which the schedule knows nothing.
+    def missing(self, shape: Shape, way: Way) -> str | None:
+        """Say what these rates lack to simulate a step; None if nothing.
+
+        On CPU ranks with a drive its threads and the arithmetic share cores, of which the schedule knows nothing.
         """
-        on_nvme = NVME in (way.parameters, way.gradients, way.state, way.kept)
-        return shape.itemsize == self.itemsize and (not on_nvme or bool(self.nvme_read and not self.in_order))
+        if shape.itemsize != self.itemsize:
+            return f"the rates are of {8 * self.itemsize}-bit arithmetic, and this run computes in {8 * shape.itemsize} bits"
+        if NVME not in (way.parameters, way.gradients, way.state, way.kept):
+            return None
+        if self.in_order:
+            return "on CPU ranks a drive's threads and the arithmetic share cores, which is not simulated"
+        return None if self.nvme_read else "the rates of the drive are missing"
 
     @cached_property
     def resources(self) -> dict[str, float]:

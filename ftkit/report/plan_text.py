@@ -26,8 +26,19 @@ def show_plan(console: Console, plan: Plan) -> None:
     trained = "all trained" if shape.trained_numel == shape.numel else f"{shape.trained_numel:,} trained"
     console.print(f"{shape.numel:,} parameters, {trained}, on {ranks} rank{'s' * (ranks > 1)}")
     console.print(_table(plan))
-    for name, text in (*lines(plan), *(time_lines(plan, plan.speed) if plan.speed is not None else ())):
+    times = time_lines(plan, plan.speed) if plan.speed is not None else [("time", f"not known: {why_untimed(plan)}")]
+    for name, text in (*lines(plan), *times):
         console.print(f"[bold]{name:<13}[/] {literal(text)}")
+
+
+def why_untimed(plan: Plan) -> str:
+    """Return why no seconds are known of a plan."""
+    rates = None if plan.asked is None else plan.asked.rates
+    missing = None if rates is None else rates.missing(plan.shape, plan.way)
+    return missing or (
+        "there are no rates of this box: `ftkit doctor --measure FILE.yaml` measures them, and `box: FILE.yaml` in the "
+        "recipe takes them"
+    )
 
 
 def show_answers(console: Console, answers: Sequence[Answer], before: Speed | None) -> None:
@@ -94,10 +105,11 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     for sentence in plan.why:
         yield "why", sentence
     tokens = plan.shape.sequence_tokens
+    largest = plan.largest_micro_batch
     sequences = f"{plan.way.micro_batch} sequence{'s' * (plan.way.micro_batch > 1)}"
     yield "micro-batch", (
-        f"{sequences} of {tokens:,} tokens, {plan.accumulation * plan.way.parts} a step; up to "
-        f"{plan.largest_micro_batch} would fit this way"
+        f"{sequences} of {tokens:,} tokens, {plan.accumulation * plan.way.parts} a step; "
+        + (f"at most {largest} fit this way" if largest > plan.way.micro_batch else "no more fit this way")
     )
     yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
     written = plan.as_dict()["nvme_wear"]
