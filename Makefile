@@ -56,7 +56,7 @@ browser: setup  ## the demo's report, and a notebook in JupyterLab, in Chromium,
 notebooks: setup  ## execute all notebooks on two CPU ranks; fails when one is broken (WRITE=--write puts the outputs in)
 	$(BIN)/python -m notebooks.run $(WRITE)
 
-check: setup  ## lint, types of the engine, import contract, the documentation
+check: setup  ## lint, types, import contracts, the documentation
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ftkit.data.columns import nearest, says_nothing
@@ -77,7 +78,7 @@ def mutes(turn: dict, role: str, where: str) -> bool:
     return role == "assistant" and not learned
 
 
-def unread_parts(turn: dict, column: str) -> list[str]:
+def unread_parts(turn: Mapping[str, Any], column: str) -> list[str]:
     """Return the names of keys in the parts of a content that nobody reads."""
     content = turn[content_key(turn)] if content_key(turn) else None
     parts = content if isinstance(content, list) else []
@@ -85,12 +86,12 @@ def unread_parts(turn: dict, column: str) -> list[str]:
     return [f"{column}.{content_key(turn)}.{key}" for key in sorted(keys)]
 
 
-def role_key(turn: dict) -> str:
+def role_key(turn: Mapping[str, Any]) -> str:
     """Return the key that names the speaker of a turn, or ""."""
     return next((key for key in ("role", "from") if turn.get(key) is not None), "")
 
 
-def content_key(turn: dict) -> str:
+def content_key(turn: Mapping[str, Any]) -> str:
     """Return the key with what a turn says, or ""."""
     return next((key for key in ("content", "value") if turn.get(key) is not None), "")
 

@@ -307,7 +307,7 @@ def shard(
         units.flat_kernels = FLAT_KERNELS
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
-            module._is_fsdp_managed_module = True  # transformers' own mark, for methods of theirs that would go alone
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers' own mark, for methods of theirs that would go alone
         if isinstance(module, PreTrainedModel) and cut:
             module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
     refuse_caches(units)
@@ -444,7 +444,7 @@ def _refuse_shared_keys(model: nn.Module) -> None:
         UserError: naming what to set.
     """
     for module in model.modules():
-        shared = isinstance(module, PreTrainedModel) and getattr(module.config, "num_kv_shared_layers", 0)
+        shared = getattr(module.config, "num_kv_shared_layers", 0) if isinstance(module, PreTrainedModel) else 0
         if shared:
             raise UserError(
                 f"num_kv_shared_layers={shared}: these blocks use keys and values of earlier ones, which get no gradient "
@@ -452,7 +452,7 @@ def _refuse_shared_keys(model: nn.Module) -> None:
             )
 
 
-def _refuse_captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a call with gradients on asks for tensors that transformers takes from inside blocks.
 
     Families that return them as results of their blocks, and not by recording, lose nothing. Hidden states are results.

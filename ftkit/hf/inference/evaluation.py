@@ -163,7 +163,7 @@ def row_statistics(logits: Tensor, labels: Tensor, *, shifted: bool) -> Tensor:
 
 def shifts(model: nn.Module) -> bool:
     """Return whether a model's logits at t predict the label at t + 1."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     return not base.config.is_encoder_decoder and getattr(base, "loss_type", None) != UNSHIFTED
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -257,10 +257,11 @@ def _conversations(tokenizer: Any, prompts: Sequence[str] | Sequence[Sequence[di
             found.append([{"role": "user", "content": prompt}])
             continue
         try:
-            if strange := next((turn for turn in prompt if not role_key(turn)), None):
+            given = cast(Sequence[Mapping[str, Any]], prompt)
+            if strange := next((turn for turn in given if not role_key(turn)), None):
                 raise BadRowError(f"a turn has no role: it has {', '.join(map(str, strange))}; role and content are needed")
-            turns = [turn_of(turn, f"turn {place}") for place, turn in enumerate(prompt, 1)]
-            unread = [name for turn in prompt for name in unread_parts(turn, PROMPT)]
+            turns = [turn_of(turn, f"turn {place}") for place, turn in enumerate(given, 1)]
+            unread = [name for turn in given for name in unread_parts(turn, PROMPT)]
             unread += rendering.unread_keys(Conversation(tuple(turns), column=PROMPT), asked=len(turns))
         except BadRowError as error:
             raise UserError(f"prompts: number {number}: {error}") from error

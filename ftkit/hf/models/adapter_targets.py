@@ -60,7 +60,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     asked = {field: getattr(config, field, None) for field in _FIELDS}
     if config.peft_type == PeftType.ADAPTION_PROMPT and isinstance(asked["target_modules"], str):
         asked["target_modules"] = [asked["target_modules"]]  # the end of a name, and no pattern
-    added = ADDED_BY_PEFT.get(config.task_type, set())
+    added = ADDED_BY_PEFT.get(TaskType(config.task_type), set()) if config.task_type is not None else set()
     _each(model, "target_modules", asked["target_modules"], modules, _is_target)
     _each(model, "exclude_modules", asked["exclude_modules"], modules, _is_target)
     _each(model, "feedforward_modules", asked["feedforward_modules"], modules, _is_target)
@@ -102,7 +102,8 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
         _each(model, f"use_bdlora.{field}", getattr(blocks, field, None), adapted, lambda name, found: name in found)
     if config.peft_type == PeftType.TRAINABLE_TOKENS:
         found = [name for name in modules if _is_adapted(name, targets)]
-        _check_tokens(model, "token_indices", dict.fromkeys(found, config.token_indices) or config.token_indices, modules)
+        tokens = getattr(config, "token_indices", None)
+        _check_tokens(model, "token_indices", dict.fromkeys(found, tokens) or tokens, modules)
 
 
 def _is_made_by_peft(model: nn.Module, excluded: Any, targeted: Sequence[str]) -> bool:
@@ -187,7 +188,7 @@ def _matching(config: PeftConfig) -> Callable[[str, str], bool]:
     return _is_pattern
 
 
-def _linear(model: nn.Module) -> list[str]:
+def _linear(model: Any) -> list[str]:
     """Return the modules that PEFT takes for all-linear: all such but the output embedding; its own, once it was there."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = (nn.Linear, Conv1D, BaseTunerLayer)
@@ -306,7 +307,7 @@ def _check_tokens(model: Any, field: str, indices: Any, modules: Sequence[str]) 
     for name, rows in asked:
         found = [each for path, each in model.named_modules() if name and _is_target(name, path)]
         table = found[0] if found else model.get_input_embeddings()
-        weight = getattr(getattr(table, "original_module", getattr(table, "base_layer", table)), "weight", None)
+        weight: Any = getattr(getattr(table, "original_module", getattr(table, "base_layer", table)), "weight", None)
         wrong = [row for row in rows if weight is not None and not 0 <= row < len(weight)]
         if wrong:
             raise UserError(

@@ -78,8 +78,8 @@ def attention(
         batch, _, tokens, _ = query.shape
         rows = torch.arange(batch, device=attention_mask.device, dtype=torch.int32)[:, None] * tokens
         ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
-        flat = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
-        found = attend(*flat, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
+        q, k, v = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
+        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
         return found.view(batch, tokens, found.shape[1], -1), None
     if softcap is not None:
         return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
@@ -137,14 +137,14 @@ def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> b
     return query.device.type != "meta"  # a dry run counts what the oldest cards take
 
 
-def repeat_grouped_keys(model: nn.Module, device: torch.device) -> bool:
+def repeat_grouped_keys(model: Any, device: torch.device) -> bool:
     """Let a model that uses transformers' sdpa repeat grouped keys where PyTorch has no kernel for them; say if it does.
 
     Args:
         model: a model of transformers; others are left as they are.
         device: device on which the model computes.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":
         return False
     if not hasattr(model, "set_attn_implementation"):  # a user's module with a configuration
@@ -200,7 +200,7 @@ def _capped(
     return (nn.functional.dropout(weights, dropout, module.training) @ value).transpose(1, 2)
 
 
-def use_packed_attention(model: nn.Module) -> bool:
+def use_packed_attention(model: Any) -> bool:
     """Let a model of transformers use ftkit's attention; return whether it does.
 
     Those that transformers itself would not run by sdpa keep their own, but for the ones with capped scores.

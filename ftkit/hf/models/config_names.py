@@ -113,7 +113,7 @@ def check_generation(config: GenerationConfig | str | os.PathLike[str], revision
         place, fields = f"{folder}: {name}", _content(Path(found)) if found is not None else {}
     given = [name for name, value in fields.items() if value is not None]
     for name in (each for each in fields if each[0] != "_"):
-        if name not in names and not _is_passed(name, names, given, unread):
+        if name not in names and not _is_passed(name, names, dict.fromkeys(given), unread):
             (close,) = difflib.get_close_matches(name, names, 1)
             raise UserError(
                 f"{place} has a field {name!r}, which nobody reads; did you mean {close!r}? Correct the name or remove it."
@@ -199,7 +199,7 @@ def _check(
                     f"{path}.{name}: a configuration of {known.model_type} has no such field; how a model generates is said "
                     "by generation_config.json in its folder. Write it there, and remove it here."
                 )
-            if value is not None:
+            if value is not None and unread is not None:
                 unread.append(name)
         elif name not in names and not _is_passed(name, names, fields, unread):
             close = difflib.get_close_matches(name, names, 1)

@@ -361,7 +361,7 @@ def _gated_apart(gate: str, up: str, down: str, kind: Any, module: nn.Module, ac
             return found
         inner = gated(getattr(self, gate)(x), getattr(self, up)(x), kind)
         if "dropout" in self._modules:
-            inner = self.dropout(inner)
+            inner = self.get_submodule("dropout")(inner)
         last = getattr(self, down)
         wider = inner.dtype.itemsize < last.weight.dtype.itemsize  # T5 keeps this one's weight in fp32
         return last(inner.to(last.weight.dtype) if wider else inner)
@@ -388,8 +388,9 @@ def _changed(module: nn.Module, act: str) -> Callable[[nn.Module], bool]:
 
     def changed(self: nn.Module) -> bool:
         now = self._modules[act]
-        other = now is None or not issubclass(type(now), proved) or "forward" in vars(now)
-        return other or bool(hooks_on(now, EVERY)) or has_global_hooks()
+        if now is None or not issubclass(type(now), proved) or "forward" in vars(now):
+            return True
+        return bool(hooks_on(now, EVERY)) or has_global_hooks()
 
     return changed
 

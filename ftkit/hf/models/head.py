@@ -18,7 +18,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import AdaLoraModel, PeftModel, PeftType, PolyModel, XLoraModel
@@ -129,7 +129,7 @@ class HeadLoss:
         logits: Tensor,
         labels: Tensor,
         vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
+        num_items_in_batch: Any = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
@@ -182,7 +182,7 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     found = proven_head_loss(model, dtype, device)
     if isinstance(found, str):
         return found
-    found.attach(_base(model))
+    found.attach(cast(PreTrainedModel, _base(model)))
     return None
 
 

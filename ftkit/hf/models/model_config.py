@@ -208,7 +208,7 @@ def _odd(fields: Mapping[str, Any]) -> list[str]:
         known = AutoConfig.for_model(fields["model_type"]).to_dict()
     found = []
     for key, value in fields.items():
-        usual = known.get(key)
+        usual: Any = known.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         wants_number = isinstance(usual, (int, float)) and not isinstance(usual, bool)
         small = is_number and wants_number and usual > 0 and value <= 0 and not key.endswith("_id")

@@ -135,7 +135,7 @@ def agreement(
     found = [results(module, given, dict(module.named_parameters())) for module, given in ((ours, cast), (theirs, cast))]
     truth = results(exact, wide, dict(exact.named_parameters()))
     on_cpu = [{name: value.cpu() for name, value in each.items()} for each in found]
-    return difference(*on_cpu, truth)
+    return difference(on_cpu[0], on_cpu[1], truth)
 
 
 def same_in_training(original: nn.Module, exchanged: nn.Module, leaves: Mapping[str, Tensor]) -> bool:

@@ -51,7 +51,8 @@ def one_token(module: nn.Module, inputs: Inputs) -> Inputs:
     if encoded is not None:
         first = BaseModelOutput(last_hidden_state=encoded[0][:1])
         return (), {"encoder_outputs": first, "decoder_input_ids": token, "use_cache": False}
-    more = {"decoder_input_ids": token} if module.config.is_encoder_decoder else {}
+    config: Any = module.config
+    more = {"decoder_input_ids": token} if config.is_encoder_decoder else {}
     return (), {"input_ids": token, **more, "use_cache": False}
 
 
@@ -158,7 +159,7 @@ def let_generate(units: ShardedModel) -> None:
 
 
 def _specialise(module: PreTrainedModel, units: ShardedModel) -> None:
-    stock = type(module).generate
+    stock = type(module).generate  # type: ignore[attr-defined]  # of models that can
 
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("synced_gpus", None)  # asked of the mark that sharded models bear; this keeps them in step itself

@@ -88,7 +88,7 @@ def refuse_merged(model: nn.Module) -> None:
         UserError: naming the layer and the adapter.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, BaseTunerLayer) or not layer.merged:
+        if not isinstance(layer, BaseTunerLayer) or not isinstance(layer, nn.Module) or not layer.merged:
             continue
         trained = {part for key, parameter in layer.named_parameters() if parameter.requires_grad for part in key.split(".")}
         if at_work := sorted(trained.intersection(layer.merged_adapters)):

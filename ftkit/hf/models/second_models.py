@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.plan.choice import Plan, make_plan
@@ -33,7 +34,7 @@ def limits_beside(limits: Limits, others: Iterable[ShardedModel]) -> Limits:
         limits: limits of all models of this process together.
         others: models that were sharded before; those without a plan are left out.
     """
-    changes: dict[str, int] = {}
+    changes: dict[str, Any] = {}
     names = dict(limits.names)
     for units in others:
         if units.plan is None:

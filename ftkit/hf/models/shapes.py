@@ -285,12 +285,13 @@ def _weight_of(module: nn.Module) -> Tensor | None:
     if not is_parametrized(module, "weight"):
         weight = getattr(module, "weight", None)
         return weight if isinstance(weight, Tensor) else None
-    computed = module.parametrizations["weight"]
+    computed = module.get_submodule("parametrizations.weight")
     training = [(each, each.training) for each in computed.modules()]
     try:
         computed.eval()
         with torch.no_grad():
-            return module.weight
+            weight = module.weight
+            return weight if isinstance(weight, Tensor) else None
     finally:
         for each, state in training:
             each.training = state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from ftkit.hf.models.settings import EngineSettings
 from ftkit.spec.tiers import HOST
@@ -26,7 +27,7 @@ def strict_settings(settings: EngineSettings, ranks: int, *, say: bool) -> Engin
         ranks: number of ranks.
         say: whether what is forced is logged; on one rank.
     """
-    wanted = {"stage": 3, "activations": "recompute", "weights": "free"}
+    wanted: dict[str, Any] = {"stage": 3, "activations": "recompute", "weights": "free"}
     if ranks == 1:
         wanted |= {"parameters": HOST, "gradients": HOST, "state": HOST}
     if settings.stage not in ("auto", 3):

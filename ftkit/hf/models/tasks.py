@@ -27,7 +27,7 @@ TASKS = {
 }
 """Task to the class of transformers that builds its model."""
 
-_NAMES = {
+_NAMES: dict[str, Any] = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -67,7 +67,7 @@ def task_of(config: PretrainedConfig, where: str) -> str:
     Raises:
         UserError: for a class that belongs to no task.
     """
-    given = getattr(config, "architectures", None) or [None]
+    given: Any = getattr(config, "architectures", None) or [None]
     if not isinstance(given, list):
         raise UserError(f"{where}: architectures is {given!r}, a list of class names is needed")
     named = given[0]

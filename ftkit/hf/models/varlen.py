@@ -200,7 +200,7 @@ def attend(
         result: Tensor = _Efficient.apply(query, key, value, cuts, longest, scale, dropout, window)
         return result
     parts = [
-        _alone(*(each[start:end] for each in (query, key, value)), scale, dropout, window, softcap)
+        _alone(query[start:end], key[start:end], value[start:end], scale, dropout, window, softcap)
         for start, end in pairwise(cuts)
     ]
     return torch.cat(parts)

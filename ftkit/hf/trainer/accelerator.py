@@ -66,8 +66,10 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedModel) -> 
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     _refuse_meta(optimizer)
+    made: ShardedOptimizer
     if type(optimizer) is torch.optim.AdamW:
-        unsupported, made = ("amsgrad", "maximize", "capturable"), ShardedAdamW(units)
+        unsupported = ("amsgrad", "maximize", "capturable")
+        made = ShardedAdamW(units)
     elif type(optimizer) is torch.optim.SGD:
         unsupported = ("nesterov", "maximize", "dampening")
         made = ShardedSGD(units, momentum=max(group["momentum"] for group in optimizer.param_groups))
@@ -207,8 +209,10 @@ class Accelerator(accelerate.Accelerator):
                     "(Accelerator)"
                 )
             there = [known for known in self.planned if known.model is not model]
-            options = {**self.shard_options, "evaluation": evaluation is True, "beside": there, "rule": rule or self.rule}
-            units = shard(model, self.settings, device=self.device, comm=comm, **options)
+            options: dict[str, Any] = {**self.shard_options, "beside": there, "rule": rule or self.rule}
+            units = shard(
+                model, self.settings, device=self.device, comm=comm, evaluation=evaluation is True, **options
+            )
             self.planned.add(units)
         return units
 
@@ -235,7 +239,7 @@ class Accelerator(accelerate.Accelerator):
         self.sharded(model, evaluation=True if evaluation_mode else None)
         if model not in self._models:
             self._models.append(model)
-        model._is_accelerate_prepared = True
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate's own mark
         return model
 
     def prepare_optimizer(

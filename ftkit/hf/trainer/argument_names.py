@@ -24,9 +24,11 @@ OPTIMIZER_READS = {
 IN_METRICS = ("inputs", "loss")
 """What transformers reads of `include_for_metrics`."""
 
-CHECKPOINTING = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+CHECKPOINTING = (
+    *("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"),
+    *("every_n_layers", "offload"),
+)
 """What torch.utils.checkpoint takes, and two that transformers takes from there."""
-CHECKPOINTING += ("every_n_layers", "offload")
 
 SAMPLING: tuple[str, ...] = tuple(TrainingArguments.__dataclass_fields__["train_sampling_strategy"].metadata["choices"])
 """What transformers knows of `train_sampling_strategy`; any other word means random."""

@@ -8,6 +8,7 @@ as it is. The field holds plain data, as Trainer saves its arguments, and is set
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import transformers
 
@@ -18,6 +19,8 @@ from ftkit.hf.trainer.in_place import check_order, check_reader
 @dataclass
 class ArgumentsMixin:
     """Adds `ftkit` to a subclass of `transformers.TrainingArguments`: `class C(ArgumentsMixin, SFTConfig)`."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]]  # transformers' own: fields that are mappings
 
     ftkit: dict | str | None = field(
         default="auto",
@@ -37,7 +40,7 @@ class ArgumentsMixin:
         """
         super().__init_subclass__(**kwargs)
         check_order(cls, ArgumentsMixin, transformers.TrainingArguments)
-        cls._VALID_DICT_FIELDS = [*getattr(cls, "_VALID_DICT_FIELDS", ()), "ftkit"]
+        cls._VALID_DICT_FIELDS = [*cls._VALID_DICT_FIELDS, "ftkit"]
         dataclass(cls)
 
     def __post_init__(self) -> None:
@@ -65,5 +68,5 @@ class ArgumentsMixin:
 
 
 @dataclass
-class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):
+class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):  # type: ignore[misc]  # None: not said
     """`transformers.TrainingArguments` with `ftkit`."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -40,7 +40,13 @@ TRIALS = 8
 """Batches by which rows and label tokens may be told apart, before the likelier of the two is taken for good."""
 
 
-class LossMixin:
+if TYPE_CHECKING:
+    _Beside = transformers.Trainer  # every class that has the mixin has this as well
+else:
+    _Beside = object
+
+
+class LossMixin(_Beside):
     """What `TrainerMixin` does with losses: finds out how they scale, weights ranks and micro-batches, seeds each.
 
     It stands between a Trainer and `TrainerMixin`; with `ftkit=None`, every override steps aside.
@@ -187,7 +193,8 @@ class LossMixin:
     def _found(self, batch: Any) -> Scaling | None:
         """Return how the loss scales; None where this batch cannot tell, because no row of any rank has a label."""
         settings = EngineSettings.of(self.args.ftkit)
-        comm = self.accelerator.sharded(self.model).comm
+        units = self.accelerator.sharded(self.model)
+        comm = units.comm
         stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
         averaged, added = self.args.average_tokens_across_devices, adds_to_loss(self.model)
         if stock and not self.label_smoother and not self.compute_loss_func and usable_loss(self.model) is not None:
@@ -201,7 +208,7 @@ class LossMixin:
             return Scaling(RANKS)
         if not any(comm.all(_may_have_a_label(given))):
             return None
-        dtype = self.units.policy.compute_dtype or next(iter(self.units.dtypes.values()))
+        dtype = units.policy.compute_dtype or next(iter(units.dtypes.values()))
         shifts = bool(getattr(self, "_loss_shifts_labels", False))
         counting = bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
         trial = Trial(self._tried_loss, comm, self.label_names, shifts, counting, dtype)
@@ -400,14 +407,14 @@ def rows_left(accelerator: Any, rows: int) -> int:
     loader, ranks, split = state.active_dataloader, accelerator.num_processes, False
     if isinstance(loader, DataLoaderDispatcher):  # rank 0 reads for all, and knows how many it read
         return int(loader.remainder) if 0 < loader.remainder < rows * ranks else 0
-    sampler = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(loader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
         split = split or getattr(sampler, "split_batches", False)
         sampler = sampler.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:
         return 0
     samples = sampler.batch_size if split else sampler.batch_size * ranks
-    return len(sampler.sampler) % samples if rows * ranks == samples else 0
+    return len(cast(Sized, sampler.sampler)) % samples if rows * ranks == samples else 0
 
 
 def _without_labels(batch: Mapping[str, Any], first: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class SeededCollator:
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of all random numbers of this process, as plain data."""
     version, keys, gauss = random.getstate()
-    kind, words, position, has_gauss, cached = np.random.get_state()
+    kind, words, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     state = {
         "torch": torch.get_rng_state(),
         "python": (version, list(keys), gauss),

@@ -225,13 +225,13 @@ class TrainerMixin(LossMixin):
         """
         record, first = self.loss_record, self._initial_global_step
         made = self.state.global_step > first
-        broken = record.broken(self.units.comm)
+        broken = record.broken(self.engine.comm)
         problem = record.judged(broken, skips=self._skips())
         if problem is None and not any(broken) and (made or not record.before.steps):
             problem = judged_by_log(self.state.log_history, first if made else 0)
         if problem is None and made:
-            problem = made_no_update(self.sharded_optimizer, self.state.global_step - first)
-        if problem is None and made and (names := weights_not_finite(self.units, self.sharded_optimizer)):
+            problem = made_no_update(self.engine_optimizer, self.state.global_step - first)
+        if problem is None and made and (names := weights_not_finite(self.engine, self.engine_optimizer)):
             problem = f"training failed: {names[0]} is not finite after the last step, whose loss was"
         return problem if made or problem is None else f"{problem}, and no step was left to make"
 
@@ -332,8 +332,10 @@ class TrainerMixin(LossMixin):
             self.model.activation_checkpointing_disable()  # the engine recomputes blocks itself
         units = self._sharded(evaluation=False)
         if self.sharded_optimizer is None:
-            super().create_optimizer(*asked)
+            super().create_optimizer(*asked)  # may return nothing
+            assert self.optimizer is not None
             self.optimizer = sharded_optimizer(self.optimizer, units)
+        assert self.optimizer is not None
         return self.optimizer
 
     def _sharded(self, *, evaluation: bool | None = None) -> ShardedModel:
@@ -370,7 +372,7 @@ class TrainerMixin(LossMixin):
     def tell_late_readers(self) -> None:
         """Say which callbacks that may read weights after a step came once the model was sharded with deferred updates."""
         names, chosen = self._readers_after_an_update(), self.accelerator.settings.update == "auto"
-        if names and chosen and self.units.policy.deferred_update and self.units.comm.rank == 0:
+        if names and chosen and self.engine.policy.deferred_update and self.engine.comm.rank == 0:
             logger.warning(
                 "%s came after the model was sharded, and updates are deferred: weights that it reads after a step may be "
                 "those of the step before. Add it before the first training or evaluation, or let it read within "
@@ -397,9 +399,10 @@ class TrainerMixin(LossMixin):
         inputs = super()._prepare_inputs(inputs)
         if not self.engine_is_on or not isinstance(inputs, Mapping):
             return inputs
-        if is_packed(mask := inputs.get("attention_mask")):
+        mask: Any = inputs.get("attention_mask")
+        if is_packed(mask):
             inputs = {**inputs, "attention_mask": mask.cpu()}  # attention chooses its launches on the host
-        dtype = self.units.policy.compute_dtype if self.units is not None else None
+        dtype = self.engine.policy.compute_dtype if self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
@@ -407,7 +410,7 @@ class TrainerMixin(LossMixin):
 
     def tell_overflow(self) -> None:
         """Say, if the last step was skipped for an overflow, in which unit or module that began. A collective then."""
-        optimizer = self.sharded_optimizer
+        optimizer = self.engine_optimizer
         if not (optimizer.step_was_skipped and optimizer.overflowed and optimizer.loss_scale.dynamic):
             return
         place = began_in(optimizer.overflowed, [flat.name for flat in optimizer.units.trainable])
@@ -417,21 +420,21 @@ class TrainerMixin(LossMixin):
             told = f"in the backward of {place}"
         else:
             batches = self._inputs_of(self._step_batches)
-            looked = (self.units.comm.all(first_overflow(self.model, batch)) for batch in batches)
+            looked = (self.engine.comm.all(first_overflow(self.model, batch)) for batch in batches)
             known = next((found for names in looked if (found := [name for name in names if name is not None])), [])
             told = f"in the forward of {known[0]}" if known else "at once in all units: the loss, or what came to it"
         self.overflows.append((self.state.global_step, told))
-        if self.units.comm.rank == 0:
+        if self.engine.comm.rank == 0:
             text = "step %d: overflow %s; it is skipped, the loss scale is %g now"
             logger.warning(text, self.state.global_step, told, optimizer.loss_scale.value)
-        if known and self._needs_islands() and not self.find_islands(batches) and self.units.comm.rank == 0:
+        if known and self._needs_islands() and not self.find_islands(batches) and self.engine.comm.rank == 0:
             logger.warning("fp16: that forward is not finite in fp32 either")
 
     # --- fp32 islands of an fp16 model
 
     def _needs_islands(self) -> bool:
         """Whether the model computes in fp16."""
-        return self.engine_is_on and self.units is not None and self.units.policy.compute_dtype == torch.float16
+        return self.engine_is_on and self.units is not None and self.engine.policy.compute_dtype == torch.float16
 
     _looked = False  # whether the run's first batches were looked at, or those of the run that it continues
 
@@ -449,12 +452,12 @@ class TrainerMixin(LossMixin):
                 "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
                 "mend it: compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or look at the weights"
             )
-        if self.units.plan is not None and widens_inputs(self.units):
-            self.units.plan.check_wide_inputs()
+        if self.engine.plan is not None and widens_inputs(self.engine):
+            self.engine.plan.check_wide_inputs()
 
     def _inputs_of(self, batches: Iterable[Any]) -> list[Any]:
         """Return batches of the loader as the model itself would take them: on its device, as much as fits a forward."""
-        taken = taken_by(self.model)
+        taken = set(taken_by(self.model))
         parts = [self._prepare_inputs(part_of(batch, self._parts)) for batch in batches]
         return [part for part in parts if isinstance(part, Mapping) and part.keys() <= taken]
 
@@ -466,13 +469,13 @@ class TrainerMixin(LossMixin):
         Args:
             batches: this rank's batches, on its device, as they go into the model.
         """
-        first = self.units.comm.rank == 0
+        first = self.engine.comm.rank == 0
         if not batches:
             if first:
                 logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
-        before = dict(self.units.islands.found)
-        found = find_islands(self.units, batches)
+        before = dict(self.engine.islands.found)
+        found = find_islands(self.engine, batches)
         if first:
             logger.log(logging.WARNING if found.found != before else logging.INFO, "fp16: fp32 islands: %s", found.told())
         return found.finite
@@ -533,7 +536,7 @@ class TrainerMixin(LossMixin):
         """Compute TRL's reference values, for DPO trainers; the model may be asked for them before training prepares it."""
         if self.engine_is_on and model is self.model:
             self.accelerator.sharded(model)
-        return super().compute_ref_log_probs(model, inputs)
+        return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]  # TRL's trainers have it
 
     # --- saving
 
@@ -557,7 +560,8 @@ class TrainerMixin(LossMixin):
         self._sharded()
 
         def write() -> None:
-            self._push_from_checkpoint = self.checkpoints.push_when_named  # also of a subclass that uploads by itself
+            # On the instance: so a subclass that uploads by itself is met, too.
+            self._push_from_checkpoint = self.checkpoints.push_when_named  # type: ignore[method-assign]
             try:
                 stock(model, trial)
             finally:
@@ -613,8 +617,8 @@ class TrainerMixin(LossMixin):
         """End as the Trainer does, which looks at the folders of checkpoints: all have their names then."""
         if self.engine_is_on:
             self.finish_save()
-            self.units.freshen()  # whoever reads weights now reads those of the last step
-            comm = self.units.comm
+            self.engine.freshen()  # whoever reads weights now reads those of the last step
+            comm = self.engine.comm
             if comm.world_size > 1:  # of the steps since the last log, each rank has its own share
                 self._tr_loss = comm.sum(self._tr_loss.float().clone()) / comm.world_size
         with self._folders_of_users_stay(self._get_output_dir(trial)):
@@ -686,7 +690,7 @@ class TrainerMixin(LossMixin):
     def save_small_files(self, folder: Path, *, config: bool = True) -> None:
         """Write the model's configuration, unless `config` is off, and what prepares its inputs."""
         if config and isinstance(self.model, PreTrainedModel):
-            save_config(self.model, folder, next(iter(self.units.dtypes.values())))
+            save_config(self.model, folder, next(iter(self.engine.dtypes.values())))
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -701,6 +705,7 @@ class TrainerMixin(LossMixin):
             noted[ISLANDS] = units.islands.as_dict()
         Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
         if self.args.should_save:
+            assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
 
     # --- loading
@@ -746,11 +751,11 @@ class TrainerMixin(LossMixin):
             return
         folder = Path(checkpoint)
         manifest = folder / ENGINE_FOLDER / MANIFEST
-        extra = load_checkpoint(folder / ENGINE_FOLDER, self.units, self.sharded_optimizer, frozen=self.saves_frozen)
+        extra = load_checkpoint(folder / ENGINE_FOLDER, self.engine, self.sharded_optimizer, frozen=self.saves_frozen)
         self.checkpoints.check_base(extra.pop(BASE, None), checkpoint)
         islands = extra.pop(ISLANDS, None)
         if islands is not None and self._needs_islands():
-            restore_islands(self.units, Islands.from_dict(islands, str(manifest)))
+            restore_islands(self.engine, Islands.from_dict(islands, str(manifest)))
             self._looked = True
         if (losses := extra.pop(LOSSES, None)) is not None:
             self.loss_record.take(losses, str(manifest))

@@ -50,7 +50,7 @@ def agree(model: nn.Module, stored: Mapping[str, str], comm: Communicator) -> se
     _refuse_other_shapes(ranks)
     differing = [name for name, first in ranks[0].items() if any(other[name] != first for other in ranks[1:])]
     for name in differing:
-        tensor = (own.get(name) if name in own else buffers[name]).data
+        tensor = (own[name] if name in own else buffers[name]).data
         value = tensor.to(comm.device, copy=True).contiguous()
         comm.broadcast(value.view(-1).view(torch.uint8))
         tensor.copy_(value)

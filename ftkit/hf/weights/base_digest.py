@@ -94,7 +94,8 @@ def note_before_sharding(model: nn.Module) -> Note:
 def _described(model: nn.Module) -> tuple[Note, nn.Module]:
     """Return what the configurations of a model and its adapters say, and the first model of transformers inside it."""
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, PeftModel)}  # in a user's, too
-    inner = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)} or {"": model}
+    inner: dict[str, nn.Module] = {n: each for n, each in model.named_modules() if isinstance(each, PreTrainedModel)}
+    inner = inner or {"": model}
     seen = {id(getattr(module, "config", None)): name for name, module in reversed(inner.items())}
     first, *others = (name for name in inner if name in seen.values())  # parts of a model share its configuration
     note: Note = {VERSIONS: {"transformers": transformers.__version__, "peft": peft.__version__}}
@@ -113,7 +114,7 @@ def _adapters_note(model: PeftModel) -> Note:
 
 def config_note(model: nn.Module) -> Note:
     """Return the fields of a model's configuration that matter in training; none for other modules."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return dict(_plain(config.to_dict(), NO_MATTER)) if hasattr(config, "to_dict") else {}
 
 

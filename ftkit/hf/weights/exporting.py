@@ -189,7 +189,7 @@ def refuse_model(out: Path) -> None:
 
 def _sources(places: Places) -> dict[str, TensorFile]:
     """Return for each tensor the file that has its values, the exact ones where there are two."""
-    sources = {name: file for (kind, name), file in places.items() if kind in ("weights", BUFFERS)}
+    sources: dict[str, TensorFile] = {name: file for (kind, name), file in places.items() if kind in ("weights", BUFFERS)}
     return sources | {name: file for (kind, name), file in places.items() if kind == "master"}
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ftkit.engine.core.flat_parameter import FlatParameter, Origin
 from ftkit.engine.core.shard import Units
+from ftkit.hf.weights.marks import mark_initialised, unmark
 from ftkit.spec.layout import Span
 from ftkit.spec.tiers import DEVICE
 
@@ -58,19 +60,19 @@ def _set_aside(model: nn.Module) -> Iterator[None]:
     for module, key, parameter in held:
         module._parameters[key] = _empty(parameter)
     for buffer in buffers:
-        buffer._is_hf_initialized = True
+        mark_initialised(buffer)
     try:
         yield
     finally:
         for module, key, parameter in held:
             module._parameters[key] = parameter
         for buffer in buffers:
-            del buffer._is_hf_initialized
+            unmark(buffer)
 
 
 def _empty(parameter: Tensor) -> nn.Parameter:
     empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
-    empty._is_hf_initialized = True
+    mark_initialised(empty)
     return empty
 
 
@@ -82,12 +84,12 @@ def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str]
     fresh = []
     for segment in flat.layout.segments:
         value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
-        value._is_hf_initialized = segment.name not in missing  # transformers' initialisers skip what is marked
+        mark_initialised(value, done=segment.name not in missing)
         fresh.append(value)
     _register(owners, fresh)
     try:
         for owner in owners:
-            owner.module._is_hf_initialized = False
+            mark_initialised(owner.module, done=False)
             owner.initialise(owner.module)
     finally:
         _register(owners, [_empty(parameter) for parameter in flat.parameters])
@@ -138,8 +140,9 @@ def _owners(model: nn.Module, flat: FlatParameter) -> list[Owner]:
         return concerned
 
     def reset_adapter(module: Any) -> None:
+        configs: Any = cast(PeftModel, model).peft_config
         for name in module.active_adapters:
-            module.reset_lora_parameters(name, model.peft_config[name].init_lora_weights)
+            module.reset_lora_parameters(name, configs[name].init_lora_weights)
 
     walk(model, lambda module: None)
     return owners

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -43,6 +43,7 @@ from ftkit.hf.models.model_config import base_of_adapter, check_buffers, check_l
 from ftkit.hf.models.settings import named_dtype
 from ftkit.hf.models.tasks import build, check_task, task_of
 from ftkit.hf.weights.initialising import fill_weights, initialise
+from ftkit.hf.weights.marks import mark_initialised
 from ftkit.hf.weights.narrowing import Narrowing
 from ftkit.hf.weights.sources import LoadReport, WeightSource, check_adapter, fill, load_buffers, source_of
 from ftkit.hf.weights.tensor_names import Places, find_places, matches
@@ -102,16 +103,18 @@ def load_model(
         **config_changes,
     )
     if source is None:
-        return model.eval() if adapter is None else adapted_on_meta(model, adapter)
+        return model.eval() if adapter is None else adapted_on_meta(model, adapter)  # type: ignore[return-value]  # PEFT's
     _refuse_other_weights(source, model.config)
     files = find_weights(source, revision)
     if model.can_generate():
         model.generation_config = _generation_config(source, revision, model.config)
-    model._ftkit_source = fill(model, files)
-    _say(model._ftkit_source.report, files)
+    filled = fill(model, files)
+    model._ftkit_source = filled  # type: ignore[assignment]  # ours, no module
+    assert filled.report is not None
+    _say(filled.report, files)
     if adapter is not None:
         check_names(model, adapter)
-        model = with_adapter(model, adapter)
+        return with_adapter(model, adapter).eval()  # type: ignore[return-value]  # PEFT's stands for the model
     return model.eval()
 
 
@@ -155,7 +158,7 @@ def skeleton(
     return model
 
 
-def adapted_on_meta(model: PreTrainedModel, adapter: PeftConfig) -> PreTrainedModel:
+def adapted_on_meta(model: PreTrainedModel, adapter: PeftConfig) -> PeftModel:
     """Add an adapter to a model on meta, in eval mode.
 
     Raises:
@@ -195,8 +198,8 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
             source, "model.safetensors.index.json", revision=revision, _raise_exceptions_for_missing_entries=False
         )
         if index_path is None:
-            return [Path(cached_file(source, "model.safetensors", revision=revision))]
-        return [Path(cached_file(source, name, revision=revision)) for name in _names_in(Path(index_path))]
+            return [Path(str(cached_file(source, "model.safetensors", revision=revision)))]
+        return [Path(str(cached_file(source, name, revision=revision))) for name in _names_in(Path(index_path))]
     except OSError as error:
         raise UserError(f"{source}: neither a folder nor a model that could be fetched ({error})") from error
 
@@ -336,14 +339,15 @@ def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: Sharde
     Raises:
         UserError: if the folder lacks a tensor of the adapter, or a shape differs.
     """
-    paths = _adapter_files(Path(folder), [*units.model.peft_config])
+    model = cast(PeftModel, units.model)
+    paths = _adapter_files(Path(folder), [*model.peft_config])
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
     buffers = every_buffer(units.model)
     every_place: Places = {}
     with ExitStack() as stack:
         for adapter, path in paths.items():
             file = stack.enter_context(TensorFile(path))
-            saved_as = adapter_names(units.model, [*trained, *buffers], adapter)
+            saved_as = adapter_names(model, [*trained, *buffers], adapter)
             every_place |= {name: (file, key) for name, key in saved_as.items()}
         known = {name: place for name, place in every_place.items() if name not in buffers}
         places = {name: (file, key) for name, (file, key) in known.items() if key in file.entries}
@@ -472,7 +476,7 @@ def _stream(units: Units, places: Places, optimizer: ShardedOptimizer | None, na
             else:
                 file.read(key, first, out)
                 narrowing.check(span.segment.name, out)
-            bytes_read += span.numel * stored.itemsize
+            bytes_read += span.numel * (0 if stored is None else stored.itemsize)
 
     (optimizer or units).settle()
     for flat in units.flats:
@@ -544,7 +548,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
             if buffer.is_meta:
                 persistent = key not in module._non_persistent_buffers_set
                 module.register_buffer(key, torch.zeros(buffer.shape, dtype=buffer.dtype), persistent=persistent)
-        module._is_hf_initialized = False
+        mark_initialised(module, done=False)
     model.initialize_weights()  # parameters are on meta, where this writes nothing
 
 
@@ -572,7 +576,7 @@ def _generation_config(
     """Return what the weights' folder says of generation; where it says nothing, what follows from the configuration."""
     if source is not None:
         try:
-            found = transformers.GenerationConfig.from_pretrained(source, revision=revision)
+            found = transformers.GenerationConfig.from_pretrained(source, revision=revision or "main")
         except OSError:
             pass
         else:
@@ -581,7 +585,8 @@ def _generation_config(
     made = transformers.GenerationConfig.from_model_config(config)
     if source is not None:  # of old folders (BART) config.json has the fields of generation, which a configuration drops
         with suppress(OSError):
-            read = transformers.GenerationConfig.from_pretrained(source, revision=revision, config_file_name="config.json")
+            given: dict[str, Any] = {"revision": revision or "main", "config_file_name": "config.json"}
+            read = transformers.GenerationConfig.from_pretrained(source, **given)
             fields = {name: vars(read)[name] for name in vars(transformers.GenerationConfig()) if name[0] != "_"}
             known = vars(made)
             made.update(**{name: value for name, value in fields.items() if value is not None and known.get(name) is None})

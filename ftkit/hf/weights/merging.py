@@ -112,7 +112,7 @@ def merge_adapter(
     name = base or config.base_model_name_or_path
     if not name:
         raise UserError(f"{adapter}/adapter_config.json: names no base model; name it with --base")
-    options = {"task": task, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"task": task, "trust_remote_code": trust_remote_code}
     model = skeleton(name, **options)
     layers = adapted_on_meta(skeleton(name, **options), config)
     now = {"config": config_note(model), "files": digests_of(find_weights(name))}
@@ -190,7 +190,7 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
     names = hub_names(model, [name for name, _ in model.named_parameters()], {})
     left = set(own.entries)
     deltas: dict[str, Delta] = {}
-    for name, layer in layers.base_model.model.named_modules():
+    for name, layer in layers.get_base_model().named_modules():
         parts = [f"{PREFIX}{name}.lora_{part}.weight" for part in "AB"]
         if not isinstance(layer, LoraLayer) or not left.issuperset(parts):
             continue

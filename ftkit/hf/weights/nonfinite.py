@@ -94,10 +94,10 @@ class LossRecord:
             UserError: if it is not what `noted` gives.
         """
         fields = noted if isinstance(noted, dict) else {}
-        counts = fields.get("steps"), fields.get("broken")
+        counts: Any = fields.get("steps"), fields.get("broken")
         if fields.keys() != {"steps", "broken", "last"} or not all(type(n) is int and n >= 0 for n in counts):
             raise UserError(f"{where}: the numbers of its losses are not numbers")
-        self.before = Before(*counts, last=fields["last"] is True)
+        self.before = Before(counts[0], counts[1], last=fields["last"] is True)
 
     def judged(self, broken: Sequence[bool], *, skips: bool) -> str | None:
         """Return what is wrong with how the steps ended, those before this call too; None if nothing is.

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from peft import PeftModel
@@ -272,7 +273,7 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
 
     PEFT itself says what belongs in it: adapters, modules trained whole, embeddings where they were resized.
     """
-    model, comm = units.model, units.comm
+    model, comm = cast(PeftModel, units.model), units.comm
     units.check_savable()
     line_names = {}  # every name of a tensor, also those that lead through a module which several others have
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -300,7 +301,8 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
     with rank_zero(comm) as first, names_only(model):
         if first:
             path.mkdir(parents=True, exist_ok=True)
-            model.save_pretrained(path, state_dict={**{name: whole[line_names[name]] for name in wanted}, **saved_buffers})
+            state = {**{name: whole[line_names[name]] for name in wanted}, **saved_buffers}
+            model.save_pretrained(str(path), state_dict=state)
 
 
 def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -38,6 +38,7 @@ from ftkit.engine.files.storage import TensorFile
 from ftkit.errors import UserError
 from ftkit.hf.weights.agreement import agree
 from ftkit.hf.weights.mapped import MappedFile, Stored, written
+from ftkit.hf.weights.marks import mark_initialised, unmark
 from ftkit.hf.weights.narrowing import Narrowing
 from ftkit.hf.weights.own_memory import separate
 from ftkit.hf.weights.tensor_names import Places, find_places, matches
@@ -127,12 +128,13 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
 
     Cost: no memory but for what is initialised. Two tied tensors that the folder has both are compared.
     """
-    source = WeightSource(model, files, LoadReport())
+    report = LoadReport()
+    source = WeightSource(model, files, report)
     with ExitStack() as stack:
         opened = [stack.enter_context(TensorFile(path)) for path in files]
         bindings = _bindings(model)
         names = {name for places in bindings.values() for name, _, _ in places}
-        places, source.report.unused = find_places(model, opened, "", names, {})
+        places, report.unused = find_places(model, opened, "", names, {})
         _check(model, places)
         if not places:
             raise UserError(f"{files[0].parent}: none of its tensors belongs to a {type(model).__name__}")
@@ -156,7 +158,7 @@ def fill(model: PreTrainedModel, files: list[Path]) -> WeightSource:
         loaded += load_buffers(model, places)
     _initialise_missing(source, missing)
     for tensor in loaded:
-        tensor._is_hf_initialized = True  # as from_pretrained leaves it: `model._init_weights(layer)` passes it by
+        mark_initialised(tensor)  # as from_pretrained leaves it: `model._init_weights(layer)` passes it by
     return source
 
 
@@ -274,12 +276,12 @@ def _initialise_missing(source: WeightSource, missing: list[tuple[list[_Binding]
     fresh = {id(_register(members, old, torch.empty_like(old, device="cpu"))) for members, old in missing}
     marked = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in fresh]
     for tensor in marked:
-        tensor._is_hf_initialized = True  # transformers' initialisers skip what is marked
+        mark_initialised(tensor)
     for module in model.modules():
-        module._is_hf_initialized = not any(id(parameter) in fresh for parameter in module.parameters())
+        mark_initialised(module, done=not any(id(parameter) in fresh for parameter in module.parameters()))
     model.initialize_weights()
     for tensor in marked:
-        del tensor._is_hf_initialized
+        unmark(tensor)
 
 
 # --- from the model to shards
@@ -342,7 +344,8 @@ def settle(model: nn.Module, comm: Communicator) -> Settled:
     changed = written(stored.values())
     _refuse_meta(model, sources)
     separate(model)
-    settled = Settled(casts=[(each, each._buffers[CAST]) for each in model.modules() if CAST in each._buffers])
+    marks = ((each, each._buffers.get(CAST)) for each in model.modules())
+    settled = Settled(casts=[(each, mark) for each, mark in marks if mark is not None])
     cast = {id(each) for module, told in settled.casts if told.dtype != NOT_CAST for each in module._parameters.values()}
     found: dict[str, Stored] = {}
     for name, parameter in model.named_parameters():
@@ -380,7 +383,7 @@ def _refuse_meta(model: nn.Module, sources: list[WeightSource]) -> None:
                 "ftkit.shard(), or save the model's folder first and load that with ftkit.load_model(folder)"
             )
         if id(parameter) not in made and _lora(model, name):
-            for config in model.peft_config.values():
+            for config in cast(PeftModel, model).peft_config.values():
                 check_adapter(config)
         elif id(parameter) not in made:
             raise UserError(
@@ -396,11 +399,13 @@ def check_adapter(adapter: PeftConfig) -> None:
         UserError: for all but LoRA with its plain first values.
     """
     plain = isinstance(adapter, LoraConfig) and adapter.init_lora_weights in (True, "gaussian")
-    if not plain or adapter.use_dora or adapter.trainable_token_indices:
+    plain = plain and not (adapter.use_dora or adapter.trainable_token_indices)  # type: ignore[attr-defined]  # LoRA's
+    if not plain:
         raise UserError(
-            f"adapter: {adapter.peft_type.value} with these settings is initialised from the base's weights, and a model "
-            "of a bare configuration has none. Save such a model first and load its folder with ftkit.load_model(folder), "
-            "or build it with from_config(), apply get_peft_model(), and give the result to the Trainer"
+            f"adapter: {PeftType(adapter.peft_type).value} with these settings is initialised from the base's weights, and "
+            "a model of a bare configuration has none. Save such a model first and load its folder with "
+            "ftkit.load_model(folder), or build it with from_config(), apply get_peft_model(), and give the result to the "
+            "Trainer"
         )
 
 

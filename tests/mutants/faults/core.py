@@ -812,7 +812,7 @@ FAULTS = (
     _fault(
         "a run that goes on forgets its fp32 islands",
         "ftkit/hf/trainer/trainer.py",
-        "            restore_islands(self.units, Islands.from_dict(islands, str(manifest)))",
+        "            restore_islands(self.engine, Islands.from_dict(islands, str(manifest)))",
         "            self.units.islands",
         "tests/hf/test_islands.py::test_a_run_goes_on_with_the_islands_it_had",
     ),

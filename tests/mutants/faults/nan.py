@@ -111,7 +111,7 @@ FAULTS = (
     fault(
         "a run of fp16 that never made an update ends well",
         "ftkit/hf/trainer/trainer.py",
-        "            problem = made_no_update(self.sharded_optimizer, self.state.global_step - first)\n",
+        "            problem = made_no_update(self.engine_optimizer, self.state.global_step - first)\n",
         "            problem = None\n",
         _NONFINITE + "test_in_fp16_a_run_without_an_update_fails[1]",
     ),
