@@ -156,7 +156,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
         plan = follow_plan(recipe, model, arguments, trial.ranks)
     except UserError as error:
         return Trajectory(trial.name, problem=str(error).splitlines()[0])
-    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, kind=NotingTrainer)
+    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, plan, kind=NotingTrainer)
     if trial.ranks == 1 and trial.resumes is None and draws(recipe):
         trainer.add_callback(First(lambda units: keep_first(_trained_first(units, fresh=recipe.model.name is None))))
     if trial.killed_at is not None:
@@ -205,7 +205,7 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
         for name, value in first.items():
             own[name].copy_(value)
     still(model)
-    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, kind=NotingTrainer)
+    trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, None, kind=NotingTrainer)
     trainer.train()
     return _trajectory(trial, trainer, [dict(trainer.seen)])
 

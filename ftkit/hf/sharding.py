@@ -236,6 +236,7 @@ def shard(
     evaluation: bool = False,
     beside: Sequence[ShardedModel] = (),
     rule: UpdateRule = ADAMW,
+    plan: Plan | None = None,
 ) -> ShardedModel:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
@@ -253,6 +254,8 @@ def shard(
         evaluation: the model is not trained: no gradients and no optimizer state are planned.
         beside: models of this process whose memory is not granted again.
         rule: the update rule of the optimizer to come, for the memory of its state.
+        plan: how memory is used, where that was planned before; the same on all ranks. It decides what `settings` leave to
+            "auto", and nothing is planned again. None plans here.
 
     Returns:
         The units: give them to `ftkit.ShardedAdamW`, `ftkit.save_checkpoint`, `ftkit.save_model`.
@@ -263,21 +266,12 @@ def shard(
     Cost: each rank keeps its shards (N/W at stage 3); a collective or two.
     """
     refuse_failed(model)
-    settings = EngineSettings.of(settings)
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or compute_device()
     source = source_of(model)
-    if source is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
-    check_all(model)
-    refuse_prefixes(model)
-    refuse_merged(model)
+    _refuse_before(model, read=source is not None)
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)
-    if not blocks:
-        settings = replicated(settings, model, say=comm.rank == 0)
-    elif is_strict():
-        settings = strict_settings(settings, comm.world_size, say=comm.rank == 0)
+    settings = _settings_for(EngineSettings.of(settings), blocks, model, comm, plan)
     dtype = DTYPES.get(settings.dtype)
     if repeat_grouped_keys(model, device) and comm.rank == 0:
         logger.info("grouped keys are repeated before attention: PyTorch has no fused kernel for them on this GPU")
@@ -286,39 +280,91 @@ def shard(
         check_dtype(dtype or own_dtype(model), device)
         fused = _fuse(model, dtype or own_dtype(model), device) if settings.kernels == "auto" else Fused()
         affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
-        free = limits_beside(common_limits(settings, comm), beside)
-        shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
-        shape = replace(shape, rule=rule)
-        shape = untrained(shape) if evaluation else shape
-        policy, plan = _policy(settings, shape, free, dtype, accumulation_steps, parts)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        expected = STATE_BYTES * numel // comm.world_size
-        in_host = plan.way.state_host_bytes
-        tiers = Tiers.open(comm, policy.placement, settings.nvme_dir, expected, state_host_bytes=in_host)
-        _tell(tiers, comm)
+        if plan is None:
+            free = limits_beside(common_limits(settings, comm), beside)
+            shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
+            shape = untrained(shape) if evaluation else replace(shape, rule=rule)
+            plan = _planned(settings, shape, free, accumulation_steps, parts)
+            evaluated_only = evaluation
+        else:
+            evaluated_only = False
+        policy = replace(policy_of(plan, dtype), prefetch=settings.prefetch, debug=settings.debug)
         settled.meta = on_meta(model)
-        units = shard_as(model, blocks, comm, policy, tiers)
+        units = shard_as(model, blocks, comm, policy, _open_tiers(model, comm, plan, policy, settings.nvme_dir))
+    units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluated_only
+    if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
+        units.flat_kernels = FLAT_KERNELS
+    _guard(units)
+    if source is not None:
+        with changing(model):
+            settled.note(units, source)
+            load_weights(units)
+    return units
+
+
+def compute_device() -> torch.device:
+    """Return where this process computes: its current CUDA device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _refuse_before(model: nn.Module, *, read: bool) -> None:
+    """Raise for models that cannot be sharded as they are.
+
+    Args:
+        model: the model.
+        read: whether its weights will be read from files.
+
+    Raises:
+        UserError: for weights on meta that nobody reads, and for adapters that a sharded model cannot have.
+    """
+    if not read and any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
+    check_all(model)
+    refuse_prefixes(model)
+    refuse_merged(model)
+
+
+def _settings_for(
+    settings: EngineSettings,
+    blocks: list[tuple[str, nn.Module]],
+    model: nn.Module,
+    comm: Communicator,
+    plan: Plan | None,
+) -> EngineSettings:
+    """Return the settings with what the plan, a model without blocks, or a strict trial decides of them."""
+    if plan is not None:
+        decided: dict[str, Any] = {key: getattr(plan.way, key) for key in ("stage", "activations", "weights", *KINDS)}
+        settings = replace(settings, **decided)
+    if not blocks:
+        return replicated(settings, model, say=comm.rank == 0)
+    return strict_settings(settings, comm.world_size, say=comm.rank == 0) if is_strict() else settings
+
+
+def _open_tiers(model: nn.Module, comm: Communicator, plan: Plan, policy: Policy, nvme_dir: str | None) -> Tiers:
+    """Open the tiers on which the plan puts shards. A collective."""
+    expected = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters()) // comm.world_size
+    tiers = Tiers.open(comm, policy.placement, nvme_dir, expected, state_host_bytes=plan.way.state_host_bytes)
+    _tell(tiers, comm)
+    return tiers
+
+
+def _guard(units: ShardedModel) -> None:
+    """Let a sharded model refuse what it cannot do, and generate with all ranks in step."""
+    model = units.model
     cut = _cuts_gradients(units)
     if cut:
         _refuse_shared_keys(model)
         tell_hooks(units, PLAIN)
-    units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
-    if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
-        units.flat_kernels = FLAT_KERNELS
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and policy.stage == 3 and comm.world_size > 1:
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # transformers' own mark, for methods of theirs that would go alone
+        if isinstance(module, PreTrainedModel) and units.policy.stage == 3 and units.comm.world_size > 1:
+            # transformers' own mark, for methods of theirs that would go alone
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
         if isinstance(module, PreTrainedModel) and cut:
             module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
     refuse_caches(units)
     let_generate(units)
     refuse_merging(model)
     refuse_allocating(model)
-    if source is not None:
-        with changing(model):
-            settled.note(units, source)
-            load_weights(units)
-    return units
 
 
 def shard_as(
@@ -477,15 +523,8 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             )
 
 
-def _policy(
-    settings: EngineSettings,
-    shape: Shape,
-    free: Limits,
-    dtype: torch.dtype | None,
-    accumulation_steps: int,
-    parts: int,
-) -> tuple[Policy, Plan]:
-    """Return the policy, what is forced and for the rest the fastest way that fits on every rank; and the plan behind it."""
+def _planned(settings: EngineSettings, shape: Shape, free: Limits, accumulation_steps: int, parts: int) -> Plan:
+    """Return the plan: what is forced, and for the rest the fastest way that fits on every rank."""
     limits = free
     decided = "auto" not in (settings.stage, settings.activations, settings.weights)
     if decided and settings.device_gib is None and settings.host_gib is None:
@@ -495,7 +534,7 @@ def _policy(
     if limits is not free and plan.way.state == NVME:  # what the user did not decide has to fit all the same
         stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
         plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
-    return replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug), plan
+    return plan
 
 
 def let_train(units: ShardedModel) -> None:

@@ -41,12 +41,10 @@ from ftkit.hf.weights.nonfinite import made_no_update, weights_not_finite
 from ftkit.launch.local import Stop
 from ftkit.output.run_folder import RunFolder, step_of, write_json
 from ftkit.plan.choice import Plan
-from ftkit.plan.memory import GIB
 from ftkit.plan.ways import Limits
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
-from ftkit.spec.tiers import KINDS
 from ftkit.train.divergence_callback import DivergenceWatch
 from ftkit.train.dry_run import DryCommunicator
 from ftkit.train.memory_stop import MemoryStop
@@ -170,7 +168,7 @@ class Job:
         say.print(literal(str(rows.prepared.report)))
         batches = plan.accumulation * plan.way.parts
         say.print(literal(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
-        self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments)
+        self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments, plan)
         if checkpoint is not None:
             self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
         return plan
@@ -307,7 +305,7 @@ class Job:
 
 
 def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
-    """Plan the run, the same on all ranks, and put what was chosen into the Trainer's arguments.
+    """Plan the run, the same on all ranks, and put its micro-batches into the Trainer's arguments.
 
     Raises:
         DoesNotFit: With numbers and ways out, before anything is allocated.
@@ -317,14 +315,8 @@ def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
     limits = replace(limits, disk_bytes=disk_room(recipe))
     box = comm.same(box_here(recipe))  # boxes of several kinds choose by the first one's rates, all of them
     plan = ask_model(recipe, model, ranks, limits, box).plan()
-    way = plan.way
-    chosen = {key: getattr(way, key) for key in ("stage", "activations", "weights", *KINDS)}
-    chosen |= {"update": "deferred" if way.deferred else "now", "accumulate_in": "unit" if way.parts > 1 else "step"}
-    chosen |= {"state_host_gib": way.state_host_bytes / GIB}
-    # What was granted has been planned with: the engine must not weigh it again, against what is free by then.
-    arguments.ftkit = {**arguments.ftkit, **chosen, "device_gib": None, "host_gib": None}
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = way.micro_batch
-    arguments.gradient_accumulation_steps = plan.accumulation * way.parts
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = plan.way.micro_batch
+    arguments.gradient_accumulation_steps = plan.accumulation * plan.way.parts
     return plan
 
 
@@ -341,9 +333,16 @@ def report_facts(recipe: Recipe, plan: Plan, checkpoint: str | None) -> dict[str
 
 
 def make_trainer(
-    recipe: Recipe, rows: Rows, tokenizer: Any, model: Any, arguments: Any, *, kind: type[RecipeTrainer] = RecipeTrainer
+    recipe: Recipe,
+    rows: Rows,
+    tokenizer: Any,
+    model: Any,
+    arguments: Any,
+    plan: Plan | None,
+    *,
+    kind: type[RecipeTrainer] = RecipeTrainer,
 ) -> Any:
-    """Put the model, the rows and the recipe's wishes into a Trainer of some kind."""
+    """Put the model, the rows, the plan and the recipe's wishes into a Trainer of some kind; None: a stock model's."""
     micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     boundaries = recipe.data.packing and arguments.ftkit is not None and use_packed_attention(model)
     trainer = kind(
@@ -360,6 +359,7 @@ def make_trainer(
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
         keep=recipe.output.keep,
         noted=noted(recipe, rows.prepared.report.digest),
+        plan=plan,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -95,7 +95,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     schedule: str = optimizer.schedule
     if schedule == "constant" and optimizer.warmup_steps:
         schedule = "constant_with_warmup"
-    arguments = TrainingArguments(
+    return TrainingArguments(
         output_dir=output.dir,
         per_device_train_batch_size=micro_batch,
         per_device_eval_batch_size=micro_batch,
@@ -129,8 +129,6 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         dataloader_pin_memory=torch.cuda.is_available(),
         ftkit=engine_settings(recipe),
     )
-    arguments.max_seq_length = recipe.data.sequence_tokens  # type: ignore[attr-defined]  # what the engine estimates the memory of a forward by
-    return arguments
 
 
 def _when(every_steps: int | None, every_epoch: bool) -> str:

@@ -36,6 +36,7 @@ from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.ownership import strangers_in_checkpoint
 from ftkit.output.replacing import remove_unfinished, set_aside
 from ftkit.output.run_folder import LINE, Line, RunFolder, step_of
+from ftkit.plan.choice import Plan
 from ftkit.train.divergence import LossWindow
 from ftkit.train.held_out import HeldOut, write_rows
 
@@ -84,6 +85,7 @@ class RecipeTrainer(Trainer):
         per_example: Where the loss of each held-out row before training is kept, for a run that is resumed.
         keep: Checkpoints that stay, beside the one with the best held-out loss; None keeps all.
         noted: What checkpoints note of the run.
+        plan: How memory is used; None leaves it to the Trainer.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class RecipeTrainer(Trainer):
         per_example: Path,
         keep: int | None = None,
         noted: Mapping[str, Any] | None = None,
+        plan: Plan | None = None,
         **kwargs: Any,
     ):
+        self.plan = plan  # the accelerator, which is made next, asks for it
         super().__init__(*args, compute_metrics=self._note_held_out, **kwargs)
         self.order = WholeSteps(order, step_sequences)
         self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example

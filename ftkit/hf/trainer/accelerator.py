@@ -45,6 +45,7 @@ from ftkit.hf.trainer.accelerator_states import (
 from ftkit.hf.trainer.checkpoint_files import read_plain, readable
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 from ftkit.hf.weights.base_digest import BASE, check_base, note_of
+from ftkit.plan.choice import Plan
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,14 @@ class Accelerator(accelerate.Accelerator):
 
     # --- prepare
 
-    def sharded(self, model: nn.Module, *, evaluation: bool | None = None, rule: UpdateRule | None = None) -> ShardedModel:
+    def sharded(
+        self,
+        model: nn.Module,
+        *,
+        evaluation: bool | None = None,
+        rule: UpdateRule | None = None,
+        plan: Plan | None = None,
+    ) -> ShardedModel:
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
         Args:
@@ -193,6 +201,7 @@ class Accelerator(accelerate.Accelerator):
             evaluation: whether the model is only evaluated. False makes it trainable even where it was sharded for
                 evaluation; None leaves a sharded model as it is, and shards another one for training.
             rule: update rule of the optimizer to come; None takes that of the optimizer given to `prepare`.
+            plan: how memory is used, where that was planned before.
 
         Raises:
             UserError: if the loader would not deal the rows out among the ranks that share the weights, or nothing fits.
@@ -209,7 +218,7 @@ class Accelerator(accelerate.Accelerator):
                     "(Accelerator)"
                 )
             there = [known for known in self.planned if known.model is not model]
-            options: dict[str, Any] = {**self.shard_options, "beside": there, "rule": rule or self.rule}
+            options: dict[str, Any] = {**self.shard_options, "beside": there, "rule": rule or self.rule, "plan": plan}
             units = shard(
                 model, self.settings, device=self.device, comm=comm, evaluation=evaluation is True, **options
             )

@@ -70,6 +70,7 @@ from ftkit.hf.weights.loading import find_weights, load_adapter, load_plain, loa
 from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, made_no_update, weights_not_finite
 from ftkit.hf.weights.saving import save_arguments, save_config, save_model
 from ftkit.output.ownership import is_rotated
+from ftkit.plan.choice import Plan
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
@@ -170,13 +171,17 @@ class TrainerMixin(LossMixin):
         """
         settings = getattr(self.args, "ftkit", None)
         micro_batches = self.args.gradient_accumulation_steps
-        if settings is None or EngineSettings.of(settings).accumulate_in != "unit" or micro_batches == 1:
+        if settings is None or micro_batches == 1:
+            return 1
+        together = EngineSettings.of(settings).accumulate_in == "unit" if self.plan is None else self.plan.way.parts > 1
+        if not together:
             return 1
         self.args = copy(self.args)
         self.args.gradient_accumulation_steps = 1
         self.args.per_device_train_batch_size *= micro_batches
         return micro_batches
 
+    plan: Plan | None = None  # how memory is used, where that was planned before the Trainer was made
     loss_record = LossRecord()  # of the present call of `train`
     _loop_saves = False  # whether a save is the loop's own: what comes after it is the next step
     _parts = 1  # into which blocks divide a rank's batch
@@ -344,9 +349,9 @@ class TrainerMixin(LossMixin):
         Args:
             evaluation: see `Accelerator.sharded`.
         """
-        if self.units is None:
+        if self.units is None and self.plan is None:
             self._update_before_callbacks()
-        return self.accelerator.sharded(self.model, evaluation=evaluation, rule=self._update_rule())
+        return self.accelerator.sharded(self.model, evaluation=evaluation, rule=self._update_rule(), plan=self.plan)
 
     def _update_rule(self) -> UpdateRule:
         """Return the update rule of the optimizer that the Trainer will make, or was given."""
@@ -371,7 +376,8 @@ class TrainerMixin(LossMixin):
 
     def tell_late_readers(self) -> None:
         """Say which callbacks that may read weights after a step came once the model was sharded with deferred updates."""
-        names, chosen = self._readers_after_an_update(), self.accelerator.settings.update == "auto"
+        names = self._readers_after_an_update()
+        chosen = self.plan is None and self.accelerator.settings.update == "auto"
         if names and chosen and self.engine.policy.deferred_update and self.engine.comm.rank == 0:
             logger.warning(
                 "%s came after the model was sharded, and updates are deferred: weights that it reads after a step may be "

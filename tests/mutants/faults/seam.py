@@ -45,9 +45,16 @@ FAULTS = (
     fault(
         "a model for evaluation only is planned with state",
         "ftkit/hf/sharding.py",
-        "        shape = untrained(shape) if evaluation else shape\n",
-        "",
+        "shape = untrained(shape) if evaluation else replace(shape, rule=rule)",
+        "shape = replace(shape, rule=rule)",
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
+    ),
+    fault(
+        "a run that was planned is planned again",
+        "ftkit/hf/sharding.py",
+        "        if plan is None:\n            free =",
+        "        if plan is not plan or True:\n            free =",
+        "tests/hf/test_planned_once.py::test_a_trainer_with_a_plan_plans_nothing",
     ),
     fault(
         "an evaluation before training shards the model as if no callback read weights",
