@@ -26,7 +26,7 @@ import torch
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
@@ -111,6 +111,7 @@ class Job:
         self.plan: Plan | None = None
         self.asked: list[Question] = []
         self.checkpoint: str | None = None  # that it goes on from
+        self.before: TrainerState | None = None  # of that checkpoint
 
     def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
         """Train, and leave the run's folder; all ranks take part.
@@ -130,7 +131,7 @@ class Job:
             plan = self._build(checkpoints)
             if unless_over and (summary := self._summary_if_over()) is not None:
                 return summary
-            return self._train(plan, checkpoints, memory, stack)
+            return self._train(plan, memory, stack)
 
     def restore(self, checkpoints: list[str]) -> int:
         """Bring the first whole one of some checkpoints into memory, train nothing and write nothing; returns its step.
@@ -187,24 +188,16 @@ class Job:
             self.say.print(literal(f"{said}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew"))
         return summary
 
-    def _train(self, plan: Plan, checkpoints: list[str], memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
+    def _train(self, plan: Plan, memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
         """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
-        recipe, trainer, rows, say, folder = self.recipe, self.trainer, self.rows, self.say, self.folder
-        assert rows is not None
-        asked, checkpoint = self.asked, self.checkpoint
-        stops = stops_of(getattr(trainer.model, "generation_config", None))
-        faults = [] if say.quiet else rows.faults(self.tokenizer, stops)
-        sequences, step_sequences = len(trainer.order.order), trainer.order.step_sequences
-        known = positions_of(trainer.model)
-        left_out = rows.left_out(trainer.order.order)
-        for line in notices(recipe, rows.prepared.report, sequences, step_sequences, faults, known, asked, left_out):
-            say.print(literal(line))
+        recipe, trainer, say, folder = self.recipe, self.trainer, self.say, self.folder
+        self._say_notices()
         if trainer.is_world_process_zero():
             folder.write_recipe(recipe.dump())
-        shown = ShowAnswers(asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
+        shown = ShowAnswers(self.asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
         memory.attach(trainer)
         first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
-        first += [shown] if asked and checkpoint is None else []
+        first += [shown] if self.asked and self.checkpoint is None else []
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
         end = add_callbacks(
             trainer, recipe, folder, lambda: self.stop.asked or memory.asked, say, first, watch, self.bar(say)
@@ -212,7 +205,7 @@ class Job:
         report = RunReport(
             folder,
             trainer.is_world_process_zero(),
-            report_facts(recipe, plan, checkpoint),
+            report_facts(recipe, plan, self.checkpoint),
             lambda: trainer.units,
             shown.known,
             lambda: len(watch.found),
@@ -220,41 +213,70 @@ class Job:
         )
         trainer.add_callback(report)
         stack.enter_context(report)
-        before, dtype = state_of(checkpoint), compute_dtype(recipe.train.dtype)
         if trainer.is_world_process_zero():
             folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
+        self.before = state_of(self.checkpoint)  # now: training may remove it
         began = time.perf_counter()
-        self._take_line(checkpoint)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        while watch.ended_by is not None:
+        self._make_steps(watch, plan, began)
+        if end.ended_at_step is not None:
+            memory.leave_if_asked()
+            return self._stopped(end.ended_at_step, report)
+        return self._finish(watch, plan, time.perf_counter() - began, shown, report)
+
+    def _say_notices(self) -> None:
+        """Say what a user should know before the first step."""
+        trainer, rows = self.trainer, self.rows
+        assert rows is not None
+        stops = stops_of(getattr(trainer.model, "generation_config", None))
+        faults = [] if self.say.quiet else rows.faults(self.tokenizer, stops)
+        order, step_sequences = trainer.order.order, trainer.order.step_sequences
+        known, left_out, report = positions_of(trainer.model), rows.left_out(order), rows.prepared.report
+        for line in notices(self.recipe, report, len(order), step_sequences, faults, known, self.asked, left_out):
+            self.say.print(literal(line))
+
+    def _make_steps(self, watch: DivergenceWatch, plan: Plan, began: float) -> None:
+        """Train until the steps are made, or somebody ended them; after a divergence again from where the policy says.
+
+        Raises:
+            Diverged: if there is no way back. The summary of what was made is there then.
+        """
+        trainer, folder, checkpoint = self.trainer, self.folder, self.checkpoint
+        while True:
+            self._take_line(checkpoint)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            if watch.ended_by is None:
+                return
             try:
                 checkpoint = watch.way_back()
             except Diverged as error:
-                summary = summarise(trainer, folder, time.perf_counter() - began, dtype, plan, before)
+                summary = self._summary(plan, time.perf_counter() - began)
                 if trainer.is_world_process_zero():
                     write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
                 raise
             trainer.args.eval_on_start = False
-            self._take_line(checkpoint)
-            trainer.train(resume_from_checkpoint=checkpoint)
-        seconds = time.perf_counter() - began
-        if end.ended_at_step is not None:
-            memory.leave_if_asked()
-            problem, step = trainer.save_problem, end.ended_at_step
-            report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
-            if problem is not None:
-                return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
-            return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+
+    def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
+        """Return what is left of a run that was asked to end after `step`."""
+        problem = self.trainer.save_problem
+        report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
+        if problem is not None:
+            return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
+        return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+
+    def _finish(
+        self, watch: DivergenceWatch, plan: Plan, seconds: float, shown: ShowAnswers, report: RunReport
+    ) -> dict[str, Any]:
+        """Evaluate, judge, write the model and answer the questions of a run that made its steps; return its summary.
+
+        Raises:
+            Diverged: for a run that failed, once its summary is written.
+        """
+        trainer, say, folder = self.trainer, self.say, self.folder
         made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
         done = [path for path in made if path not in trainer.damaged]
         if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
             trainer.retire_checkpoints(done[-1])
-        held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
-        first_step, last_step = before.global_step if before else 0, trainer.state.global_step
-        problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
-        problem = problem or made_no_update(trainer.sharded_optimizer, last_step - first_step)
-        if problem is None and not math.isfinite(held_out):
-            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
+        problem = self._judged(watch)
         broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
         if broken:
             problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
@@ -264,14 +286,13 @@ class Job:
             trainer.save_model(str(folder.model))
             if trainer.is_world_process_zero():
                 folder.list_model(whole=True)
-        after = [""] * len(asked)
-        if asked and not broken:
+        after = [""] * len(self.asked)
+        if self.asked and not broken:
             try:
                 after = shown.answers(trainer.model)
             except UserError as error:  # of weights that 16 bits do not hold: the run has a model and a summary all the same
                 problem = problem or f"the questions of show could not be answered: {error}"
-        summary = summarise(trainer, folder, seconds, dtype, plan, before)
-        summary |= {"problem": problem, "model_written": not broken}
+        summary = self._summary(plan, seconds) | {"problem": problem, "model_written": not broken}
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})
             report.end()
@@ -280,6 +301,22 @@ class Job:
         if problem is not None:
             raise Diverged(f"{problem}. {self._advice()}")
         return summary
+
+    def _judged(self, watch: DivergenceWatch) -> str | None:
+        """Return what is wrong with how the steps ended, the held-out rows' loss among it; None if nothing is."""
+        trainer, rows, before = self.trainer, self.rows, self.before
+        assert rows is not None
+        held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
+        first_step, last_step = before.global_step if before else 0, trainer.state.global_step
+        problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
+        problem = problem or made_no_update(trainer.sharded_optimizer, last_step - first_step)
+        if problem is None and not math.isfinite(held_out):
+            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
+        return problem
+
+    def _summary(self, plan: Plan, seconds: float) -> dict[str, Any]:
+        dtype = compute_dtype(self.recipe.train.dtype)
+        return summarise(self.trainer, self.folder, seconds, dtype, plan, self.before)
 
     def _take_line(self, checkpoint: str | None) -> None:
         """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
