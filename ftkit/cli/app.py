@@ -41,9 +41,10 @@ from ftkit.launch.external import outer_job
 from ftkit.launch.supervisor import RankError, StoppedError
 from ftkit.output.ownership import refuse_foreign_page
 from ftkit.output.run_folder import RunFolder, write
+from ftkit.plan.choice import Plan
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.largest import largest
-from ftkit.plan.what_if import what_if
+from ftkit.plan.what_if import Answer, what_if
 from ftkit.report.plan_text import show_answers, show_plan
 from ftkit.report.text import literal
 from ftkit.train.start import check_beginning, checkpoints_to_try
@@ -217,25 +218,28 @@ def plan(
             answers = list(what_if(made.asked))
     if as_json:
         told = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
-        if wonder:
-            told["what_if"] = [each.as_dict() for each in answers]
-        if done is not None:
-            told["dry_run"] = done.as_dict()
+        told |= {"what_if": [each.as_dict() for each in answers]} if wonder else {}
+        told |= {"dry_run": done.as_dict()} if done is not None else {}
         typer.echo(json.dumps(told, indent=1))
     else:
-        console = Console(soft_wrap=True, highlight=False, emoji=False)
-        if most:
-            size = f"{made.shape.numel / 1e9:.2f}B"
-            console.print(f"the largest that fits: {counted(len(made.shape.blocks), 'block')}, {size}")
-        show_plan(console, made)
-        if epoch is not None:
-            console.print(f"[bold]{'an epoch':<13}[/] {epoch}")
-        if answers:
-            show_answers(console, answers, made.speed)
-        if done is not None:
-            done.show(console)
+        _show_plan(made, epoch, answers, done, most=most)
     if done is not None and not done.agrees:
         raise typer.Exit(1)
+
+
+def _show_plan(made: Plan, epoch: object, answers: list[Answer], done: Any, *, most: bool) -> None:
+    """Print a plan, and what was asked for beside it: an epoch's time, other boxes, a dry run."""
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    if most:
+        size = f"{made.shape.numel / 1e9:.2f}B"
+        console.print(f"the largest that fits: {counted(len(made.shape.blocks), 'block')}, {size}")
+    show_plan(console, made)
+    if epoch is not None:
+        console.print(f"[bold]{'an epoch':<13}[/] {epoch}")
+    if answers:
+        show_answers(console, answers, made.speed)
+    if done is not None:
+        done.show(console)
 
 
 @app.command()
