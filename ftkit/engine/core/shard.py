@@ -413,29 +413,8 @@ def shard(
     _refuse(model, blocks, policy)
     units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    sorted_ = _sort(model, blocks, bindings, whole, wide, policy)
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
-    outside: list[FlatParameter] = []
-    for (kind, owner, trainable, dtype, _), members in sorted_.items():
-        several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
-        suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
-        resident = policy.stage < 3 or kind == "whole"
-        flat = FlatParameter(
-            f"{_file_name(owner)}{suffix}",
-            members,
-            comm,
-            dtype,
-            policy,
-            resident=resident,
-            deferred=policy.stage < 2 or kind == "whole",
-            replicated=policy.stage == 0,
-        )
-        units.flats.append(flat)
-        units.places.update({id(p): (flat, i) for i, p in enumerate(flat.parameters)})
-        if kind == "block":
-            owners[owner].append(flat)
-        else:
-            outside.append(flat)
+    outside = _make_lines(units, _sort(model, blocks, bindings, whole, wide, policy), owners)
     _refuse_values(units)
     with changing(model):
         for flat in outside:
@@ -453,6 +432,35 @@ def shard(
             flat.agree()
         units._registered, units._names = units._registration(), units._present_names()
     return units
+
+
+def _make_lines(
+    units: Units, sorted_: dict[_Key, list[tuple[str, nn.Parameter]]], owners: dict[str, list[FlatParameter]]
+) -> list[FlatParameter]:
+    """Make the flat parameters: those of blocks go to their owner, the others are returned."""
+    policy = units.policy
+    outside: list[FlatParameter] = []
+    for (kind, owner, trainable, dtype, _), members in sorted_.items():
+        several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
+        suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
+        resident = policy.stage < 3 or kind == "whole"
+        flat = FlatParameter(
+            f"{_file_name(owner)}{suffix}",
+            members,
+            units.comm,
+            dtype,
+            policy,
+            resident=resident,
+            deferred=policy.stage < 2 or kind == "whole",
+            replicated=policy.stage == 0,
+        )
+        units.flats.append(flat)
+        units.places.update({id(p): (flat, i) for i, p in enumerate(flat.parameters)})
+        if kind == "block":
+            owners[owner].append(flat)
+        else:
+            outside.append(flat)
+    return outside
 
 
 def _allocate(units: Units) -> None:
