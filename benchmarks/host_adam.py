@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from benchmarks.run import ROOT, busy_s, peers_python
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.optim.optimizer import PIECE_NUMEL
 
 NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -132,14 +132,14 @@ def add_pieces(total: Tensor, other: Tensor) -> None:
 
 def contenders(x: Arrays, threads: int) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return what runs in this process: a name, what to call, and its useful bytes a parameter."""
-    host, spread = HostAdamW(threads), Threads(threads)
+    host, spread = HostLoops(threads), Threads(threads)
     bf16, fp16 = x.gradient
 
     total = torch.zeros(x.n)
 
     def ours(dtype: torch.dtype) -> None:
         states = (x.master, x.gradient[dtype], x.exp_avg, x.exp_avg_sq, x.weight[dtype])
-        host.update(*states, factor=0.5, step=10, **NUMBERS)
+        host.adamw(*states, factor=0.5, step=10, **NUMBERS)
 
     def fused_and_copy(dtype: torch.dtype) -> None:
         torch_fused(x, slice(None), x.wide)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.local import Stop
 from ftkit.output.ownership import PROFILE_MARK
 from ftkit.output.run_folder import write
@@ -189,10 +189,10 @@ def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
 
 def _host_adam(comm: Communicator) -> float:
     """Return the bytes of host memory that a rank's update moves in a second."""
-    adam = HostAdamW(torch.get_num_threads())
+    adam = HostLoops(torch.get_num_threads())
     master, gradient, first, second = (torch.zeros(ADAM_NUMEL) for _ in range(4))
     numbers = {"factor": 1.0, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    seconds = _timed(comm, lambda: adam.update(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
+    seconds = _timed(comm, lambda: adam.adamw(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
     adam.close()
     return ADAMW.traffic_bytes * ADAM_NUMEL / seconds
 

@@ -29,7 +29,7 @@ from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import changing, refuse_failed
 from ftkit.engine.core.shard import shard as shard_blocks
 from ftkit.engine.core.tensor_tree import take_tensors
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.affinity import take_cores
 from ftkit.engine.memory.disk import IN_MEMORY
 from ftkit.engine.memory.tiers import Placement, Tiers
@@ -373,7 +373,7 @@ def shard_as(
     comm: Communicator,
     policy: Policy,
     tiers: Tiers,
-    host_adam: Callable[[int], HostAdamW] = HostAdamW,
+    host_loops: Callable[[int], HostLoops] = HostLoops,
 ) -> ShardedModel:
     """Shard a Hugging Face (or PEFT) model in place as `policy` says; no weights are read. See `engine.shard.shard`."""
     for module in model.modules():
@@ -391,7 +391,7 @@ def shard_as(
         fingerprint=adapter_switches,
         tiers=tiers,
         split=batch_rows,
-        host_adam=host_adam,
+        host_loops=host_loops,
         units_class=ShardedModel,
     )
     assert isinstance(units, ShardedModel)

@@ -9,7 +9,7 @@ so the engine itself tells one tier from the other, and a `Meter` counts both.
     Communicator   the collectives of one rank among W: they fill nothing and return at once, as NCCL's take no memory here
     Tiers.arena    host memory that is not mapped and not pinned
     Tiers.worker   threads: what they would do is done at once, as fake tensors are for one thread
-    HostAdamW      the arithmetic on host shards, which reads pointers; its memory is its arguments'
+    HostLoops      the arithmetic on host shards, which reads pointers; its memory is its arguments'
     weights        are not read: the shards hold nothing, whatever a folder would give them
     attention      `scaled_dot_product_attention` is the memory-efficient kernel wherever CUDA before sm_80 would take that
                    one, with the workspace that torch states for it; the model attends by ftkit's own function
@@ -41,7 +41,7 @@ from ftkit.config.recipe import Recipe
 from ftkit.engine.arena import PAGE_BYTES, Arena
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.shard import Units
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.tiers import Placement, Store, Tiers
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.errors import UserError
@@ -208,7 +208,7 @@ def build(
     model.train()
     policy = policy_of(plan, dtype)
     comm = DryCommunicator(device, world_size or plan.shape.world_size)
-    units = shard_as(model, find_blocks(model), comm, policy, DryTiers(device, policy.placement), DryAdamW)
+    units = shard_as(model, find_blocks(model), comm, policy, DryTiers(device, policy.placement), DryLoops)
     rule = plan.shape.rule
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
     optimizer.prepare()  # from its second step on a run has all state in every forward
@@ -342,13 +342,16 @@ class AtOnce(Executor):
         return future
 
 
-class DryAdamW(HostAdamW):
+class DryLoops(HostLoops):
     """The arithmetic on host shards, not done: it works in place and needs no memory."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
-    def update(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # any arguments will do
+    def adamw(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # any arguments will do
+        """Do nothing."""
+
+    def sgd(self, *tensors: Tensor | None, **numbers: float) -> None:  # type: ignore[override]  # as above
         """Do nothing."""
 
     def square_sum(self, gradient: Tensor) -> float:

@@ -48,7 +48,7 @@ def test_a_model_that_was_left_half_sharded_says_so():
     model = families.build("llama")
     policy = Policy(placement=Placement(gradients="host", state="host"))
     with pytest.raises(MemoryError, match="no room"):
-        shard_model(model, policy, host_adam=no_room)
+        shard_model(model, policy, host_loops=no_room)
     for each in (policy, Policy(stage=1)):
         with pytest.raises(UserError, match="failed before, and left it half sharded: make the model again"):
             shard_model(model, each)

@@ -15,7 +15,7 @@ from ftkit.engine.memory.tiers import Placement, Tiers
 
 DEVICE = torch.device("cuda", 3)
 
-HOST_ONLY = {"board.py", "checkpoint.py", "flat_file.py", "host_adam.py", "piece_reader.py", "pieces.py", "watchdog.py"}
+HOST_ONLY = {"board.py", "checkpoint.py", "flat_file.py", "host_loops.py", "piece_reader.py", "pieces.py", "watchdog.py"}
 """Modules whose own threads see host memory and files alone."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.spec.tiers import NVME
 
@@ -33,7 +33,7 @@ class Drain:
         host: makes the sums.
     """
 
-    def __init__(self, flats: list[FlatParameter], tiers: Tiers, host: HostAdamW) -> None:
+    def __init__(self, flats: list[FlatParameter], tiers: Tiers, host: HostLoops) -> None:
         self.device = device = tiers.device
         self.host = host
         staged = device.type != "cpu" or tiers.tier("gradients") == NVME

@@ -37,7 +37,7 @@ from ftkit.engine.core.unit import Split, Unit
 from ftkit.engine.core.wrappers import refuse_compiled, refuse_wrapped, refusing_members
 from ftkit.engine.files.finite import refuse_beyond, refuse_broken
 from ftkit.engine.kernels.device_kernels import FlatKernels
-from ftkit.engine.kernels.host_adam import HostAdamW
+from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
 from ftkit.spec.tiers import DEVICE
@@ -83,13 +83,13 @@ class Units:
         comm: Communicator,
         policy: Policy,
         tiers: Tiers,
-        host_adam: Callable[[int], HostAdamW] = HostAdamW,
+        host_loops: Callable[[int], HostLoops] = HostLoops,
     ) -> None:
         self.model = model
         self.comm = comm
         self.policy = policy
         self.tiers = tiers
-        self.host_adam = host_adam
+        self.host_loops = host_loops
         self.drain: Drain | None = None
         self.units: list[Unit] = []
         self.flats: list[FlatParameter] = []
@@ -376,7 +376,7 @@ def shard(
     fingerprint: Callable[[nn.Module], Hashable] = lambda module: None,
     tiers: Tiers | None = None,
     split: Split | None = None,
-    host_adam: Callable[[int], HostAdamW] = HostAdamW,
+    host_loops: Callable[[int], HostLoops] = HostLoops,
     units_class: type[Units] = Units,
 ) -> Units:
     """Shard a model in place over the ranks of `comm`.
@@ -393,7 +393,7 @@ def shard(
         fingerprint: from a block to its switches that must not change between forward and backward.
         tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
         split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
-        host_adam: from a number of threads to the arithmetic on shards in host memory.
+        host_loops: from a number of threads to the arithmetic on shards in host memory.
         units_class: class of what is returned, for a caller that remembers more of a sharded model.
 
     Returns:
@@ -406,7 +406,7 @@ def shard(
     """
     refuse_failed(model)
     inside = {id(each) for _, block in blocks for each in block.modules()}
-    units = units_class(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_adam)
+    units = units_class(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_loops)
     bindings = _bindings(model)
     alone = comm.world_size == 1 and policy.placement.parameters == DEVICE
     refuse_wrapped(model, blocks, gathers=policy.stage == 3 and not alone)
@@ -470,7 +470,7 @@ def _allocate(units: Units) -> None:
     leaving = [f for f in flats if f.trainable and not f.deferred and tiers.tier("gradients") != DEVICE]
     tiers.reserve("gradients", [(f.layout.shard_numel, f.grad_dtype) for f in leaving])
     if leaving:
-        units.drain = Drain(leaving, tiers, units.host_adam(torch.get_num_threads()))
+        units.drain = Drain(leaving, tiers, units.host_loops(torch.get_num_threads()))
     for flat in flats:
         flat.allocate(tiers, units.drain)
 

@@ -16,7 +16,7 @@ class FlatKernels:
     """Kernels over flat shards (n,) on the device of compute.
 
     Args:
-        adamw: unscales, clips, updates and writes the 16-bit weight; see `Adam` and `HostAdamW.update`.
+        adamw: unscales, clips, updates and writes the 16-bit weight; see `Adam` and `HostLoops.adamw`.
         square: (n,) to its sum of squares, a scalar there; inf or nan where an element is not finite.
     """
 

@@ -14,7 +14,7 @@ scheduler work; a group is a list of runs on the line, not a reordering of it. A
 rank is left alone and its own step count stays, as in PyTorch. Where weights are fp32 they are their own master, if they
 lie where the state does.
 
-The arithmetic is one pass over memory: on the host a compiled loop (host_adam.py), on a GPU a kernel where one was brought
+The arithmetic is one pass over memory: on the host a compiled loop (host_loops.py), on a GPU a kernel where one was brought
 (device_kernels.py), else torch's fused AdamW. All decouple the decay (arXiv:1711.05101).
 """
 
@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "shard it for training (evaluation=False), or give it to accelerator.prepare() with its optimizer"
             )
         self.units = units
-        self.host = units.host_adam(torch.get_num_threads())
+        self.host = units.host_loops(torch.get_num_threads())
         self.lines: dict[str, LineState] = {}
         self.buffers = CommonBuffers(units.model, units.comm)
         narrow = any(flat.dtype == torch.float16 for flat in units.trainable)
@@ -574,7 +574,7 @@ class ShardedAdamW(ShardedOptimizer):
         if kernels is None and master.device.type != "cpu":
             super().update_piece(master, gradient, moments, weight, group, step, factor)
             return
-        update = self.host.update if kernels is None else kernels.adamw
+        update = self.host.adamw if kernels is None else kernels.adamw
         update(
             master,
             gradient,
@@ -626,6 +626,31 @@ class ShardedSGD(ShardedOptimizer):
     ) -> None:
         self.rule = MOMENTUM if momentum else SGD
         super().__init__(units, params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, loss_scale)
+
+    def update_piece(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+        weight: Tensor | None,
+        group: Hyperparameters,
+        step: int,
+        factor: float,
+    ) -> None:
+        """See `ShardedOptimizer.update_piece`. One pass over memory on the host."""
+        if master.device.type != "cpu":
+            super().update_piece(master, gradient, moments, weight, group, step, factor)
+            return
+        self.host.sgd(
+            master,
+            gradient,
+            moments.get("momentum_buffer"),
+            weight,
+            factor=factor,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+        )
 
     def update(
         self, master: Tensor, gradient: Tensor, moments: dict[str, Tensor], group: Hyperparameters, step: int

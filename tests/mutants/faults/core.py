@@ -307,6 +307,13 @@ FAULTS = (
         _ON_HOST,
     ),
     _fault(
+        "SGD on the host takes its momentum before it is decayed",
+        "ftkit/engine/kernels/host_loops.py",
+        "            g = buffer[i] * momentum_ + g\n",
+        "            g = buffer[i] + g\n",
+        "tests/engine/test_host_loops.py::test_twenty_steps_of_sgd_are_torchs",
+    ),
+    _fault(
         "deferred update: the learning rate is read late",
         "ftkit/engine/optim/optimizer.py",
         "[_noted(group) for group in self.param_groups]",

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ftkit.engine.kernels import host_adam
-from ftkit.engine.kernels.host_adam import BLOCK_NUMEL, RANGE_NUMEL, HostAdamW
+from ftkit.engine.kernels import host_loops
+from ftkit.engine.kernels.host_loops import BLOCK_NUMEL, RANGE_NUMEL, HostLoops
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [*NARROW, torch.float32]
@@ -34,8 +34,8 @@ ULP = 2.0**-23
 
 
 @pytest.fixture(scope="module")
-def one() -> HostAdamW:
-    return HostAdamW(1)
+def one() -> HostLoops:
+    return HostLoops(1)
 
 
 @dataclass
@@ -69,8 +69,8 @@ def gradient(n: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(100 + seed)).mul(0.1).to(dtype)
 
 
-def ours(adam: HostAdamW, s: State, grad: Tensor, step: int = 1, factor: float = FACTOR, **changes: Any) -> None:
-    adam.update(s.master, grad, s.exp_avg, s.exp_avg_sq, s.weight, factor=factor, step=step, **{**USUAL, **changes})
+def ours(adam: HostLoops, s: State, grad: Tensor, step: int = 1, factor: float = FACTOR, **changes: Any) -> None:
+    adam.adamw(s.master, grad, s.exp_avg, s.exp_avg_sq, s.weight, factor=factor, step=step, **{**USUAL, **changes})
 
 
 def torchs(s: State, grad: Tensor, step: int = 1, factor: float = FACTOR, **changes: Any) -> None:
@@ -107,7 +107,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("weight", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"beta1": 0.3, "weight_decay": 0.0, "eps": 1e-3}], ids=["usual", "low-beta1"])
-def test_twenty_steps_are_torchs_and_the_papers(one: HostAdamW, dtype: torch.dtype, weight: Any, changes: dict) -> None:
+def test_twenty_steps_are_torchs_and_the_papers(one: HostLoops, dtype: torch.dtype, weight: Any, changes: dict) -> None:
     n, steps = 4097, 20
     mine = State.make(n, weight)
     theirs, paper = mine.clone(), mine.clone().double()
@@ -129,9 +129,45 @@ def test_twenty_steps_are_torchs_and_the_papers(one: HostAdamW, dtype: torch.dty
             assert same_bits(a[:whole], b[:whole])
 
 
+@pytest.mark.parametrize("weight", [None, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_twenty_steps_of_sgd_are_torchs(
+    one: HostLoops, dtype: torch.dtype, weight: Any, momentum: float, decay: float
+) -> None:
+    n, rate = 4097, 0.05
+    master = torch.randn(n, generator=torch.Generator().manual_seed(7))
+    theirs = torch.nn.Parameter(master.clone())
+    stock = torch.optim.SGD([theirs], lr=rate, momentum=momentum, weight_decay=decay, foreach=False)
+    buffer = torch.zeros(n) if momentum else None
+    out = None if weight is None else torch.zeros(n, dtype=weight)
+    for step in range(20):
+        grad = gradient(n, dtype, step)
+        before = grad.clone()
+        one.sgd(master, grad, buffer, out, factor=FACTOR, lr=rate, momentum=momentum, weight_decay=decay)
+        theirs.grad = grad.float() * FACTOR
+        stock.step()
+        assert torch.equal(grad, before)
+        if out is not None:
+            assert same_bits(out, master.to(weight))
+    whole = n - n % 32  # what is left over of torch's vectors is not fused there
+    torch.testing.assert_close(master, theirs.detach(), rtol=4 * ULP, atol=ULP)
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert same_bits(master[:whole], theirs.detach()[:whole])
+
+
+def test_sgd_refuses_tensors_that_do_not_fit(one: HostLoops) -> None:
+    numbers = {"factor": 1.0, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    with pytest.raises(ValueError, match="momentum_buffer has 3 elements, not 4"):
+        one.sgd(torch.zeros(4), torch.zeros(4), torch.zeros(3), None, **numbers)
+    with pytest.raises(ValueError, match=r"master is torch\.bfloat16"):
+        one.sgd(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), None, None, **numbers)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 4097, 1_000_003])
-def test_any_size_at_any_offset_writes_its_own_range_only(one: HostAdamW, n: int, offset: int) -> None:
+def test_any_size_at_any_offset_writes_its_own_range_only(one: HostLoops, n: int, offset: int) -> None:
     for dtype in NARROW:
         whole = State.make(n + 16, dtype)
         cut = slice(offset, offset + n)
@@ -150,7 +186,7 @@ def test_any_size_at_any_offset_writes_its_own_range_only(one: HostAdamW, n: int
         assert same_bits(part.weight, part.master.to(dtype))
 
 
-def test_the_numbers_given_are_the_numbers_used(one: HostAdamW) -> None:
+def test_the_numbers_given_are_the_numbers_used(one: HostLoops) -> None:
     """Every hyper-parameter changes the step as it changes torch's."""
     changes = {"lr": 3e-2, "beta1": 0.5, "beta2": 0.8, "eps": 0.1, "weight_decay": 0.3, "factor": 2.0, "step": 5}
     for name, value in changes.items():
@@ -163,7 +199,7 @@ def test_the_numbers_given_are_the_numbers_used(one: HostAdamW) -> None:
         assert any(not torch.equal(a, b) for a, b in zip(mine.tensors(), usual.tensors())), name
 
 
-def test_denormals_keep_their_value(one: HostAdamW) -> None:
+def test_denormals_keep_their_value(one: HostLoops) -> None:
     for dtype, tiny in {torch.bfloat16: 2.0**-130, torch.float16: 2.0**-22, torch.float32: 2.0**-140}.items():
         grad = (torch.arange(-512, 512) * tiny).to(dtype)
         assert (grad != 0).sum() > 900
@@ -179,7 +215,7 @@ def test_denormals_keep_their_value(one: HostAdamW) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_inf_and_nan_spoil_what_they_spoil_in_torch(one: HostAdamW, dtype: torch.dtype) -> None:
+def test_inf_and_nan_spoil_what_they_spoil_in_torch(one: HostLoops, dtype: torch.dtype) -> None:
     grad = gradient(64, dtype)
     grad[[3, 20, 40]] = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype)
     mine = State.make(64, dtype)
@@ -199,7 +235,7 @@ def test_inf_and_nan_spoil_what_they_spoil_in_torch(one: HostAdamW, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_every_16_bit_gradient_is_read_as_torch_reads_it(one: HostAdamW, dtype: torch.dtype) -> None:
+def test_every_16_bit_gradient_is_read_as_torch_reads_it(one: HostLoops, dtype: torch.dtype) -> None:
     """With beta1 0 the first moment becomes the gradient itself."""
     grad = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     s = State.make(2**16)
@@ -210,7 +246,7 @@ def test_every_16_bit_gradient_is_read_as_torch_reads_it(one: HostAdamW, dtype: 
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_every_weight_is_rounded_as_torch_rounds_it(one: HostAdamW, dtype: torch.dtype) -> None:
+def test_every_weight_is_rounded_as_torch_rounds_it(one: HostLoops, dtype: torch.dtype) -> None:
     """With lr 0 the master passes through: all 16-bit numbers, their midpoints, and what lies one fp32 place beside."""
     patterns = torch.arange(-(2**15), 2**15)
     exactly = patterns.to(torch.int16).view(dtype).float()
@@ -239,7 +275,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         start, grad = State.make(n, dtype), gradient(n, dtype)
         results = []
         for threads in (1, 2, 3):
-            adam, s = HostAdamW(threads), start.clone()
+            adam, s = HostLoops(threads), start.clone()
             ours(adam, s, grad)
             results.append((adam.square_sum(grad), s))
             adam.close()
@@ -252,7 +288,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 @pytest.mark.parametrize("n", [0, 1, RANGE_NUMEL, RANGE_NUMEL + 1, 10 * RANGE_NUMEL - 1])
 def test_ranges_cover_everything_once_on_as_many_threads_as_asked(n: int) -> None:
     for threads in (1, 2, 3, 7):
-        adam, seen, names = HostAdamW(threads), np.zeros(n, dtype=int), set()
+        adam, seen, names = HostLoops(threads), np.zeros(n, dtype=int), set()
 
         def work(start: int, stop: int) -> None:
             seen[start:stop] += 1  # noqa: B023  (called before the loop goes on)
@@ -267,7 +303,7 @@ def test_ranges_cover_everything_once_on_as_many_threads_as_asked(n: int) -> Non
 
 
 def test_a_fault_on_another_thread_is_raised_after_all_have_ended() -> None:
-    adam, ended = HostAdamW(2), []
+    adam, ended = HostLoops(2), []
 
     def work(start: int, stop: int) -> None:
         if start:
@@ -286,7 +322,7 @@ def test_a_fault_on_another_thread_is_raised_after_all_have_ended() -> None:
 def test_it_runs_beside_torch_from_another_thread() -> None:
     n = 1_000_003
     background, foreground = State.make(n, torch.bfloat16), State.make(n, torch.bfloat16)
-    adam = HostAdamW(2)
+    adam = HostLoops(2)
 
     def update(s: State) -> None:
         for step in range(1, 9):
@@ -304,11 +340,11 @@ def test_it_runs_beside_torch_from_another_thread() -> None:
     assert all(same_bits(a, b) for a, b in zip(background.tensors(), foreground.tensors()))
 
 
-def test_the_loops_let_the_interpreter_go(one: HostAdamW) -> None:
+def test_the_loops_let_the_interpreter_go(one: HostLoops) -> None:
     """Python is told never to switch threads by itself: this one runs during the loop only because the loop lets it."""
     s, grad = State.make(4_000_000), gradient(4_000_000, torch.bfloat16)
     ours(one, s, grad)
-    arrays = [host_adam._array(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
+    arrays = [host_loops._array(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
     started, running = threading.Event(), [False]
 
     def update() -> None:
@@ -335,13 +371,13 @@ def test_the_loops_let_the_interpreter_go(one: HostAdamW) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 17, BLOCK_NUMEL - 1, BLOCK_NUMEL, BLOCK_NUMEL + 1, 1_000_003])
-def test_the_sum_of_squares_is_float64s(one: HostAdamW, dtype: torch.dtype, n: int) -> None:
+def test_the_sum_of_squares_is_float64s(one: HostLoops, dtype: torch.dtype, n: int) -> None:
     values = gradient(n + 3, dtype)[3:]
     expected = math.fsum(values.double().square().tolist())
     assert one.square_sum(values) == pytest.approx(expected, rel=1e-14)
 
 
-def test_the_sum_of_squares_neither_overflows_nor_hides_an_overflow(one: HostAdamW) -> None:
+def test_the_sum_of_squares_neither_overflows_nor_hides_an_overflow(one: HostLoops) -> None:
     assert one.square_sum(torch.full((1000,), 1e30)) == pytest.approx(1000 * float(np.float32(1e30)) ** 2)
     assert one.square_sum(torch.full((1000,), 1e-30)) == pytest.approx(1000 * float(np.float32(1e-30)) ** 2)
     for dtype in DTYPES:
@@ -357,7 +393,7 @@ def test_the_sum_of_squares_neither_overflows_nor_hides_an_overflow(one: HostAda
 
 @pytest.mark.parametrize("other", DTYPES, ids=str)
 @pytest.mark.parametrize("into", DTYPES, ids=str)
-def test_adding_is_fp32s_and_rounds_once_more(one: HostAdamW, into: torch.dtype, other: torch.dtype) -> None:
+def test_adding_is_fp32s_and_rounds_once_more(one: HostLoops, into: torch.dtype, other: torch.dtype) -> None:
     n = 4097
     target, source = gradient(n + 5, into, 1)[5:], gradient(n, other, 2)
     source[[1, 2]] = torch.tensor([math.inf, math.nan], dtype=other)
@@ -375,7 +411,7 @@ def test_threads_add_the_same_and_everything() -> None:
     start, source = gradient(n, torch.float32, 1), gradient(n, torch.bfloat16, 2)
     expected = start + source.float()
     for threads in (1, 2, 3):
-        adam, target = HostAdamW(threads), start.clone()
+        adam, target = HostLoops(threads), start.clone()
         adam.add_(target, source)
         adam.close()
         assert torch.equal(target, expected)
@@ -405,19 +441,19 @@ def test_threads_add_the_same_and_everything() -> None:
     ],
     ids=lambda change: next(f"{k}-{getattr(v, 'dtype', v)}" for k, v in change.items()),
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(one: HostAdamW, change: dict) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_written(one: HostLoops, change: dict) -> None:
     s = State.make(8, torch.bfloat16)
     arguments = {"master": s.master, "gradient": torch.ones(8), "exp_avg": s.exp_avg, "exp_avg_sq": s.exp_avg_sq}
     arguments |= {"weight": s.weight, "factor": 1.0, "step": 1, **USUAL}
     before = s.clone()
     with pytest.raises(ValueError, match=next(iter(change)).replace("beta1", "betas").replace("beta2", "betas")):
-        one.update(**{**arguments, **change})
+        one.adamw(**{**arguments, **change})
     assert all(torch.equal(a, b) for a, b in zip(s.tensors(), before.tensors()))
-    one.update(**arguments)
+    one.adamw(**arguments)
     assert not torch.equal(s.master, before.master)
 
 
-def test_the_sums_refuse_too(one: HostAdamW) -> None:
+def test_the_sums_refuse_too(one: HostLoops) -> None:
     for wrong in (torch.zeros(8, dtype=torch.float64), torch.zeros(16)[::2], torch.zeros(8, device="meta")):
         with pytest.raises(ValueError, match="gradient"):
             one.square_sum(wrong)
@@ -428,11 +464,11 @@ def test_the_sums_refuse_too(one: HostAdamW) -> None:
     with pytest.raises(ValueError, match="7 elements"):
         one.add_(torch.zeros(8), torch.zeros(7))
     with pytest.raises(ValueError, match="threads"):
-        HostAdamW(0)
+        HostLoops(0)
 
 
 def test_fp16_is_refused_where_the_cpu_does_not_know_it() -> None:
-    adam, half = HostAdamW(1), torch.zeros(8, dtype=torch.float16)
+    adam, half = HostLoops(1), torch.zeros(8, dtype=torch.float16)
     assert set(adam._loops.dtypes) == set(DTYPES) or "f16c" not in Path("/proc/cpuinfo").read_text()
     adam._loops = dataclasses.replace(adam._loops, dtypes=(torch.float32, torch.bfloat16))
     with pytest.raises(ValueError, match="F16C"):
@@ -446,12 +482,12 @@ def test_fp16_is_refused_where_the_cpu_does_not_know_it() -> None:
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba.core.compiler_lock", None)
     with pytest.raises(ImportError, match=r"pip install 'numba>="):
-        HostAdamW(1)
+        HostLoops(1)
 
 
-def test_what_numba_cannot_compile_is_an_import_error_too(one: HostAdamW) -> None:
+def test_what_numba_cannot_compile_is_an_import_error_too(one: HostLoops) -> None:
     with pytest.raises(ImportError, match=r"pip install 'numba>="):
-        host_adam._call(one._loops.square_sums, np.zeros(3, dtype=np.int64), np.zeros(1))
+        host_loops._call(one._loops.square_sums, np.zeros(3, dtype=np.int64), np.zeros(1))
 
 
 def test_without_a_folder_for_the_code_it_compiles_in_memory() -> None:
@@ -463,10 +499,10 @@ def test_without_a_folder_for_the_code_it_compiles_in_memory() -> None:
             raise RuntimeError("no locator available")
         return lambda loop: loop
 
-    assert host_adam._jit(SimpleNamespace(jit=jit), math.sqrt, set()) is math.sqrt
+    assert host_loops._jit(SimpleNamespace(jit=jit), math.sqrt, set()) is math.sqrt
     assert asked == [True, False]
 
 
 def test_importing_it_does_not_import_numba() -> None:
-    code = "import sys, ftkit.engine.kernels.host_adam; sys.exit('numba' in sys.modules)"
+    code = "import sys, ftkit.engine.kernels.host_loops; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
