@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartFo
 
 import ftkit
 from ftkit.engine.core.holding import gathered_bytes
+from ftkit.errors import UserError
 from ftkit.hf.inference import generation
 from ftkit.hf.inference.generation import Draw, generate, generate_everywhere, generate_ids
 from ftkit.hf.models import weight_holding as room
@@ -578,3 +579,25 @@ def test_strings_that_stop_an_answer(tmp_path):
     with pytest.raises(ftkit.UserError, match="stop_strings, which need a tokenizer"):
         generate_ids(model, [[5, 6]], **wanted)
     assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1
+
+
+def answered_without_finite_logits(temperature: float) -> list[str]:
+    """Return what a rank is told of a model whose weights are finite and whose logits are not, whole and sharded."""
+    told = []
+    for settings in (None, {"stage": 3}):
+        model = families.build("llama")
+        with torch.no_grad():
+            model.lm_head.weight.fill_(1e38)  # finite, and no sum of two such products is
+            model.model.norm.weight.fill_(1e3)
+        if settings is not None:
+            ftkit.shard(model, settings)
+        with pytest.raises(UserError) as refused:
+            generation.generate_ids(model, prompts(2), max_new_tokens=2, temperature=temperature)
+        told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_are_no_answers(world2, temperature):
+    for told in world2.run(answered_without_finite_logits, temperature):
+        assert all(each.startswith("the model's logits are NaN or infinite, though its weights are finite") for each in told)

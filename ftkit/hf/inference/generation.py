@@ -84,7 +84,7 @@ def generate(
 
     Raises:
         UserError: a prompt that the template refuses, that has a key which nobody reads or that is too long; hold=True
-            where the weights do not fit; weights that are NaN or infinite.
+            where the weights do not fit; weights or logits that are NaN or infinite.
 
     Cost: what its tokens take, and one pass over each rank's weights, to see that they are finite.
     """
@@ -195,6 +195,7 @@ def generate_ids(
     longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
     beside = cache_bytes(base, min(batch_size, len(prompts)), longest)
     answers: list[list[int]] = []
+    looked = LogitsWatch()
     with torch.no_grad(), evaluating(model), held(units, hold, beside_bytes=beside, limits=limits) as whole:
         # Held weights need no other rank; else every rank has a batch in every round, some a spare one.
         for number in range(rounds if whole else max(each for each, _ in told)):
@@ -203,9 +204,15 @@ def generate_ids(
                 if rows:
                     draw = sampling.draw([numbers[row] for row in rows])
                     batch = [prompts[row] for row in rows]
-                    answers += _batch(model, batch, max_new_tokens, draw, ends, pad, tokenizer)
+                    answers += _batch(model, batch, max_new_tokens, draw, looked, ends, pad, tokenizer)
                 else:
-                    _batch(model, [[pad]], 1, None, ends, pad, tokenizer)
+                    _batch(model, [[pad]], 1, None, LogitsWatch(), ends, pad, tokenizer)
+    own = looked.found()
+    if own if units is None else units.comm.any(own):
+        raise UserError(
+            "the model's logits are NaN or infinite, though its weights are finite: every answer would be empty or noise. "
+            "Its activations overflow: compute in fp32 or bf16, or compare its configuration and weights with the originals"
+        )
     return answers
 
 
@@ -289,6 +296,7 @@ def _batch(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     draw: Draw | None,
+    looked: LogitsWatch,
     ends: list[int],
     pad: int,
     tokenizer: Any = None,
@@ -307,7 +315,7 @@ def _batch(
         max_new_tokens=max_new_tokens,
         eos_token_id=ends or None,
         pad_token_id=pad,
-        logits_processor=LogitsProcessorList([draw] if draw is not None else []),
+        logits_processor=LogitsProcessorList([looked] if draw is None else [looked, draw]),
         do_sample=False,  # `draw` leaves one token to choose
         temperature=None,
         top_p=None,
@@ -345,6 +353,26 @@ class _Sampling:
 
     def draw(self, numbers: Sequence[int]) -> Draw | None:
         return Draw(self.temperature, self.top_p, self.seed, numbers) if self.temperature > 0 else None
+
+
+class LogitsWatch(LogitsProcessor):
+    """Notes whether any logits were NaN or above all numbers, and changes none. (-inf is a token that is ruled out.)
+
+    Nothing is raised while tokens are made: the other ranks make theirs. Cost: a reading of the logits of each token.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Look at scores (B, V), and return them."""
+        broken = (scores.isnan() | scores.isposinf()).any()
+        self._seen = broken if self._seen is None else self._seen | broken
+        return scores
+
+    def found(self) -> bool:
+        """Return whether there were any; waits for the device."""
+        return self._seen is not None and bool(self._seen)
 
 
 @dataclass

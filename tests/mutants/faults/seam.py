@@ -50,6 +50,13 @@ FAULTS = (
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
     ),
     fault(
+        "answers of logits that are not finite are given",
+        "ftkit/hf/inference/generation.py",
+        "    if own if units is None else units.comm.any(own):",
+        "    if False:",
+        "tests/hf/test_generation.py::test_logits_that_are_not_finite_are_no_answers",
+    ),
+    fault(
         "a run that was planned is planned again",
         "ftkit/hf/sharding.py",
         "        if plan is None:\n            free =",
