@@ -23,7 +23,7 @@ from torch import nn
 import ftkit
 from ftkit.engine.checkpoint.weight_sums import placed_sum
 from ftkit.errors import UserError
-from ftkit.hf.weights.base_digest import BASE_FILE, check_base, digests_of, note_of
+from ftkit.hf.weights.base_digest import BASE_FILE, check_base, digests_of, note_of, uncompared
 from ftkit.hf.weights.merging import merge_adapter
 from tests.hf import runs
 from tests.hf.runs import Run
@@ -169,6 +169,17 @@ def test_one_changed_element_in_memory_and_a_changed_scale_are_refused(world2, t
     assert "layers.1.mlp.up_proj" in element
     assert "lora_alpha: 8 then, 64 now" in scale
     assert "use_rslora" in stabilised
+
+
+def in_another_dtype(folder: str) -> bool:
+    """Return whether the notes of one base in two dtypes are known not to be comparable."""
+    now = note_of(trainer_of(f"{folder}/run", lambda: get_peft_model(small(), adapter()))._sharded())
+    then = {**now, "frozen": {name: f"torch.bfloat16 {told.partition(' ')[2]}" for name, told in now["frozen"].items()}}
+    return not uncompared(now, now) and uncompared(then, now) == sorted(now["frozen"])
+
+
+def test_frozen_weights_in_another_dtype_are_said_not_to_be_compared(world1, tmp_path):
+    assert world1.run(in_another_dtype, str(tmp_path)) == [True]
 
 
 def bases_by_turns(folder: str) -> list[str]:

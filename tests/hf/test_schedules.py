@@ -300,6 +300,20 @@ def test_a_schedule_of_ones_own_whose_state_grows_goes_on(schedule, world1, tmp_
     goes_on(world1, tmp_path, made(schedule))
 
 
+def to_a_constant(folder: str) -> list[float]:
+    """Go on with another schedule of the same class, whose rule is a function and not an object; return the rates."""
+    runs.make_trainer("ours", folder, named("linear", {})).train()
+    again = runs.make_trainer("ours", folder, named("constant", {}))
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return [line["learning_rate"] for line in again.state.log_history if "learning_rate" in line and line["step"] > 3]
+
+
+def test_another_schedule_of_the_same_class_holds_from_the_resumed_step_on(world1, tmp_path):
+    [rates] = world1.run(to_a_constant, str(tmp_path))
+    assert len(rates) == 3
+    assert set(rates) == {BASE.arguments["learning_rate"]}
+
+
 def changed_type(folder: str) -> str:
     """Train with one schedule, go on with another, and return what is said."""
     runs.make_trainer("ours", folder, named("cosine", {})).train()

@@ -210,8 +210,8 @@ def _fits_rules(found: Any, own: list[Any]) -> bool:
     if not isinstance(found, (list, tuple)) or len(found) != len(own):
         return False
     return all(
-        one is None if two is None else isinstance(one, dict) and one.keys() == two.keys() and grown(one, two)
-        for one, two in zip(found, own)
+        not one if not two else isinstance(one, dict) and one.keys() == two.keys() and grown(one, two)
+        for one, two in zip(found, own)  # a function has None, an object without attributes {}: neither has a state
     )
 
 

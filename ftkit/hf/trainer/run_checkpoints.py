@@ -38,7 +38,7 @@ from ftkit.engine.files.sealed_files import (
 from ftkit.errors import LostRank, RanksDiffer, UserError
 from ftkit.hf.trainer.callbacks import listeners
 from ftkit.hf.trainer.checkpoint_files import check_state, readable
-from ftkit.hf.weights.base_digest import Note, check_base, note_of
+from ftkit.hf.weights.base_digest import Note, check_base, note_of, uncompared
 from ftkit.hf.weights.saving import check_savable, try_writing
 from ftkit.output.ownership import ENGINE_FOLDER, is_list
 from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
@@ -98,6 +98,15 @@ class RunCheckpoints:
         """Raise UserError if a checkpoint's note names another base than this run's; say so where there is none."""
         if not check_base(noted, self.base(), where) and self.trainer.units.comm.rank == 0:
             logger.warning("%s: notes no base (an earlier version saved it); whether it has changed is not known", where)
+        names = uncompared(noted, self.base())
+        if names and self.trainer.units.comm.rank == 0:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            logger.warning(
+                "%s: the frozen weights of %s%s compute in another dtype than then: whether they have changed is not known",
+                where,
+                names[0],
+                more,
+            )
 
     def save(self, run_folder: str, write: Callable[[], None]) -> None:
         """Begin a checkpoint: small files now, weights and state while training goes on. A collective.

@@ -218,6 +218,15 @@ def _changed_frozen(noted: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [name for name, old, new in pairs if old != new and old.partition(" ")[0] == new.partition(" ")[0]]
 
 
+def uncompared(noted: Any, now: Note) -> list[str]:
+    """Return the frozen tensors of two notes that `check_base` could not compare: another dtype, or noted once only."""
+    old, new = (each.get("frozen", {}) if isinstance(each, dict) else {} for each in (noted, now))
+    if not old or not new:
+        return []
+    dtypes = [{name: str(told).partition(" ")[0] for name, told in each.items()} for each in (old, new)]
+    return [name for name in sorted({*old, *new}) if dtypes[0].get(name) != dtypes[1].get(name)]
+
+
 def _changes(noted: Note, now: Note, part: str, package: str) -> list[tuple[str, Any, Any]]:
     version = noted.get(VERSIONS, {}).get(package)
     same = version is not None and version == now.get(VERSIONS, {}).get(package)
