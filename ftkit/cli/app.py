@@ -217,10 +217,12 @@ def plan(
         with Console(stderr=True).status("and what if …"):
             answers = list(what_if(made.asked))
     if as_json:
-        told = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
-        told |= {"what_if": [each.as_dict() for each in answers]} if wonder else {}
-        told |= {"dry_run": done.as_dict()} if done is not None else {}
-        typer.echo(json.dumps(told, indent=1))
+        found = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
+        if wonder:
+            found["what_if"] = [each.as_dict() for each in answers]
+        if done is not None:
+            found["dry_run"] = done.as_dict()
+        typer.echo(json.dumps(found, indent=1))
     else:
         _show_plan(made, epoch, answers, done, most=most)
     if done is not None and not done.agrees:

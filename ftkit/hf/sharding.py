@@ -285,13 +285,12 @@ def shard(
             shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
             shape = untrained(shape) if evaluation else replace(shape, rule=rule)
             plan = _planned(settings, shape, free, accumulation_steps, parts)
-            evaluated_only = evaluation
         else:
-            evaluated_only = False
-        policy = replace(policy_of(plan, dtype), prefetch=settings.prefetch, debug=settings.debug)
+            evaluation, parts = False, plan.way.parts
+        policy = replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug)
         settled.meta = on_meta(model)
         units = shard_as(model, blocks, comm, policy, _open_tiers(model, comm, plan, policy, settings.nvme_dir))
-    units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluated_only
+    units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
     if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS
     _guard(units)
@@ -357,8 +356,8 @@ def _guard(units: ShardedModel) -> None:
         tell_hooks(units, PLAIN)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and units.policy.stage == 3 and units.comm.world_size > 1:
-            # transformers' own mark, for methods of theirs that would go alone
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            # transformers' own mark: its methods that would call the model on one rank alone look for it.
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]  # torch's stubs know modules and tensors only
         if isinstance(module, PreTrainedModel) and cut:
             module.register_forward_pre_hook(_refuse_captured, with_kwargs=True)
     refuse_caches(units)

@@ -33,19 +33,19 @@ class RanksMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
-        self.of = shell
         self.ranks: RunsCells | None = None
 
     @cell_magic("ranks")  # type: ignore[arg-type]  # its types are of functions, not of methods
     def run(self, line: str, cell: str) -> Any:
         """Run a cell on every rank; the value of its last expression on rank 0 is the cell's."""
         name = line.strip()
-        ranks = self.of.user_ns.get(name) if name else self.ranks
+        shell: Any = self.shell  # IPython types it as possibly absent
+        ranks = shell.user_ns.get(name) if name else self.ranks
         if not isinstance(ranks, RunsCells):
             found = f"%%ranks: {name!r} holds no ranks" if name else "%%ranks: no ranks were started"
             raise Refused(f"{found}; first, in a cell: from ftkit.notebook import Ranks; ranks = Ranks(2).start()")
-        running = self.of.displayhook.exec_result  # newer shells count on before a cell runs
-        number = getattr(running, "execution_count", None) or self.of.execution_count
+        running = shell.displayhook.exec_result  # newer shells count on before a cell runs
+        number = getattr(running, "execution_count", None) or shell.execution_count
         return ranks.run(cell, name=f"cell [{number}]")
 
 

@@ -145,7 +145,7 @@ def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     islands, skipped = trainer.engine.islands, trainer.engine_optimizer.loss_scale.skipped_steps
     source = getattr(trainer.model, "_ftkit_source", None)
     weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
-    told = f"fp32 islands: {islands.told()}; {weights}; {counted(skipped, 'step')} skipped"
+    told = f"fp32 islands: {islands.describe()}; {weights}; {counted(skipped, 'step')} skipped"
     overflows = [{"step": step, "where": where} for step, where in trainer.overflows]
     return {"islands": islands.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
 

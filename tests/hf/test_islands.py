@@ -207,8 +207,8 @@ def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.Lo
     assert ends["fp32"][-1] < 0.85 * ends["fp32"][0]
     assert ends["bf16"][-1] == pytest.approx(ends["fp32"][-1], rel=0.01)
     assert ends["fp16"] == pytest.approx(ends["fp32"], rel=0.01)
-    assert "model.layers.0" in made.units.islands.told()
-    assert f"fp16: fp32 islands: {made.units.islands.told()}" in caplog.text
+    assert "model.layers.0" in made.units.islands.describe()
+    assert f"fp16: fp32 islands: {made.units.islands.describe()}" in caplog.text
     fresh_state()
     lost = trainer(folder, tmp_path / "lost", "fp16", NotLooking)
     with pytest.raises(ftkit.errors.Diverged, match="not finite in 30 of 30 steps"):
@@ -418,7 +418,7 @@ def test_one_batch_that_is_not_finite_is_enough() -> None:
     bad["input_ids"][0, 0] = 7
     found = find_islands(ftkit.shard(model, {"dtype": "fp16", "kernels": "off"}), [bad, good])
     assert not found.finite
-    assert "not finite" in found.told()
+    assert "not finite" in found.describe()
 
 
 def test_an_earlier_stream_under_a_later_one() -> None:

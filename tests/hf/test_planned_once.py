@@ -6,7 +6,6 @@ import pytest
 
 import ftkit
 from ftkit.hf import sharding
-from ftkit.plan.ways import Forced
 from tests.hf import runs
 
 
@@ -35,10 +34,16 @@ def test_a_plan_with_blocks_together_makes_the_loader_hand_over_whole_steps(tmp_
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 1)
 
 
+def test_blocks_divide_a_batch_into_the_parts_asked_for_and_not_into_those_of_the_whole_step():
+    settings = {"stage": 3, "accumulate_in": "unit"}
+    assert ftkit.shard(runs.llama(), settings, accumulation_steps=2, parts=3).policy.parts == 3
+    plan = ftkit.shard(runs.llama(), settings, parts=2).plan
+    assert ftkit.shard(runs.llama(), settings, plan=plan).policy.parts == 2
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_the_settings_leave_open_is_the_plans(stage):
     plan = ftkit.shard(runs.llama(), {"stage": stage, "activations": "keep"}).plan
-    assert plan.asked.forced != Forced()
     units = ftkit.shard(runs.llama(), "auto", plan=plan)
     assert (units.policy.stage, units.policy.activations) == (stage, "keep")
     assert not units.evaluated_only

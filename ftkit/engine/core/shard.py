@@ -394,7 +394,7 @@ def shard(
         tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
         split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
         host_loops: from a number of threads to the arithmetic on shards in host memory.
-        units_class: class of what is returned, for a caller that remembers more of a sharded model.
+        units_class: class of the returned units; a caller passes a subclass to keep its own facts with the model.
 
     Returns:
         The units, which an optimizer and a checkpoint take.

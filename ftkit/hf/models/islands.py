@@ -30,8 +30,8 @@ class Islands:
     finite: bool = True
     looked: bool = False
 
-    def told(self) -> str:
-        """Return one line that names every island."""
+    def describe(self) -> str:
+        """Return one line with every module that computes in fp32, and why."""
         if not self.found and not self.looked:
             return "not looked for"
         if not self.found and not self.finite:

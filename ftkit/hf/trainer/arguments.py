@@ -68,5 +68,5 @@ class ArgumentsMixin:
 
 
 @dataclass
-class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):  # type: ignore[misc]  # None: not said
+class TrainingArguments(ArgumentsMixin, transformers.TrainingArguments):  # type: ignore[misc]  # our filter may be None
     """`transformers.TrainingArguments` with `ftkit`."""

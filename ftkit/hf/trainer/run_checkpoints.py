@@ -102,7 +102,8 @@ class RunCheckpoints:
         if names and self.trainer.units.comm.rank == 0:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             logger.warning(
-                "%s: the frozen weights of %s%s compute in another dtype than then: whether they have changed is not known",
+                "%s: the frozen weights of %s%s were not compared with this run's: they have another dtype, or were frozen "
+                "in one of the two runs only",
                 where,
                 names[0],
                 more,

@@ -16,11 +16,11 @@ from ftkit.hf.trainer.arguments import TrainingArguments
 from ftkit.hf.trainer.trainer import Trainer
 
 
-class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]  # as there
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]  # as TrainingArguments
     """`transformers.Seq2SeqTrainingArguments` with `ftkit`."""
 
 
-class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]  # prediction_step: `**others` for both
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]  # ours takes any keywords
     """`transformers.Seq2SeqTrainer` on ftkit's engine. Takes `ftkit.Seq2SeqTrainingArguments`.
 
     Raises:

@@ -483,7 +483,8 @@ class TrainerMixin(LossMixin):
         before = dict(self.engine.islands.found)
         found = find_islands(self.engine, batches)
         if first:
-            logger.log(logging.WARNING if found.found != before else logging.INFO, "fp16: fp32 islands: %s", found.told())
+            level = logging.WARNING if found.found != before else logging.INFO
+            logger.log(level, "fp16: fp32 islands: %s", found.describe())
         return found.finite
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -566,8 +567,8 @@ class TrainerMixin(LossMixin):
         self._sharded()
 
         def write() -> None:
-            # On the instance: so a subclass that uploads by itself is met, too.
-            self._push_from_checkpoint = self.checkpoints.push_when_named  # type: ignore[method-assign]
+            # On the instance, so that it also replaces the method of a subclass that uploads by itself.
+            self._push_from_checkpoint = self.checkpoints.push_when_named  # type: ignore[method-assign]  # see above
             try:
                 stock(model, trial)
             finally:

@@ -219,7 +219,7 @@ def _changed_frozen(noted: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def uncompared(noted: Any, now: Note) -> list[str]:
-    """Return the frozen tensors of two notes that `check_base` could not compare: another dtype, or noted once only."""
+    """Return the frozen tensors that `check_base` cannot compare: those of another dtype, and those in one note only."""
     old, new = (each.get("frozen", {}) if isinstance(each, dict) else {} for each in (noted, now))
     if not old or not new:
         return []

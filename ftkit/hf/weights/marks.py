@@ -1,4 +1,4 @@
-"""transformers' mark of what is initialised: its initialisers pass by a tensor, or a layer, that bears it."""
+"""The flag `_is_hf_initialized`: transformers does not initialise a tensor or module that has it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from torch import Tensor, nn
 
 
 def mark_initialised(thing: Tensor | nn.Module, *, done: bool = True) -> None:
-    """Mark a tensor or a module as initialised, or as not."""
+    """Set the flag of a tensor or a module.
+
+    Args:
+        thing: the tensor or module.
+        done: whether it is initialised.
+    """
     marked: Any = thing
     marked._is_hf_initialized = done
 
 
 def unmark(tensor: Tensor) -> None:
-    """Take the mark away."""
+    """Remove the flag of a tensor that has it."""
     marked: Any = tensor
     del marked._is_hf_initialized

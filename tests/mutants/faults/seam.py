@@ -50,6 +50,20 @@ FAULTS = (
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
     ),
     fault(
+        "blocks divide a batch into the parts of the whole step",
+        "ftkit/hf/sharding.py",
+        "prefetch=settings.prefetch, parts=parts, debug=settings.debug)",
+        "prefetch=settings.prefetch, debug=settings.debug)",
+        "tests/hf/test_planned_once.py::test_blocks_divide_a_batch_into_the_parts_asked_for_and_not_into_those_of_the_whole_step",
+    ),
+    fault(
+        "frozen weights in another dtype are passed over in silence",
+        "ftkit/hf/trainer/run_checkpoints.py",
+        "        if names and self.trainer.units.comm.rank == 0:",
+        "        if not names and self.trainer.units.comm.rank == 0:",
+        "tests/hf/test_base.py::test_frozen_weights_in_another_dtype_are_said_not_to_be_compared",
+    ),
+    fault(
         "answers of logits that are not finite are given",
         "ftkit/hf/inference/generation.py",
         "    if own if units is None else units.comm.any(own):",
