@@ -127,9 +127,7 @@ class Outgoing:
     infinite: bool = False
 
 
-def write_model(
-    out: Path, tensors: Mapping[str, Outgoing], shard_bytes: int, progress: Callable[[int, int], None]
-) -> int:
+def write_model(out: Path, tensors: Mapping[str, Outgoing], shard_bytes: int, progress: Callable[[int, int], None]) -> int:
     """Write tensors, by their hub names, as the safetensors files of a folder, which get their names when all are whole.
 
     Returns:

@@ -301,9 +301,7 @@ def _load_again(units: Units, source: WeightSource, optimizer: ShardedOptimizer 
     return report
 
 
-def _write(
-    units: Units, places: Places, missing: set[str], optimizer: ShardedOptimizer | None, report: LoadReport
-) -> None:
+def _write(units: Units, places: Places, missing: set[str], optimizer: ShardedOptimizer | None, report: LoadReport) -> None:
     """Write what files have and what is initialised into shards, and note the exact values that masters begin from."""
     kept = {flat.name: flat.origin for flat in units.flats}  # of parameters that had values
     report.bytes_read = _stream(units, places, optimizer, report.narrowing)
@@ -565,14 +563,10 @@ def generation_config(
         UserError: there is no configuration that can be read; a field of `generation_config.json` is misspelled
     """
     source = None if folder is None else os.fspath(folder)
-    return _generation_config(
-        source, revision, read_config(source, config, revision, trust_remote_code=trust_remote_code)
-    )
+    return _generation_config(source, revision, read_config(source, config, revision, trust_remote_code=trust_remote_code))
 
 
-def _generation_config(
-    source: str | None, revision: str | None, config: PretrainedConfig
-) -> transformers.GenerationConfig:
+def _generation_config(source: str | None, revision: str | None, config: PretrainedConfig) -> transformers.GenerationConfig:
     """Return what the weights' folder says of generation; where it says nothing, what follows from the configuration."""
     if source is not None:
         try:

@@ -5,8 +5,7 @@ shards with two gradients, where plain PyTorch would let both updates write to t
 elements and train are refused by name. Frozen ones never change, so each gets its own copy of the values; so does a
 frozen parameter whose elements are one and the same (`expand`), which would pass for a parameter without values.
 
-A buffer or a plain attribute that shares memory with a trained parameter (`weight.detach()`, a view, `.data`) would keep the
-values from before sharding, so it is refused by name, too.
+Whatever else holds the memory of a trained parameter (`weight.detach()`, a view, `.data`) is looked for in `aliases`.
 
 Columns of one tensor that do not touch each other are no ties. Parameters of lazy modules, which have no shape yet, are
 refused. What it costs: one look at the addresses; a mask of the memory where extents overlap.
@@ -14,10 +13,7 @@ refused. What it costs: one look at the addresses; a mask of the memory where ex
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +21,15 @@ from torch.nn.parameter import is_lazy
 
 from ftkit.engine.core.resharded import Guard
 from ftkit.errors import UserError
+from ftkit.hf.weights.aliases import extent, refuse_aliases
 
 
 def separate(model: nn.Module) -> None:
     """Give frozen parameters that share memory copies of their own.
 
     Raises:
-        UserError: for parameters that share memory and train, also with a buffer or a plain attribute, and for those of
-            lazy modules.
+        UserError: for parameters that share memory and train, also with anything else that the model holds, and for
+            those of lazy modules.
     """
     here: list[tuple[int, str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
@@ -68,65 +65,9 @@ def separate(model: nn.Module) -> None:
                 )
             parameter.data = parameter.data.clone()
             continue
-        if (stop := _stop(parameter)) > reached:
+        if (stop := extent(parameter)[1]) > reached:
             reached, last = stop, (name, parameter)
-    _refuse_seen_elsewhere(model, [each for each in here if each[2].requires_grad])
-
-
-def _refuse_seen_elsewhere(model: nn.Module, trained: list[tuple[int, str, nn.Parameter]]) -> None:
-    """Raise for a buffer or a plain attribute that shares elements with a trained parameter; those by their addresses."""
-    starts = [start for start, _, _ in trained]
-    reached = list(accumulate((_stop(parameter) for _, _, parameter in trained), max))
-    own = {id(parameter) for parameter in model.parameters()}
-    for name, tensor in _others(model):
-        if id(tensor) in own or is_lazy(tensor) or isinstance(tensor, Guard) or tensor.is_meta:
-            continue
-        if tensor.layout != torch.strided or not tensor.numel():
-            continue
-        number = bisect_left(starts, _stop(tensor)) - 1
-        while number >= 0 and reached[number] > tensor.data_ptr():
-            _, of, parameter = trained[number]
-            if _stop(parameter) > tensor.data_ptr() and _share(*sorted((parameter, tensor), key=Tensor.data_ptr)):
-                raise UserError(
-                    f"{name} shares memory with the parameter {of}, which trains: it would keep the values from before "
-                    "sharding. Use the parameter itself where it is needed (a property, or module.weight = other.weight "
-                    f"for a tie), or give {name} memory of its own (.clone()), before the model is sharded"
-                )
-            number -= 1
-
-
-def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of modules that are no parameters: buffers, and attributes, also in a list or a dictionary.
-
-    What torch's own pruning and norms compute anew for each call, from a parameter of that name with `_orig`, is left out.
-    """
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for key, buffer in module.named_buffers(recurse=False):
-            yield path + key, buffer
-        for key, value in vars(module).items():
-            if key in ("_parameters", "_buffers", "_modules") or f"{key}_orig" in module._parameters:
-                continue
-            for tensor in _inside(value):
-                yield path + key, tensor
-
-
-DEEPEST = 4
-"""Containers in containers of an attribute that are looked into: one may hold itself."""
-
-
-def _inside(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple, set)) and depth < DEEPEST:
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _inside(each, depth + 1)
-
-
-def _stop(parameter: Tensor) -> int:
-    """Return the address behind a tensor's last element."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
-    return parameter.data_ptr() + span * parameter.element_size()
+    refuse_aliases(model, {name: parameter for _, name, parameter in here if parameter.requires_grad}, _share)
 
 
 def _overlaps_itself(parameter: Tensor) -> bool:
@@ -140,7 +81,7 @@ def _overlaps_itself(parameter: Tensor) -> bool:
 
 
 def _distinct(parameter: Tensor) -> bool:
-    marks = _marks(parameter, parameter.data_ptr(), _stop(parameter))
+    marks = _marks(parameter, *extent(parameter))
     return int(marks.sum()) == parameter.numel()
 
 
@@ -161,5 +102,5 @@ def _share(one: Tensor, other: Tensor) -> bool:
         return True
     if one.is_contiguous() and other.is_contiguous():
         return True
-    first, stop = one.data_ptr(), max(_stop(one), _stop(other))
+    first, stop = one.data_ptr(), max(extent(one)[1], extent(other)[1])
     return bool((_marks(one, first, stop) & _marks(other, first, stop)).any())

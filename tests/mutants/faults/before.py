@@ -137,9 +137,30 @@ FAULTS = (
     fault(
         "a view of a trained weight goes on with its values from before",
         "ftkit/hf/weights/own_memory.py",
-        "    _refuse_seen_elsewhere(model, [each",
-        "    _refuse_seen_elsewhere(nn.Module(), [each",
+        "    refuse_aliases(model, {",
+        "    refuse_aliases(nn.Module(), {",
         "tests/hf/test_own_memory.py::test_what_cannot_be_kept_is_refused_by_name",
+    ),
+    fault(
+        "an alias in the closure of a hook goes on with its values from before",
+        "ftkit/hf/weights/aliases.py",
+        "            waiting += ((holder, each) for each in _of_function(value))\n",
+        "            pass\n",
+        "tests/hf/test_aliases.py::test_an_alias_that_the_model_holds_is_refused[closure]",
+    ),
+    fault(
+        "an array that a weight was made of goes on with its values from before",
+        "ftkit/hf/weights/aliases.py",
+        "    return not storage.resizable() or ",
+        "    return ",
+        "tests/hf/test_aliases.py::test_an_alias_that_the_model_holds_is_refused[made_of_an_array]",
+    ),
+    fault(
+        "an alias in a script's variable is passed over in silence",
+        "ftkit/hf/weights/aliases.py",
+        "    for value in gc.get_objects():\n",
+        "    for value in ():\n",
+        "tests/hf/test_aliases.py::test_an_alias_that_only_a_script_holds_is_told",
     ),
     fault(
         "a cast to the dtype of the file is forgotten",
