@@ -223,6 +223,17 @@ def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
     assert f"warning: {fault}" in capsys.readouterr().out
 
 
+def test_samples_beyond_the_longest_text_of_the_tokenizer_are_told(recipe, base, capsys):
+    path = recipe([chat(f"{n}+1? and some more words", str(n)) for n in range(8)], room=64)
+    dry_run(load(str(path)), 1)
+    assert "model_max_length" not in capsys.readouterr().out
+    file = base / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 8}))
+    dry_run(load(str(path)), 1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the tokenizer's model_max_length is 8: tokens beyond it are trained on" in said
+
+
 def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
     template = TEMPLATE.replace("+ eos_token }}{% endgeneration", "+ '<pad>' }}{% endgeneration")
     rows = [chat("1+1?", "two"), chat("2+2?", "four")]

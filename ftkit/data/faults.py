@@ -26,6 +26,7 @@ from ftkit.config.wording import counted
 from ftkit.data.counts import Found, Report
 from ftkit.data.formats import Conversation
 from ftkit.data.rendering import Rendered
+from ftkit.data.unwritten import SIGNS, Text, unwritten
 
 FAULTS = {
     "no_end": "an answer that no token ends: the model would not learn to stop. Let the chat template close each answer "
@@ -36,6 +37,10 @@ FAULTS = {
     "left_out": "a system, user or tool turn that the chat template leaves out",
     "half_read": "an answer of which the chat template leaves out a part, which is not learned: its reasoning, or words "
     "beside its calls. Some templates drop the reasoning of all answers but the last; rows of one answer each keep it",
+    "unwritten": "a value beside what turns say (a name, an argument of a call, an item of a list) that the chat template "
+    "reads and does not write in full. Compare with the texts that `ftkit data` shows",
+    "glued": "a system text right before the prompt, with nothing between them: there is no chat template to part them. End "
+    "the system text with a blank or a line break",
     "call_as_text": "a call whose arguments are JSON text, which the chat template puts in quotes once more. Write them as "
     "an object",
     "doubled_bos": "two beginning-of-sequence tokens in a row; at the front of a row one of them was dropped. Take it out "
@@ -66,7 +71,6 @@ LEAST_TEXT = 3
 FEW_WORDS = 3
 """Tokens up to which an answer is looked at more closely: whether there is anything in it."""
 CLOSING_CHARACTERS = 20
-SIGNS = re.compile(r"\W+")
 LITTLE_TRAINED = 0.01
 """Share of tokens trained on below which it is told."""
 
@@ -103,12 +107,14 @@ class Marks:
         ids: its special tokens, and those that were added to its vocabulary
         texts: finds the text of a special token, or None where there is no such text
         unknown: the token for what it does not know, or None
+        template: the source of its chat template; "" where it has none
     """
 
     tokenizer: Any
     ids: frozenset[int]
     texts: re.Pattern[str] | None
     unknown: int | None
+    template: str
 
     @classmethod
     def of(cls, tokenizer: Any) -> Marks:
@@ -122,7 +128,8 @@ class Marks:
         pattern = re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, texts))})") if texts else None
         ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
         unknown = tokenizer.unk_token_id
-        return cls(tokenizer, frozenset(ids), pattern, None if unknown in ends else unknown)
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+        return cls(tokenizer, frozenset(ids), pattern, None if unknown in ends else unknown, template)
 
     def of_row(
         self, rendered: Rendered, conversation: Conversation | str, kept_tokens: int, *, answers: bool
@@ -153,6 +160,8 @@ class Marks:
             found["only_end"], silent = any(empty), bool(empty) and all(empty)
             found["left_out"] = bool(rendered.text) and self._left_out(rendered.text, conversation)
             found["half_read"] = bool(rendered.text) and self._half_read(rendered.text, conversation)
+            found["unwritten"] = bool(rendered.text) and unwritten(conversation, Text(rendered.text, self.template))
+            found["glued"] = not rendered.text and _glued(conversation)
             found["call_as_text"] = any(quoted in rendered.text for quoted in _quoted_arguments(conversation))
             found["special_in_text"] = self.texts is not None and any(
                 self.texts.search(turn["content"]) for turn in conversation.turns
@@ -208,6 +217,13 @@ class Marks:
     def name(self, token: int) -> str:
         """Return a token as text."""
         return str(self.tokenizer.convert_ids_to_tokens(token))
+
+
+def _glued(conversation: Conversation) -> bool:
+    """Return whether a system text and the question after it would run together where there is no chat template."""
+    first, second = conversation.turns[:2]
+    edge = first["content"][-1:] + conversation.glue + second["content"][:1]
+    return first["role"] == "system" and len(edge) == 2 and not any(each.isspace() for each in edge)
 
 
 def _quoted_arguments(conversation: Conversation) -> Iterator[str]:

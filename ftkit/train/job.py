@@ -100,9 +100,7 @@ class Job:
         plan: How memory is used; None until it is made.
     """
 
-    def __init__(
-        self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar
-    ) -> None:
+    def __init__(self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar) -> None:
         self.stop, self.recipe, self.ranks, self.bar = stop, recipe, ranks, bar
         self.folder = RunFolder(Path(recipe.output.dir))
         self.trainer: Any = None
@@ -231,7 +229,8 @@ class Job:
         faults = [] if self.say.quiet else rows.faults(self.tokenizer, stops)
         order, step_sequences = trainer.order.order, trainer.order.step_sequences
         known, left_out, report = positions_of(trainer.model), rows.left_out(order), rows.prepared.report
-        for line in notices(self.recipe, report, len(order), step_sequences, faults, known, self.asked, left_out):
+        longest = self.tokenizer.model_max_length
+        for line in notices(self.recipe, report, len(order), step_sequences, faults, known, longest, self.asked, left_out):
             self.say.print(literal(line))
 
     def _make_steps(self, watch: DivergenceWatch, plan: Plan, began: float) -> None:
@@ -522,8 +521,8 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
     faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
-    positions = positions_of(model)
+    positions, longest = positions_of(model), tokenizer.model_max_length
     left_out, report = rows.left_out(order), rows.prepared.report
-    for line in notices(recipe, report, len(order), step_sequences, faults, positions, parts.asked, left_out):
+    for line in notices(recipe, report, len(order), step_sequences, faults, positions, longest, parts.asked, left_out):
         say.print(literal(line))
     say.print("nothing was trained (--dry-run)")

@@ -21,6 +21,7 @@ def notices(
     step_sequences: int,
     faults: Sequence[Fault] = (),
     positions: int | None = None,
+    tokenizer_tokens: int | None = None,
     asked: Sequence[Question] = (),
     left_out: Sequence[str] = (),
 ) -> list[str]:
@@ -33,6 +34,7 @@ def notices(
         step_sequences: Sequences of one optimizer step, all ranks together.
         faults: What is wrong with the rows, though they can be trained on.
         positions: Positions that the model's configuration names; None where it names none.
+        tokenizer_tokens: The longest text that the tokenizer's folder names (model_max_length), in tokens.
         asked: The questions of `show`.
         left_out: Which rows are not trained on.
     """
@@ -55,6 +57,12 @@ def notices(
         lines.append(
             f"warning: data.sequence_tokens is {recipe.data.sequence_tokens} and the model has {positions} "
             "positions (max_position_embeddings): positions beyond these are untrained"
+        )
+    longest = min(report.lengths.most, recipe.data.sequence_tokens)
+    if tokenizer_tokens and longest > tokenizer_tokens:
+        lines.append(
+            f"warning: samples have up to {longest} tokens, and the tokenizer's model_max_length is {tokenizer_tokens}: "
+            "tokens beyond it are trained on all the same"
         )
     if unread := dict.fromkeys(name for question in asked for name in question.unread):
         lines.append(f"warning: show.path: its questions are asked without {', '.join(map(repr, unread))}")

@@ -45,7 +45,9 @@ def closure(model: Any) -> None:
 
 
 def default(model: Any) -> None:
-    def hook(module: Any, given: Any, result: Any, old: Any = weight(model)) -> Any:
+    old = weight(model)
+
+    def hook(module: Any, given: Any, result: Any, old: Any = old) -> Any:
         return result + old.mean()
 
     model.model.norm.register_forward_hook(hook)

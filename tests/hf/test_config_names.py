@@ -7,6 +7,7 @@ import pytest
 from ftkit.config.recipe import Model
 from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
+from ftkit.hf.models.model_config import read_config
 from ftkit.hf.weights.loading import generation_config, load_model
 from ftkit.train.answers import load
 from ftkit.train.run_rows import load_tokenizer
@@ -57,6 +58,24 @@ def test_a_field_of_a_file_that_is_nearly_one_stops(tmp_path, fields, meant):
     for config in (str(tmp_path / "config.json"), str(tmp_path)):
         with pytest.raises(UserError, match=meant):
             load_model(None, config=config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rms_norm_epss": 0.1}, "did you mean 'rms_norm_eps'"),
+        ({"attention_dropot": 0.5}, "did you mean 'attention_dropout'"),
+        ({"n_ctx": 8}, ""),
+    ],
+)
+def test_a_field_of_a_models_own_folder_that_is_nearly_one_is_told(tmp_path, caplog, fields, told):
+    load_model(None, config=LLAMA, dtype="float32").config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    kept = {name: value for name, value in json.loads(file.read_text()).items() if f"'{name}'" not in told}
+    file.write_text(json.dumps(kept | fields))
+    assert read_config(str(tmp_path), None).hidden_size == 32
+    assert told in caplog.text
+    assert bool(told) == ("config.json" in caplog.text)
 
 
 def test_a_field_of_a_file_that_resembles_none_is_told(tmp_path, caplog):

@@ -43,6 +43,9 @@ def chat(question, answer, system=None):
 
 GOOD = chat("1+1?", "two", "be short")
 REASONED = {"role": "assistant", "content": "two", "reasoning_content": "one and one"}
+REASONED_NOT = {"role": "assistant", "content": "two"}
+AGAIN = [{"role": "user", "content": "2+2?", "name": "Bob"}, {"role": "assistant", "content": "four"}]
+FIRST_NAME = TEMPLATE.replace("'Q:' +", "'Q' + (message.name if message.name and loop.first else '') + ':' +")
 TWO_ANSWERS = {"messages": [*chat("1+1?", REASONED)["messages"], *chat("2+2?", "four")["messages"]]}
 
 
@@ -77,6 +80,7 @@ PLANTED = {
     "left_out": (NO_SYSTEM, GOOD, {}),
     "half_read": (LAST_REASONS, TWO_ANSWERS, {"sequence_tokens": 200}),
     "call_as_text": (DUMPS_CALLS, chat("what time is it?", CALL_IN_WORDS), {"sequence_tokens": 200}),
+    "unwritten": (FIRST_NAME, {"messages": [{"role": "user", "content": "1+1?", "name": "Ann"}, REASONED_NOT, *AGAIN]}, {}),
     "doubled_bos": (CLOSED, chat("<begin><begin>1+1?", "two"), {}),
     "answer_cut": (TEMPLATE, chat("1+1?", "two " * 20), {}),
     "cut": (TEMPLATE, {"text": "two " * 40}, {"long_text": "cut"}),
@@ -93,10 +97,71 @@ def test_a_planted_fault_is_found_with_its_row(ready, kind):
     tokenizer, prepared = ready([good[0], bad, good[1]], template, **settings)
     found = {fault.kind: fault for fault in prepared.faults(tokenizer)}
     alone = kind not in ("no_end", "end_not_trained")  # those are the template's, in every row
-    assert set(found) == ({kind, "special_in_text"} if kind == "doubled_bos" else {kind})
+    beside = {"doubled_bos": {"special_in_text"}, "only_end": {"unwritten"}}
+    assert set(found) == {kind, *beside.get(kind, ())}
     assert found[kind].text.startswith(f"{1 if alone else 3} of 3 samples have ")
     assert found[kind].places[0].endswith(f"rows.jsonl:{2 if alone else 1}")
     assert str(found[kind]).endswith(")")
+
+
+def called(**arguments):
+    turn = {"role": "assistant", "content": "so", "tool_calls": [{"arguments": arguments}]}
+    return {"messages": [{"role": "user", "content": "1+1?"}, turn]}
+
+
+def writing(expression):
+    """Return a template that writes this of the call of an answer besides what it says."""
+    written = f"{{% for call in message.tool_calls or [] %}}{{{{- {expression} }}}}{{% endfor %}}"
+    return TEMPLATE.replace("{% generation %}", "{% generation %}" + written)
+
+
+READ_NOT_WRITTEN = {
+    "the first of a list": ("call.arguments.x[0]", called(x=["kept", "lost"])),
+    "names of arguments alone": ("call.arguments.items() | map('first') | list | tojson", called(x="lost")),
+    "values of arguments alone": ("call.arguments.values() | list | tojson", called(lost="kept")),
+    "a text that is cut": ("call | tojson | truncate(60)", called(x="many words " * 20 + "lost")),
+    "a number": ("call.arguments.keys() | list | tojson", called(x=8125)),
+    "a part of an object": ("call.arguments.x.y[:2]", called(x={"y": "lost"})),
+}
+
+
+@pytest.mark.parametrize("case", READ_NOT_WRITTEN)
+def test_a_value_that_a_template_reads_and_does_not_write_is_told(ready, case):
+    expression, row = READ_NOT_WRITTEN[case]
+    tokenizer, prepared = ready([row], writing(expression), sequence_tokens=600)
+    assert {fault.kind for fault in prepared.faults(tokenizer)} == {"unwritten"}
+
+
+WRITTEN = {
+    "as JSON": ("call | tojson", called(x='a "word"\nand another', y=[1, 2.5, {"z": True}], n=None)),
+    "as its text": ("call.arguments.items() | list | string", called(x="it's", y=[1, 2.5, False])),
+    "in capitals": ("call.arguments.items() | list | string | upper", called(x="some words")),
+    "as a line each": ("call.arguments.items() | map('join', '=') | join('\n')", called(x="some words", y="more")),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_value_may_be_written_otherwise(ready, case):
+    expression, row = WRITTEN[case]
+    tokenizer, prepared = ready([row], writing(expression), sequence_tokens=600)
+    assert prepared.faults(tokenizer) == []
+
+
+def test_a_value_that_a_template_compares_is_no_fault(ready):
+    row = called(x="kept")
+    row["messages"][1]["tool_calls"][0]["type"] = "function"
+    tokenizer, prepared = ready(
+        [row], writing("call.arguments | tojson if call.type == 'function' else ''"), sequence_tokens=600
+    )
+    assert prepared.faults(tokenizer) == []
+
+
+@pytest.mark.parametrize(("system", "kinds"), [("be short", {"glued"}), ("be short\n", set()), ("be short ", set())])
+def test_a_system_text_that_runs_into_the_prompt_is_told(ready, system, kinds):
+    tokenizer, prepared = ready([{"prompt": "2+2?", "completion": "four", "system": system}], None)
+    assert {fault.kind for fault in prepared.faults(tokenizer)} == kinds
+    _, prepared = ready([{"prompt": "2+2?", "completion": "four", "system": system}], TEMPLATE)
+    assert prepared.faults(tokenizer) == []
 
 
 def test_a_bos_that_was_dropped_is_told(ready):
@@ -194,9 +259,9 @@ def test_answers_that_are_all_empty_are_refused(ready):
     ready([*rows, GOOD], LOOKS_AT_CALLS)
     answered = [{"messages": [*row["messages"], {"role": "assistant", "content": "noon"}]} for row in rows]
     tokenizer, prepared = ready(answered, LOOKS_AT_CALLS)  # a tool call, then an answer
-    [fault] = prepared.faults(tokenizer)
-    assert fault.kind == "only_end"
-    assert fault.text.startswith("2 of 2 samples have")
+    faults = prepared.faults(tokenizer)
+    assert [fault.kind for fault in faults] == ["only_end", "unwritten"]
+    assert faults[0].text.startswith("2 of 2 samples have")
 
 
 def test_labels_that_are_all_masked_are_refused_even_where_bad_rows_may_be_skipped(ready):
@@ -239,7 +304,7 @@ def test_lengths_fall_into_round_classes(ready):
 
 
 def test_every_kind_has_a_planted_row():
-    assert set(FAULTS) == {*PLANTED, "unknown", "earlier_answers"}  # the last one in test_names_in_rows.py
+    assert set(FAULTS) == {*PLANTED, "unknown", "glued", "earlier_answers"}  # the last one in test_names_in_rows.py
 
 
 def without(part):

@@ -581,6 +581,17 @@ def test_strings_that_stop_an_answer(tmp_path):
     assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1
 
 
+def test_settings_of_draws_that_change_nothing_are_told(caplog):
+    model = families.build("llama")
+    generation.generate_ids(model, prompts(1), max_new_tokens=1, temperature=1.0, top_p=0.5, seed=3)
+    generation.generate_ids(model, prompts(1), max_new_tokens=1)
+    assert not caplog.records
+    for settings in ({"top_p": 0.5}, {"seed": 3}):
+        caplog.clear()
+        generation.generate_ids(model, prompts(1), max_new_tokens=1, **settings)
+        assert "temperature is 0, which takes the likeliest token" in caplog.text
+
+
 def answered_without_finite_logits(temperature: float) -> list[str]:
     """Return what a rank is told of a model whose weights are finite and whose logits are not, whole and sharded."""
     told = []

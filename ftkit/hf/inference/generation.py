@@ -16,6 +16,7 @@ and values of a batch, and what holding costs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from ftkit.hf.models.weight_holding import cache_bytes, held
 from ftkit.hf.sharding import units_of
 from ftkit.hf.weights.nonfinite import at_hand_not_finite
 from ftkit.plan.ways import Limits
+
+logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 8
 """Prompts that are answered together on a rank."""
@@ -191,6 +194,8 @@ def generate_ids(
             f"{are_broken(broken)}: every answer would be empty or noise. Fetch or write the model again; after training, "
             "go back to a checkpoint from before the first step whose loss is not finite"
         )
+    if not temperature and (top_p < 1 or seed) and (units is None or units.comm.rank == 0):
+        logger.warning("temperature is 0, which takes the likeliest token each time: top_p and seed change nothing")
     pad = next(n for n in (pad_token_id, base.generation_config.pad_token_id, *ends, 0) if n is not None)
     longest = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens
     beside = cache_bytes(base, min(batch_size, len(prompts)), longest)
@@ -458,9 +463,7 @@ def _problem(
     return unanswerable(base, prompts, numbers, max_new_tokens)
 
 
-def unanswerable(
-    base: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], max_new_tokens: int
-) -> str | None:
+def unanswerable(base: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[int], max_new_tokens: int) -> str | None:
     """Return why a model cannot answer prompts, by their lengths, or None.
 
     Args:

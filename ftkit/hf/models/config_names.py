@@ -1,8 +1,9 @@
 """Names that a user gives to transformers: fields of a configuration, fields and special tokens of a tokenizer.
 
 transformers takes any field and adds any token, so that a misspelled one changes nothing, or trains a token that no
-vocabulary has. Here each must match. Configurations of the hub are read as they are. Of a file that replaces a model's
-configuration those fields are refused that are spelled nearly as one that it lacks, and the others named: such a file may
+vocabulary has. Here each must match. Configurations of model folders are read as they are, and of their fields the first
+one is named that is spelled nearly as one that is not there. Of a file that replaces a model's
+configuration such fields are refused that are spelled nearly as one that it lacks, and the others named: such a file may
 be older than transformers. Of a tokenizer's folder those fields are refused that are spelled nearly as one that is read, and
 what its files say twice and differently; of a tokenizer without `tokenizer.json` the vocabulary is not known.
 """
@@ -69,20 +70,27 @@ def check_fields(fields: Mapping[str, Any], *, generation: bool = True) -> None:
     _check(fields, AutoConfig.for_model(str(fields["model_type"])), "model.config", generation=generation)
 
 
-def check_file(fields: Mapping[str, Any], model_type: str, file: str) -> None:
-    """Compare the fields of a file, which is to be the configuration of a new model, with those of its class.
+def check_file(fields: Mapping[str, Any], model_type: str, file: str, *, replaces: bool) -> None:
+    """Compare the fields of a file with those of its class.
 
     Args:
         fields: the file's fields.
         model_type: model type of a class of transformers.
         file: name of the file, for messages.
+        replaces: whether the file takes the place of a model's own configuration. The model's own is read as it is, and
+            a field that looks misspelt is named in a warning.
 
     Raises:
         UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
     """
     unread: list[str] = []
-    _check(fields, AutoConfig.for_model(model_type), file, unread)
-    if unread:
+    try:
+        _check(fields, AutoConfig.for_model(model_type), file, unread)
+    except UserError as error:
+        if replaces:
+            raise
+        logger.warning("%s", error)
+    if unread and replaces:
         logger.warning("%s: read by nobody: %s", file, ", ".join(unread))
 
 

@@ -102,8 +102,8 @@ def read_config(
         )
     with reading(file, "no model configuration that transformers can read", fields, NEEDED if not fields else ""):
         loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
-        if config is not None and fields and type(loaded).__module__.startswith("transformers."):
-            check_file(fields, loaded.model_type, file)
+        if fields and type(loaded).__module__.startswith("transformers."):
+            check_file(fields, loaded.model_type, file, replaces=config is not None)
     if getattr(loaded, "quantization_config", None):
         raise UserError(f"{where}: a quantised model; ftkit trains full-precision bases only")
     return loaded

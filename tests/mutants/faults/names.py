@@ -127,4 +127,18 @@ FAULTS = (
         "                pass\n",
         "tests/hf/test_marks_and_roles.py::test_marks_that_do_not_cover_the_answers_stop[everything]",
     ),
+    _fault(
+        "a value that the chat template reads and does not write is lost in silence",
+        "ftkit/data/unwritten.py",
+        "    return any(text.lacks(value) for value in values) or any(",
+        "    return any(",
+        "tests/hf/test_faults.py::test_a_value_that_a_template_reads_and_does_not_write_is_told[a number]",
+    ),
+    _fault(
+        "a misspelt field in the configuration of a model folder is passed over",
+        "ftkit/hf/models/model_config.py",
+        '        if fields and type(loaded).__module__.startswith("transformers."):\n',
+        '        if config is not None and fields and type(loaded).__module__.startswith("transformers."):\n',
+        "tests/hf/test_config_names.py::test_a_field_of_a_models_own_folder_that_is_nearly_one_is_told",
+    ),
 )
