@@ -21,7 +21,7 @@ from ftkit.plan.hardware import box
 from ftkit.plan.largest import largest
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.plan.ways import Forced
+from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import ask
 
 PATH = Path(__file__).parents[1] / "docs" / "ablation.md"
@@ -66,17 +66,17 @@ def asked(dtype: str = "fp16", blocks: int = 78) -> Asked:
 def ours() -> Iterator[tuple[str, Asked]]:
     """Yield each technique that is forced off: its name, and what is planned without it."""
     whole = asked()
-    on_device = Forced(parameters="device", gradients="device", state="device", kept="device")
+    on_device = Strategy(parameters="device", gradients="device", state="device", kept="device")
     yield "all techniques", whole
     yield "one micro-batch a step (all 16 sequences of a rank at once)", replace(
-        whole, forced=Forced(micro_batch=whole.sequences)
+        whole, wanted=Strategy(micro_batch=whole.sequences)
     )
-    yield "nothing off the GPUs", replace(whole, forced=on_device)
-    yield "no recomputation", replace(whole, forced=Forced(activations="keep"))
+    yield "nothing off the GPUs", replace(whole, wanted=on_device)
+    yield "no recomputation", replace(whole, wanted=Strategy(activations="keep"))
     yield "no 16-bit arithmetic (fp32)", asked("fp32")
-    yield "nothing divided (ZeRO stage 0)", replace(whole, forced=Forced(stage=0))
+    yield "nothing divided (ZeRO stage 0)", replace(whole, wanted=Strategy(stage=0))
     yield "none of them (fp32, stage 0, kept, on the GPUs, one micro-batch of one sequence)", replace(
-        asked("fp32"), forced=replace(on_device, stage=0, activations="keep", micro_batch=1), sequences=1
+        asked("fp32"), wanted=replace(on_device, stage=0, activations="keep", micro_batch=1), sequences=1
     )
 
 
@@ -84,7 +84,7 @@ def row(name: str, plan: Plan) -> str:
     """Return a line of the table."""
     device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
     speed = "" if plan.speed is None else f"{plan.speed.tokens_per_s:,.0f}"
-    return f"| {name} | {plan.shape.numel / 1e9:.1f}B | {device:.1f} | {host:.0f} | {speed} | {plan.way} |"
+    return f"| {name} | {plan.shape.numel / 1e9:.1f}B | {device:.1f} | {host:.0f} | {speed} | {plan.strategy} |"
 
 
 def elsewhere() -> Iterator[str]:

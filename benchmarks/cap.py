@@ -91,7 +91,7 @@ def recipe(folder: Path, options: argparse.Namespace) -> dict:
             "activations": "recompute",
             "weights": "free",
             **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
-            "state_host_gib": 0,
+            "state_host_bytes": 0,
         },
         "output": {"dir": str(folder / "run")},
     }

@@ -242,7 +242,7 @@ def _deepspeed(title: str, *, nvme: bool) -> Saver:
 SAVERS = {
     "ftkit-device": _ours("ftkit, all on the device"),
     "ftkit-host": _ours("ftkit, gradients and state in host arenas", gradients="host", state="host"),
-    "ftkit-nvme": _ours("ftkit, everything on NVMe", parameters="nvme", gradients="nvme", state="nvme", state_host_gib=0),
+    "ftkit-nvme": _ours("ftkit, everything on NVMe", parameters="nvme", gradients="nvme", state="nvme", state_host_bytes=0),
     "fsdp2": Saver("FSDP2 with torch DCP", Fsdp2),
     "zero3": _deepspeed("DeepSpeed ZeRO-3", nvme=False),
     "zero3-nvme": _deepspeed("DeepSpeed ZeRO-3, state on NVMe", nvme=True),

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
+from ftkit.config.problems import is_section, keys_of
 from ftkit.config.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipe-keys.md"
@@ -38,9 +39,9 @@ def page() -> str:
     return "\n".join([HEAD, *_sections(Recipe, "")])
 
 
-def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+def keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
     """Yield every key of a recipe with its sections before it: `train.epochs`."""
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         inner = _section_of(field)
         if inner is None:
             yield prefix + name
@@ -48,14 +49,14 @@ def keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
             yield from keys(inner, f"{prefix}{name}.")
 
 
-def _sections(section: type[BaseModel], prefix: str) -> Iterator[str]:
+def _sections(section: type, prefix: str) -> Iterator[str]:
     """Yield a section's table, then those of the sections in it."""
-    properties = section.model_json_schema()["properties"]
-    within = {name: inner for name, field in section.model_fields.items() if (inner := _section_of(field))}
+    properties = TypeAdapter(section).json_schema()["properties"]
+    within = {name: inner for name, field in keys_of(section).items() if (inner := _section_of(field))}
     yield f"## `{prefix.rstrip('.')}`\n" if prefix else "## At the top\n"
     yield f"{(section.__doc__ or '').strip().splitlines()[0]}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
-    for name, field in section.model_fields.items():
+    for name, field in keys_of(section).items():
         if name in within:
             doc = (within[name].__doc__ or "").strip().splitlines()[0]
             needed = "needed" if field.is_required() else "none" if field.default in (None, ()) else "its own"
@@ -71,10 +72,10 @@ def _sections(section: type[BaseModel], prefix: str) -> Iterator[str]:
         yield from _sections(inner, f"{prefix}{name}.")
 
 
-def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+def _section_of(field: FieldInfo) -> type | None:
     """Return the class of the section, or of the sections in a list, that a key holds; None for a plain value."""
     for candidate in (field.annotation, *_arguments(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+        if isinstance(candidate, type) and is_section(candidate):
             return candidate
     return None
 

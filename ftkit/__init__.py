@@ -4,14 +4,13 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ftkit.config.engine import EngineSettings
     from ftkit.engine.checkpoint.checkpoint import load_checkpoint
     from ftkit.engine.checkpoint.saving import save_checkpoint
     from ftkit.engine.comm.communicator import Communicator
-    from ftkit.engine.core.flat_parameter import Policy
     from ftkit.engine.core.shard import Units
     from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW, ShardedSGD
     from ftkit.errors import UserError
-    from ftkit.hf.models.settings import EngineSettings
     from ftkit.hf.reading import gathered_parameters, root_parameters
     from ftkit.hf.sharding import shard, units_of
     from ftkit.hf.trainer.accelerator import Accelerator
@@ -20,15 +19,16 @@ if TYPE_CHECKING:
     from ftkit.hf.trainer.trainer import Trainer, TrainerMixin
     from ftkit.hf.weights.loading import load_model, load_weights
     from ftkit.hf.weights.saving import save_model
+    from ftkit.spec.strategy import Strategy
     from ftkit.train.data_preview import preview
 
 _HOMES = {
     "Accelerator": "ftkit.hf.trainer.accelerator",
     "ArgumentsMixin": "ftkit.hf.trainer.arguments",
     "Communicator": "ftkit.engine.comm.communicator",
-    "EngineSettings": "ftkit.hf.models.settings",
+    "EngineSettings": "ftkit.config.engine",
     "LossScale": "ftkit.engine.optim.optimizer",
-    "Policy": "ftkit.engine.core.flat_parameter",
+    "Strategy": "ftkit.spec.strategy",
     "Seq2SeqTrainer": "ftkit.hf.trainer.seq2seq",
     "Seq2SeqTrainingArguments": "ftkit.hf.trainer.seq2seq",
     "ShardedAdamW": "ftkit.engine.optim.optimizer",
@@ -56,11 +56,11 @@ __all__ = [
     "Communicator",
     "EngineSettings",
     "LossScale",
-    "Policy",
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "ShardedAdamW",
     "ShardedSGD",
+    "Strategy",
     "Trainer",
     "TrainerMixin",
     "TrainingArguments",

@@ -364,7 +364,7 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     more = ["--nproc", "2", "--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
     kinds = [] if tier == "device" else ["parameters", "gradients", "state"]
     more += [word for kind in kinds for word in ("--set", f"engine.{kind}={tier}")]
-    more += ["--set", f"memory.nvme_dir={nvme}", "--set", "engine.state_host_gib=0"] * bool(kinds)
+    more += ["--set", f"memory.nvme_dir={nvme}", "--set", "engine.state_host_bytes=0"] * bool(kinds)
     process = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
     ranks = []
     while not (folder / "checkpoint-4").exists():
@@ -614,7 +614,7 @@ def test_a_drive_that_fails_in_mid_run_loses_no_more_than_the_last_checkpoint(ho
     folder.mkdir()
     nvme.mkdir()
     kinds = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
-    engine = {"stage": 3, **kinds, "state_host_gib": 0}
+    engine = {"stage": 3, **kinds, "state_host_bytes": 0}
     text = recipe(home, folder.name, engine=engine, memory={"nvme_dir": str(nvme)})
     with pytest.raises(RankFailure, match=told):
         worlds[2].run(on_failing_drive, text, nvme, folder / "checkpoint-4", how)

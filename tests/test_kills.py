@@ -63,7 +63,7 @@ AT_ANY_TIME = "at some time"
 PLACES = {
     "device": {"stage": 3},
     "nvme": {
-        **{"stage": 3, "update": "deferred", "state_host_gib": 0},
+        **{"stage": 3, "update": "deferred", "state_host_bytes": 0},
         **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
     },
 }

@@ -16,11 +16,11 @@ import pytest
 from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.saving import save_checkpoint
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.hf.models.shapes import disk_free
 from ftkit.launch import local as launch
 from ftkit.launch.supervisor import RankError
 from ftkit.output.run_folder import RunFolder, append_line
+from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import disk_room
 from ftkit.train.progress import EndOnRequest
 from ftkit.train.recipe_trainer import RecipeTrainer
@@ -149,7 +149,7 @@ def test_a_full_disk_costs_a_line_and_not_the_run(caplog):
 
 def test_ranks_that_read_whole_pieces_do_not_go_on_without_the_one_that_does_not(world2, tmp_path):
     folder = tmp_path / "save"
-    world2.run(write, str(folder), Policy(stage=3))
+    world2.run(write, str(folder), Strategy.of(stage=3))
     victim = max(folder.glob("*.exp_avg.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1  # of rank 1's share
@@ -159,7 +159,7 @@ def test_ranks_that_read_whole_pieces_do_not_go_on_without_the_one_that_does_not
 
 
 def fail_at_the_end(folder: str) -> str:
-    units, optimizer = make(Policy(stage=3))
+    units, optimizer = make(Strategy.of(stage=3))
     full = mock.patch("ftkit.engine.checkpoint.saving.write_sealed", side_effect=OSError("No space left on device"))
     with full, pytest.raises(ValueError, match="could not be written") as told:
         save_checkpoint(folder, units, optimizer)

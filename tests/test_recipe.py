@@ -11,6 +11,7 @@ from ftkit.config import recipe
 from ftkit.config.continuation import check_resumed
 from ftkit.config.recipe import RecipeError, load, packaged, parse, split_batch
 from ftkit.errors import UserError
+from ftkit.spec.strategy import OPEN
 
 SMALL = """\
 model: {name: some/model}
@@ -183,7 +184,7 @@ def test_overrides_that_fit_nowhere(assignment, words):
 
 
 def test_an_empty_section_has_its_defaults():
-    assert parse(SMALL + "engine:\noptimizer:\n", "r.yaml").engine == recipe.Engine()
+    assert parse(SMALL + "engine:\noptimizer:\n", "r.yaml").engine == OPEN
 
 
 def test_merge_keys_and_anchors_keep_their_lines():

@@ -210,7 +210,7 @@ def plan(
         from ftkit.train.dry_run import dry_run_recipe  # here, see the top of this file
 
         with Console(stderr=True).status("executing the engine with tensors that hold nothing …"):
-            done = dry_run_recipe(facts, made, box)
+            done = dry_run_recipe(facts, made)
     wonder = made.speed is not None and not as_json if wonder is None else wonder
     answers = []
     if wonder and made.asked is not None:

@@ -75,7 +75,7 @@ class Trajectory:
         grad_norms: gradient norm of each step.
         samples: step to the sorted hashes of its samples, for the steps that this process computed.
         problem: why the trial could not be run; empty if it was.
-        way: the way that the plan chose.
+        strategy: the strategy that the plan chose.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Trajectory:
     grad_norms: list[float] = field(default_factory=list)
     samples: dict[int, list[str]] = field(default_factory=dict)
     problem: str = ""
-    way: str = ""
+    strategy: str = ""
 
 
 class NotingTrainer(RecipeTrainer):
@@ -171,7 +171,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
     trainer.train(resume_from_checkpoint=checkpoint)
     made = _trajectory(trial, trainer, trainer.all_ranks(dict(trainer.seen)))
     trainer.units.tiers.close()
-    made.way = str(plan.way)
+    made.strategy = str(plan.strategy)
     return made
 
 

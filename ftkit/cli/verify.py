@@ -30,7 +30,8 @@ from ftkit.errors import UserError
 from ftkit.output.ownership import is_ours
 from ftkit.output.run_folder import write_json
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.spec.tiers import DEVICE, HOST, NVME
+from ftkit.spec.strategy import decided
+from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
 from ftkit.train.planning import plan_recipe
 from ftkit.train.recipe_arguments import compute_dtype
 
@@ -61,7 +62,7 @@ class Verdict:
         samples: whether each step was made of the same samples; None where nothing is compared.
         passed: whether the trial agrees; None where it could not be run.
         note: a remark for the table: why it could not be run, or that the others are compared with it.
-        way: the way that the plan chose.
+        strategy: the strategy that the plan chose.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Verdict:
     samples: bool | None
     passed: bool | None
     note: str = ""
-    way: str = ""
+    strategy: str = ""
 
 
 def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: int) -> list[Trial]:
@@ -105,20 +106,20 @@ def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: 
 
 def engine_choices(recipe: Recipe, ranks: int) -> list[tuple[str, dict[str, Any]]]:
     """Return what the engine may do otherwise on as many ranks: a name, and the choices that are forced for it."""
-    way = plan_recipe(recipe, ranks).way
+    strategy = plan_recipe(recipe, ranks).strategy
     each = recipe.train.batch_tokens // recipe.data.sequence_tokens // ranks
-    other = "keep" if way.activations == "recompute" else "recompute"
-    kinds = ("parameters", "gradients", "state", "kept")
+    other = "keep" if strategy.activations == "recompute" else "recompute"
+    one_tier = {"stage": 3, "state_host_bytes": "auto"}
     single = {"micro_batch": 1, "accumulation": "auto", "accumulate_in": "step"}
     whole = {**single, "micro_batch": each}
     return [
         (PLANNED, {}),
-        ("one sequence at a time", single) if way.micro_batch > 1 else ("all sequences at once", whole),
+        ("one sequence at a time", single) if decided(strategy.micro_batch) > 1 else ("all sequences at once", whole),
         ("accumulated inside blocks", {**single, "accumulate_in": "unit"}),
         (f"blocks: {other}", {"activations": other}),
         ("ZeRO stage 1", {"stage": 1, "parameters": DEVICE, "gradients": DEVICE}),
-        ("shards in host memory", {"stage": 3, **dict.fromkeys(kinds, HOST)}),
-        ("shards on NVMe, deferred update", {"stage": 3, **dict.fromkeys(kinds, NVME), "update": "deferred"}),
+        ("shards in host memory", {**one_tier, **dict.fromkeys(KINDS, HOST)}),
+        ("shards on NVMe, deferred update", {**one_tier, **dict.fromkeys(KINDS, NVME), "update": "deferred"}),
     ]
 
 
@@ -242,7 +243,7 @@ def _verdict(each: Trajectory, reference: Trajectory, tolerances: tuple[float, f
     loss, norm = _deviation(each.losses, reference.losses), _deviation(each.grad_norms, reference.grad_norms)
     samples = all(each.samples[step] == reference.samples.get(step) for step in each.samples)
     passed = loss <= tolerances[0] and norm <= tolerances[1] and samples and len(each.losses) == steps
-    return Verdict(each.name, len(each.losses), loss, norm, samples, passed, way=each.way)
+    return Verdict(each.name, len(each.losses), loss, norm, samples, passed, strategy=each.strategy)
 
 
 def _deviation(own: Sequence[float], other: Sequence[float]) -> float:

@@ -13,6 +13,8 @@ import re
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
 
 from ftkit.config.foreign_keys import NOTES, PEERS
 from ftkit.config.yaml_lines import Document, KeyPath, Problem, dotted
@@ -42,7 +44,7 @@ _NEEDS = {
     **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "a section with keys"),
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type", "dataclass_type"), "a section with keys"),
     "string_type": "text (quote it)",
 }
 
@@ -100,7 +102,7 @@ def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
     kind, context, value = found["type"], found.get("ctx") or {}, _brief(found["input"])
     if kind == "missing":
         return "is missing"
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(path, root)
     if kind == "value_error":
         return str(context["error"]).removeprefix(f"{dotted(path)} ")
@@ -118,12 +120,12 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
     key, section = str(path[-1]), _section(path[:-1], root)
     if refused := REFUSED_KEYS.get(dotted(path)) or REFUSED_KEYS.get(key):
         return refused
-    elsewhere = [name for name, inner in _sections(root).items() if key in inner.model_fields]
+    elsewhere = [name for name, inner in _sections(root).items() if key in keys_of(inner)]
     if elsewhere and len(path) > 1 and key not in root.model_fields:
         return f"unknown key (did you mean '{elsewhere[0]}.{key}'?)"
     if key in PEERS:
         return f"unknown key; here it is '{PEERS[key]}'{NOTES.get(PEERS[key], '')}"
-    known = list(section.model_fields) if section is not None else []
+    known = list(keys_of(section)) if section is not None else []
     hint = _did_you_mean(key, known) or _did_you_mean_elsewhere(key, root)
     if not hint and elsewhere:
         hint = f" (did you mean '{elsewhere[0]}.{key}'?)"
@@ -137,7 +139,7 @@ def _did_you_mean(word: str, known: list[str]) -> str:
 
 def _did_you_mean_elsewhere(word: str, root: type[BaseModel]) -> str:
     """Return a hint at a key of any section that is spelled nearly so."""
-    keys = {inner: f"{name}.{inner}" for name, section in _sections(root).items() for inner in section.model_fields}
+    keys = {inner: f"{name}.{inner}" for name, section in _sections(root).items() for inner in keys_of(section)}
     nearest = difflib.get_close_matches(word, keys, 1, cutoff=0.8)
     return f" (did you mean '{keys[nearest[0]]}'?)" if nearest else ""
 
@@ -147,19 +149,37 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _sections(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def _sections(root: type[BaseModel]) -> dict[str, type]:
     found = {name: _section((name,), root) for name in root.model_fields}
     return {name: section for name, section in found.items() if section is not None}
 
 
-def _section(path: KeyPath, root: type[BaseModel]) -> type[BaseModel] | None:
+def _section(path: KeyPath, root: type[BaseModel]) -> type | None:
     """Return the class of the section at a path."""
-    section: type[BaseModel] | None = root
+    section: type | None = root
     for part in path:
         if section is not None and isinstance(part, str):
-            annotation = section.model_fields[part].annotation
-            section = next((kind for kind in _classes(annotation) if issubclass(kind, BaseModel)), None)
+            annotation = keys_of(section)[part].annotation
+            section = next((kind for kind in _classes(annotation) if is_section(kind)), None)
     return section
+
+
+def keys_of(section: type) -> dict[str, FieldInfo]:
+    """Return the keys of a section, or of a class of choices."""
+    found: dict[str, FieldInfo] = getattr(section, "model_fields", None) or section.__pydantic_fields__  # type: ignore[attr-defined]
+    return found
+
+
+def is_section(kind: type) -> bool:
+    """Return whether a class is read as a mapping with keys."""
+    return issubclass(kind, BaseModel) or is_pydantic_dataclass(kind)
+
+
+def first_message(error: ValidationError) -> str:
+    """Return the first thing that pydantic found wrong with the keys of one mapping."""
+    founds = error.errors(include_url=False)
+    key = founds[0]["loc"][:1]
+    return f"{dotted(key)}: {_messages([each for each in founds if each['loc'][:1] == key], key, BaseModel)}"
 
 
 def _classes(annotation: Any) -> list[type]:

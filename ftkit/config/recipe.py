@@ -8,8 +8,6 @@ key, unknown keys with the nearest known one.
 It knows no torch, reads no environment and starts nothing, so the door can show or refuse a recipe in a fraction of a
 second. It refuses keys it does not know, keys given twice, and facts that nothing here can honour (quantised bases,
 other launchers, NVMe) in plain words. What that costs: a recipe cannot carry private notes as keys; use comments.
-
-Paths are relative to the current directory; `~` is the home directory and `bundled/` the data packaged with ftkit.
 """
 
 from __future__ import annotations
@@ -17,129 +15,46 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from ftkit.config.engine import Memory, contradiction
 from ftkit.config.problems import REFUSED_KEYS, problems
+from ftkit.config.values import (
+    Bounded,
+    Count,
+    CountOrZero,
+    Epochs,
+    ExistingPath,
+    Format,
+    Fraction,
+    Length,
+    ModelName,
+    Noise,
+    NotNegative,
+    PathText,
+    Positive,
+    Real,
+    RowsPath,
+    Section,
+    Seed,
+    Texts,
+    as_list,
+)
 from ftkit.config.wording import counted
 from ftkit.config.yaml_lines import Problem, override, read
 from ftkit.errors import UserError
-from ftkit.spec.tiers import KINDS, NVME, TierOrAuto
-
-
-def _bundled_folder() -> Path:
-    return Path(str(resources.files("ftkit.bundled")))
-
-
-def _expand(text: str) -> str:
-    if not text.strip():
-        raise ValueError("is empty; write a name")
-    if "\0" in text:
-        raise ValueError("holds a NUL character, which no name of a file or folder can")
-    if text.startswith("bundled/"):
-        return str(_bundled_folder() / text.removeprefix("bundled/"))
-    return os.path.expanduser(text)
-
-
-def _shorten(text: str) -> str:
-    """Write a packaged path as `bundled/...` again, so that a resolved recipe means the same on another box."""
-    folder = f"{_bundled_folder()}{os.sep}"
-    return f"bundled/{text.removeprefix(folder)}" if text.startswith(folder) else text
-
-
-def _existing(text: str, info: ValidationInfo) -> str:
-    if (info.context or {}).get("check_files", True) and not os.path.exists(text):
-        hint = "" if os.path.isabs(text) else f" (relative paths start at {os.getcwd()})"
-        raise ValueError(f"no such file or folder: {_shorten(text)}{hint}{_alike(text)}")
-    return text
-
-
-def _alike(text: str) -> str:
-    """Return a hint at what lies beside a missing file under nearly its name."""
-    folder, name = os.path.split(text)
-    if os.path.islink(text):
-        return f"; it is a symbolic link to {os.readlink(text)}, which is not there"
-    with suppress(OSError):
-        close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
-        return f"; did you mean {_shorten(os.path.join(folder, close[0]))}?" if close else ""
-    return ""
-
-
-def _existing_or_hub_id(text: str, info: ValidationInfo) -> str:
-    return _existing(text, info) if looks_like_a_path(text) else text
-
-
-def looks_like_a_path(text: str) -> bool:
-    """Return whether a name can only be meant as a folder: the hub need not be asked for it."""
-    if text.startswith(("/", "./", "../", "~", "runs/", "data/")) or text.count("/") > 1:
-        return True
-    return "/" in text and os.path.exists(text.partition("/")[0])
-
-
-def _existing_rows(text: str, info: ValidationInfo) -> str:
-    try:
-        return _existing(text, info)
-    except ValueError as error:
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
-            raise ValueError(f"{error}; a hub data set goes in data.name") from None
-        raise
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"found {str(value).lower()}, needs a number")
-    return value
-
-
-def _list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # YAML 1.1 reads a bare off so
-
-
-_short = PlainSerializer(lambda text: text if text is None else _shorten(text), when_used="always")
-PathText = Annotated[str, AfterValidator(_expand), _short]
-ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
-RowsPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_rows), _short]
-ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
-Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
-Bounded = Annotated[int, Field(gt=0, le=10**15), BeforeValidator(_number)]  # more is a slip of the pen
-Length = Annotated[int, Field(ge=2, lt=2**31), BeforeValidator(_number)]  # positions are 32-bit; one token predicts nothing
-Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_number)]  # what numpy takes
-Epochs = Annotated[float, Field(gt=0, le=10**6), BeforeValidator(_number)]
-CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Real = Annotated[float, BeforeValidator(_number)]
-Fraction = Annotated[Real, Field(ge=0, lt=1)]
-Positive = Annotated[Real, Field(gt=0)]
-Noise = Annotated[float, Field(ge=0, le=10**6), BeforeValidator(_number)]
-NotNegative = Annotated[Real, Field(ge=0)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_list)]
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"]
-
-
-class Section(BaseModel):
-    """A part of a recipe: no unknown keys, no changes after it was read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from ftkit.spec.strategy import AUTO, OPEN, Strategy
 
 
 class Model(Section):
@@ -239,7 +154,7 @@ class Eval(Section):
     share: Annotated[Real, Field(gt=0, lt=1)] | None = Field(None, description="share of the rows held out, 0 to 1")
     every_steps: Count | None = Field(None, description="optimizer steps between two evaluations")
     every_epoch: bool = Field(False, description="also at the end of each epoch")
-    metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(_list)] = Field(
+    metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(as_list)] = Field(
         ("loss",), description="what is computed of them; one, or a list"
     )
     max_rows: Count | None = Field(None, description="use at most so many rows")
@@ -309,48 +224,6 @@ class Adapter(Section):
     modules_to_save: Texts = Field((), description="modules trained whole beside the adapters")
 
 
-class Memory(Section):
-    """What the run may use on each box."""
-
-    device_gib: Positive | None = Field(None, description="GiB of each GPU; default: what is free when it starts")
-    host_gib: Positive | None = Field(None, description="GiB of host memory of all ranks together")
-    nvme_dir: ExistingPath | None = Field(None, description="folder on an NVMe drive, for what host memory cannot hold")
-    nvme_gib: Positive | None = Field(None, description="GiB of that drive; default: what is free there")
-
-
-
-
-class Engine(Section):
-    """Experiments: each choice that is otherwise derived from memory, forced."""
-
-    stage: Literal["auto", 0, 1, 2, 3] = Field("auto", description="ZeRO stage; 0 = replicated, as DDP")
-    activations: Literal["auto", "recompute", "keep"] | Count = Field(
-        "auto", description="of blocks; a number: the last so many are kept, the others recomputed"
-    )
-    weights: Literal["auto", "free", "hold"] = Field("auto", description="gathered weights until the backward")
-    micro_batch: Literal["auto"] | Count = Field("auto", description="sequences of a rank in one forward")
-    accumulation: Literal["auto"] | Count = Field("auto", description="micro-batches of one optimizer step")
-    gradient_dtype: Literal["auto", "fp32", "compute"] = Field("auto", description="of accumulated gradient shards")
-    parameters: TierOrAuto = Field("auto", description="where weight shards lie")
-    gradients: TierOrAuto = Field("auto", description="where gradient shards lie")
-    state: TierOrAuto = Field("auto", description="where master weights and moments lie")
-    kept: TierOrAuto = Field("auto", description="where the inputs of recomputed blocks wait for backward")
-    update: Literal["auto", "now", "deferred"] = Field("auto", description="in the step, or under the next forward")
-    accumulate_in: Literal["auto", "step", "unit"] = Field("auto", description="micro-batches pass the model, or each block")
-    state_host_gib: NotNegative | None = Field(
-        None, description="of each rank's state on NVMe, what stays in host memory; default: what is left, or two units'"
-    )
-    prefetch: bool = Field(True, description="gather the neighbour while a unit computes")
-    kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
-        "auto", description="fused kernels where they agree with the model's modules"
-    )
-    loss_reduction: Literal["auto", "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"] = Field(
-        "auto", description="how the loss scales with its batch; auto = found out at the first step"
-    )
-    affinity: bool = Field(True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
-    debug: bool = Field(False, description="poison freed buffers, compare unit ids between ranks")
-
-
 class Output(Section):
     """Where results go and how often."""
 
@@ -393,7 +266,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
     memory: Memory = Memory()
-    engine: Engine = Engine()
+    engine: Strategy = OPEN
     output: Output
     show: Show | None = None
 
@@ -423,9 +296,10 @@ class Recipe(Section):
             )
         if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
             raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
-        on_disk = [key for key in KINDS if getattr(self.engine, key) == NVME]
-        if on_disk and self.memory.nvme_dir is None:
-            raise ValueError(f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir")
+        if problem := contradiction(self.engine, self.memory):
+            raise ValueError(problem)
+        if self.engine.dtype != AUTO:
+            raise ValueError(f"engine.dtype is {self.engine.dtype}: a recipe says it as train.dtype; remove it here")
         return self
 
     def inputs(self) -> list[str]:

@@ -23,40 +23,42 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ftkit.config.engine import EngineSettings, Memory
 from ftkit.config.environment import is_strict
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.core.shard import changing, refuse_failed
 from ftkit.engine.core.shard import shard as shard_blocks
 from ftkit.engine.core.tensor_tree import take_tensors
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.affinity import take_cores
 from ftkit.engine.memory.disk import IN_MEMORY
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.foreign_optimizers import refuse_foreign_optimizers
 from ftkit.errors import UserError
 from ftkit.hf.models.adapter_targets import check_all
 from ftkit.hf.models.attention import repeat_grouped_keys
 from ftkit.hf.models.caches import refuse_caches
 from ftkit.hf.models.captured import tell_hooks
+from ftkit.hf.models.dtypes import check_dtype
 from ftkit.hf.models.fusing import Fused, fuse, unusable
 from ftkit.hf.models.head import attach_head_loss
 from ftkit.hf.models.rank_sync import let_generate
 from ftkit.hf.models.refused_adapters import refuse_allocating, refuse_merged, refuse_merging, refuse_prefixes
 from ftkit.hf.models.replication import named_block_classes, replicated
 from ftkit.hf.models.second_models import limits_beside, planned_for_training, untrained
-from ftkit.hf.models.settings import DTYPES, EngineSettings, check_dtype
-from ftkit.hf.models.shapes import common_limits, forced_of, own_dtype, shape_of
+from ftkit.hf.models.shapes import common_limits, own_dtype, shape_of
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
 from ftkit.hf.models.sharded_model import ShardedModel
-from ftkit.hf.models.strict import strict_settings
+from ftkit.hf.models.strict import strict
 from ftkit.hf.weights.loading import load_weights
 from ftkit.hf.weights.own_saves import look_before_saving
 from ftkit.hf.weights.sources import on_meta, settle, source_of
 from ftkit.plan.choice import Plan, make_plan, with_spare_host
+from ftkit.plan.limits import Limits
 from ftkit.plan.shape import Shape
-from ftkit.plan.ways import Limits
-from ftkit.spec.tiers import KINDS, NVME, Tier
+from ftkit.spec.strategy import AUTO, STEP, Strategy
+from ftkit.spec.tiers import NVME
 from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 logger = logging.getLogger(__name__)
@@ -231,7 +233,6 @@ def shard(
     blocks: list[tuple[str, nn.Module]] | None = None,
     micro_batch_tokens: int = 2048,
     accumulation_steps: int = 1,
-    parts: int = 1,
     comm: Communicator | None = None,
     evaluation: bool = False,
     beside: Sequence[ShardedModel] = (),
@@ -248,14 +249,14 @@ def shard(
         device: where to compute; None: this process's current CUDA device, else the CPU.
         blocks: (name, module) of the units; None finds them.
         micro_batch_tokens: tokens of one forward on one rank, for the memory estimate behind "auto".
-        accumulation_steps: micro-batches a step; more than one sums gradients in fp32 unless told otherwise.
-        parts: micro-batches into which each block divides the batch it is given (`accumulate_in: unit`).
+        accumulation_steps: micro-batches a step; more than one sums gradients in fp32 unless the settings say otherwise.
+            With `accumulate_in: unit` the model gets all of them as one batch, which its blocks divide.
         comm: the ranks; None takes the default process group, or one rank where there is none.
         evaluation: the model is not trained: no gradients and no optimizer state are planned.
         beside: models of this process whose memory is not granted again.
         rule: the update rule of the optimizer to come, for the memory of its state.
-        plan: how memory is used, where that was planned before; the same on all ranks. It decides what `settings` leave to
-            "auto", and nothing is planned again. None plans here.
+        plan: how the model is held, where that was planned before; the same on all ranks. Its strategy and limits take the
+            place of `settings`, and nothing is planned again. None plans here.
 
     Returns:
         The units: give them to `ftkit.ShardedAdamW`, `ftkit.save_checkpoint`, `ftkit.save_model`.
@@ -271,27 +272,28 @@ def shard(
     _refuse_before(model, read=source is not None)
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)
-    settings = _settings_for(EngineSettings.of(settings), blocks, model, comm, plan)
-    dtype = DTYPES.get(settings.dtype)
+    settings = EngineSettings.of(settings)
+    strategy = _settled(settings.strategy if plan is None else plan.strategy, blocks, model, comm)
+    dtype = DTYPES.get(strategy.dtype)
     if repeat_grouped_keys(model, device) and comm.rank == 0:
         logger.info("grouped keys are repeated before attention: PyTorch has no fused kernel for them on this GPU")
     _refuse(model, comm.world_size)
     with settle(model, comm) as settled:
         check_dtype(dtype or own_dtype(model), device)
-        fused = _fuse(model, dtype or own_dtype(model), device) if settings.kernels == "auto" else Fused()
-        affinity = take_cores(comm) if settings.affinity else None  # first: memory comes from where it is touched
+        fused = _fuse(model, dtype or own_dtype(model), device) if strategy.kernels == AUTO else Fused()
+        affinity = take_cores(comm) if strategy.affinity else None  # first: memory comes from where it is touched
         if plan is None:
             free = limits_beside(common_limits(settings, comm), beside)
             shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
             shape = untrained(shape) if evaluation else replace(shape, rule=rule)
-            plan = _planned(settings, shape, free, accumulation_steps, parts)
+            plan = _planned(strategy, settings.memory, shape, free, accumulation_steps)
         else:
-            evaluation, parts = False, plan.way.parts
-        policy = replace(policy_of(plan, dtype), prefetch=settings.prefetch, parts=parts, debug=settings.debug)
+            evaluation = False
+        strategy = replace(plan.strategy, debug=strategy.debug)
         settled.meta = on_meta(model)
-        units = shard_as(model, blocks, comm, policy, _open_tiers(model, comm, plan, policy, settings.nvme_dir))
+        units = shard_as(model, blocks, comm, strategy, _open_tiers(model, comm, strategy, plan.limits.nvme_dir))
     units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
-    if device.type == "cuda" and settings.kernels == "auto" and unusable(device) is None:
+    if device.type == "cuda" and strategy.kernels == AUTO and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS
     _guard(units)
     if source is not None:
@@ -323,26 +325,19 @@ def _refuse_before(model: nn.Module, *, read: bool) -> None:
     refuse_merged(model)
 
 
-def _settings_for(
-    settings: EngineSettings,
-    blocks: list[tuple[str, nn.Module]],
-    model: nn.Module,
-    comm: Communicator,
-    plan: Plan | None,
-) -> EngineSettings:
-    """Return the settings with what the plan, a model without blocks, or a strict trial decides of them."""
-    if plan is not None:
-        decided: dict[str, Any] = {key: getattr(plan.way, key) for key in ("stage", "activations", "weights", *KINDS)}
-        settings = replace(settings, **decided)
+def _settled(
+    strategy: Strategy, blocks: list[tuple[str, nn.Module]], model: nn.Module, comm: Communicator
+) -> Strategy:
+    """Return the strategy with what a model without blocks, or a strict trial, decides of it."""
     if not blocks:
-        return replicated(settings, model, say=comm.rank == 0)
-    return strict_settings(settings, comm.world_size, say=comm.rank == 0) if is_strict() else settings
+        return replicated(strategy, model, say=comm.rank == 0)
+    return strict(strategy, comm.world_size, say=comm.rank == 0) if is_strict() else strategy
 
 
-def _open_tiers(model: nn.Module, comm: Communicator, plan: Plan, policy: Policy, nvme_dir: str | None) -> Tiers:
-    """Open the tiers on which the plan puts shards. A collective."""
+def _open_tiers(model: nn.Module, comm: Communicator, strategy: Strategy, nvme_dir: str | None) -> Tiers:
+    """Open the tiers on which the strategy puts shards. A collective."""
     expected = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters()) // comm.world_size
-    tiers = Tiers.open(comm, policy.placement, nvme_dir, expected, state_host_bytes=plan.way.state_host_bytes)
+    tiers = Tiers.open(comm, strategy, nvme_dir, expected)
     _tell(tiers, comm)
     return tiers
 
@@ -355,7 +350,7 @@ def _guard(units: ShardedModel) -> None:
         _refuse_shared_keys(model)
         tell_hooks(units, PLAIN)
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and units.policy.stage == 3 and units.comm.world_size > 1:
+        if isinstance(module, PreTrainedModel) and units.strategy.stage == 3 and units.comm.world_size > 1:
             # transformers' own mark: its methods that would call the model on one rank alone look for it.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]  # torch's stubs know modules and tensors only
         if isinstance(module, PreTrainedModel) and cut:
@@ -370,11 +365,11 @@ def shard_as(
     model: nn.Module,
     blocks: list[tuple[str, nn.Module]],
     comm: Communicator,
-    policy: Policy,
+    strategy: Strategy,
     tiers: Tiers,
     host_loops: Callable[[int], HostLoops] = HostLoops,
 ) -> ShardedModel:
-    """Shard a Hugging Face (or PEFT) model in place as `policy` says; no weights are read. See `engine.shard.shard`."""
+    """Shard a Hugging Face (or PEFT) model in place as `strategy` says; no weights are read. See `engine.shard.shard`."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = False  # ours replaces it; both would compute a block three times
@@ -382,10 +377,10 @@ def shard_as(
         model,
         blocks,
         comm=comm,
-        policy=policy,
+        strategy=strategy,
         entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
         whole=_is_whole(model),
-        wide=kept_in_fp32(model, policy.compute_dtype or own_dtype(model)),
+        wide=kept_in_fp32(model, DTYPES.get(strategy.dtype) or own_dtype(model)),
         arguments=without_caches,
         fingerprint=adapter_switches,
         tiers=tiers,
@@ -522,17 +517,18 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             )
 
 
-def _planned(settings: EngineSettings, shape: Shape, free: Limits, accumulation_steps: int, parts: int) -> Plan:
-    """Return the plan: what is forced, and for the rest the fastest way that fits on every rank."""
+def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, accumulation_steps: int) -> Plan:
+    """Return the plan: what is decided, and for the rest the fastest strategy that fits on every rank."""
     limits = free
-    decided = "auto" not in (settings.stage, settings.activations, settings.weights)
-    if decided and settings.device_gib is None and settings.host_gib is None:
+    decided = AUTO not in (strategy.stage, strategy.activations, strategy.weights)
+    if decided and memory.device_gib is None and memory.host_gib is None:
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
-    forced = replace(forced_of(settings, 1), unit_accumulation=parts > 1)
-    plan = make_plan(shape, limits, forced, sequences=accumulation_steps * parts)
-    if limits is not free and plan.way.state == NVME:  # what the user did not decide has to fit all the same
-        stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes
-        plan = make_plan(shape, limits, replace(forced, state_host_bytes=stays), sequences=accumulation_steps * parts)
+    together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in  # the caller's loop is as it is
+    wanted = replace(strategy, micro_batch=1, accumulate_in=together)
+    plan = make_plan(shape, limits, wanted, sequences=accumulation_steps)
+    if limits is not free and plan.strategy.state == NVME:  # what the user did not decide has to fit all the same
+        stays = with_spare_host(plan.strategy, plan.shape, free, wanted).state_host_bytes
+        plan = make_plan(shape, limits, replace(wanted, state_host_bytes=stays), sequences=accumulation_steps)
     return plan
 
 
@@ -547,24 +543,9 @@ def let_train(units: ShardedModel) -> None:
     shape = units.plan.asked.shape
     found = find_blocks(units.model)
     trained = model_shape(
-        units.model, found, shape.world_size, units.policy.compute_dtype, shape.sequence_tokens, cpu=units.plan.limits.cpu
+        units.model, found, shape.world_size, units.compute_dtype, shape.sequence_tokens, cpu=units.plan.limits.cpu
     )
     units.plan, units.evaluated_only = planned_for_training(units.plan, trained), False
-
-
-def policy_of(plan: Plan, dtype: torch.dtype | None) -> Policy:
-    """Return what a plan says to the engine, which computes in `dtype`."""
-    way = plan.way
-    return Policy(
-        stage=way.stage,
-        activations=way.activations,
-        weights=way.weights,
-        compute_dtype=dtype,
-        gradient_dtype=torch.float32 if plan.shape.gradient_itemsize == 4 else None,
-        placement=Placement(*(_tier(getattr(way, kind)) for kind in KINDS)),
-        deferred_update=way.deferred,
-        parts=way.parts,
-    )
 
 
 def model_shape(
@@ -597,7 +578,3 @@ def model_shape(
 
 def _is_whole(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
     return is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False
-
-
-def _tier(wanted: str) -> Tier:
-    return wanted  # type: ignore[return-value]  # the settings were checked

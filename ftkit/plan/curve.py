@@ -35,13 +35,13 @@ def curve(plan: Plan) -> list[Instant]:
     """
     if plan.speed is None:
         raise ValueError("no seconds are known of this plan")
-    shape, way, blocks = plan.shape, plan.way, len(plan.shape.blocks)
+    shape, strategy, blocks = plan.shape, plan.strategy, len(plan.shape.blocks)
     purposes = plan.memory.purposes(DEVICE, "train")
     static = sum(size for purpose, size in purposes.items() if purpose not in COMES_AND_GOES)
-    graph = way.parts * graph_bytes(shape, way)
-    kept = kept_bytes(shape, way) if way.kept == DEVICE else 0
+    graph = strategy.parts * graph_bytes(shape, strategy)
+    kept = kept_bytes(shape, strategy) if strategy.kept == DEVICE else 0
     head = purposes.get("logits", 0) + purposes.get("leaves", 0)
-    recomputed = blocks - way.graphs(blocks)
+    recomputed = blocks - strategy.graphs(blocks)
     first, last = plan.speed.step
     timeline = plan.speed.timeline
     found, held = [], 0

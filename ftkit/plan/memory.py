@@ -19,7 +19,7 @@ estimates, calibrated against measured runs (benchmarks/plan_against_runs.py). T
 resume. Within train the worst of four instants counts: at the loss, inside a block's backward, at the embedding's gradient,
 in the update. On a CPU the worst of each purpose counts, because malloc gives little back between them.
 
-It knows no torch and no model: a `Shape` and a `Way` in, integers out.
+It knows no torch and no model: a `Shape` and a `Strategy` in, integers out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ftkit.plan.attention import backward_bytes
-from ftkit.plan.shape import Line, Placed, Shape, Way
+from ftkit.plan.shape import Placed, Shape
+from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -116,16 +117,17 @@ class Memory:
         return self.at(tier, self.peak_moment(tier))
 
 
-def memory(shape: Shape, way: Way, *, cpu: bool) -> Memory:
+def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
     """Return what one rank takes.
 
     Args:
         shape: the model and what is asked of it.
-        way: how it is held and trained.
+        strategy: how it is held and trained.
         cpu: the rank computes on the host: device and host are then one memory, and everything is counted as host.
     """
-    items = [*_weights(shape, way), *_state(shape, way, cpu=cpu), *_slots(shape, way), *_staging(shape, way, cpu=cpu)]
-    items += [*_instants(shape, way, cpu=cpu), *_files(shape, way), *_runtime(shape, cpu=cpu)]
+    items = [*_weights(shape, strategy), *_state(shape, strategy, cpu=cpu), *_slots(shape, strategy)]
+    items += [*_staging(shape, strategy, cpu=cpu), *_instants(shape, strategy, cpu=cpu)]
+    items += [*_files(shape), *_runtime(shape, cpu=cpu)]
     if cpu:
         items = [Item(i.purpose, HOST if i.tier == DEVICE else i.tier, i.size_bytes, i.moments) for i in items]
     return Memory(tuple(items), _checkpoint_bytes(shape))
@@ -137,47 +139,47 @@ def memory(shape: Shape, way: Way, *, cpu: bool) -> Memory:
 AFTER_LOAD = ("train", "save", "resume")
 
 
-def _weights(shape: Shape, way: Way) -> Iterator[Item]:
+def _weights(shape: Shape, strategy: Strategy) -> Iterator[Item]:
     """Parameters and gradients of every line."""
     world = shape.world_size
-    owners = way.owners(world)
+    owners = strategy.owners(world)
     for placed, count in shape.counted:
         line = placed.line
         shard, full = count * line.shard_numel(owners), count * line.padded_numel(owners)
-        if way.resident(placed, world):
+        if strategy.resident(placed.kind, world):
             yield Item("parameters", DEVICE, full * line.itemsize)
         else:
-            yield Item("parameters", way.parameters, shard * line.itemsize)
+            yield Item("parameters", strategy.parameters, shard * line.itemsize)
         if not line.trained:
             continue
-        itemsize = shape.gradient_itemsize or line.itemsize
-        if way.reduced_late(placed, world):
+        itemsize = strategy.gradient_itemsize(line.itemsize)
+        if strategy.reduced_late(placed.kind, world):
             yield Item("gradients", DEVICE, full * itemsize, ("train", "save"))
         else:
             # below the device their room is taken at once; on it with the first backward
-            moments = ("train", "save") if way.gradients == DEVICE else MOMENTS
-            yield Item("gradients", way.gradients, shard * itemsize, moments)
+            moments = ("train", "save") if strategy.gradients == DEVICE else MOMENTS
+            yield Item("gradients", strategy.gradients, shard * itemsize, moments)
 
 
-def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+def _state(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Master weights and moments; and the exact values of weights that were not read from files."""
-    owners, moments = way.owners(shape.world_size), len(shape.rule.moments)
+    owners, moments = strategy.owners(shape.world_size), len(shape.rule.moments)
     sizes = {"master": 0, "moments": 0}
     widest = 0
     for placed, count in shape.counted:
         if placed.line.trained:
             shard = count * placed.line.shard_numel(owners) * 4
-            own = _line_state_bytes(shape, way, placed, cpu=cpu)
+            own = _line_state_bytes(shape, strategy, placed, cpu=cpu)
             sizes["moments"] += moments * shard
             sizes["master"] += count * own - moments * shard
             widest = max(widest, own)
             if shape.fresh and placed.line.itemsize < 4:  # until the first step has made the state of them
-                tier = DEVICE if way.state == DEVICE else HOST
-                yield Item("initial values", tier, shard, ("load", "train") if way.state == NVME else ("load",))
+                tier = DEVICE if strategy.state == DEVICE else HOST
+                yield Item("initial values", tier, shard, ("load", "train") if strategy.state == NVME else ("load",))
     # Of a state on two tiers, whole lines stay on the host: up to what was granted, and not less than that but for one line.
     total = sum(sizes.values())
-    most = min(way.state_host_bytes, total)
-    for tier, part in ((HOST, most), (way.state, total - max(most - widest, 0))):
+    most = min(decided(strategy.state_host_bytes), total)
+    for tier, part in ((HOST, most), (strategy.state, total - max(most - widest, 0))):
         if part:
             master = sizes["master"] * part // total
             yield Item("master", tier, master, AFTER_LOAD)
@@ -187,86 +189,81 @@ def _state(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
         yield Item("workspace", DEVICE, 4 * widest, ("load",))
 
 
-def _line_state_bytes(shape: Shape, way: Way, placed: Placed, *, cpu: bool) -> int:
+def _line_state_bytes(shape: Shape, strategy: Strategy, placed: Placed, *, cpu: bool) -> int:
     """Return the bytes of a line's master and moments on a rank."""
-    apart = not own_master(placed, way, shape.world_size, cpu=cpu)
-    numel = placed.line.shard_numel(way.owners(shape.world_size))
+    apart = not own_master(placed, strategy, shape.world_size, cpu=cpu)
+    numel = placed.line.shard_numel(strategy.owners(shape.world_size))
     return placed.line.trained * (len(shape.rule.moments) + apart) * 4 * numel
 
 
-def widest_states_bytes(shape: Shape, way: Way, units: int, *, cpu: bool) -> int:
+def widest_states_bytes(shape: Shape, strategy: Strategy, units: int, *, cpu: bool) -> int:
     """Return the bytes of the state of the widest units, which are blocks, embedding and head, on a rank."""
     kinds = [([Placed(line, "block") for line in lines], count) for lines, count in shape.groups]
     kinds += [([Placed(line, "leaf")], 1) for line in shape.leaves]
     sizes = [
-        sum(_line_state_bytes(shape, way, placed, cpu=cpu) for placed in unit)
+        sum(_line_state_bytes(shape, strategy, placed, cpu=cpu) for placed in unit)
         for unit, count in kinds
         for _ in range(min(count, units))
     ]
     return sum(sorted(sizes)[-units:])
 
 
-def own_master(placed: Placed, way: Way, world_size: int, *, cpu: bool) -> bool:
+def own_master(placed: Placed, strategy: Strategy, world_size: int, *, cpu: bool) -> bool:
     """Whether a line's fp32 weights are their own master: they must be at hand where the state is updated."""
     if placed.line.itemsize != 4:
         return False
-    tier = DEVICE if way.resident(placed, world_size) else way.parameters
-    updated_on_device = way.state == DEVICE
+    tier = DEVICE if strategy.resident(placed.kind, world_size) else strategy.parameters
+    updated_on_device = strategy.state == DEVICE
     return cpu or tier == NVME or (tier == DEVICE) == updated_on_device
 
 
-def _slots(shape: Shape, way: Way) -> Iterator[Item]:
+def _slots(shape: Shape, strategy: Strategy) -> Iterator[Item]:
     """Two weight slots and a gradient slot as wide as the widest block; a buffer for each block whose weights are held."""
-    weights = [(_slot_bytes(shape, way, lines, gradients=False), count) for lines, count in shape.groups]
-    gradients = max((_slot_bytes(shape, way, lines, gradients=True) for lines, _ in shape.groups), default=0)
+    weights = [(_slot_bytes(shape, strategy, lines, gradients=False), count) for lines, count in shape.groups]
+    gradients = max((_slot_bytes(shape, strategy, lines, gradients=True) for lines, _ in shape.groups), default=0)
     yield Item("slots", DEVICE, 2 * max((size for size, _ in weights), default=0))
     yield Item("slots", DEVICE, gradients, ("train", "save"))
-    if way.weights == "hold" and way.stage == 3:
+    if strategy.weights == "hold" and strategy.stage == 3:
         yield Item("slots", DEVICE, sum(size * count for size, count in weights), ("train",))
 
 
-def _slot_bytes(shape: Shape, way: Way, lines: Iterable, *, gradients: bool) -> int:
+def _slot_bytes(shape: Shape, strategy: Strategy, lines: Iterable, *, gradients: bool) -> int:
     """Return what a block's gathered weights, or its gradients, take in a slot."""
     total = 0
     for line in lines:
         placed = Placed(line, "block")
         if gradients:
-            used = line.trained and not way.reduced_late(placed, shape.world_size)
+            used = line.trained and not strategy.reduced_late(placed.kind, shape.world_size)
         else:
-            used = not way.resident(placed, shape.world_size)
-        itemsize = slot_itemsize(shape, way, line) if gradients else line.itemsize
-        size = line.padded_numel(way.owners(shape.world_size)) * itemsize
+            used = not strategy.resident(placed.kind, shape.world_size)
+        itemsize = strategy.slot_itemsize(line.itemsize) if gradients else line.itemsize
+        size = line.padded_numel(strategy.owners(shape.world_size)) * itemsize
         total += used * -(-size // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
     return total
 
 
-def slot_itemsize(shape: Shape, way: Way, line: Line) -> int:
-    """Return the bytes of an element of a gradient before its reduction, where `parts` micro-batches are summed."""
-    return (shape.gradient_itemsize or line.itemsize) if way.parts > 1 else line.itemsize
-
-
-def _staging(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+def _staging(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Host buffers through which bytes pass from tier to tier."""
-    world, owners = shape.world_size, way.owners(shape.world_size)
-    if way.parameters == NVME:
+    world, owners = shape.world_size, strategy.owners(shape.world_size)
+    if strategy.parameters == NVME:
         groups = (
-            sum(x.shard_numel(owners) * x.itemsize for x in lines if not way.resident(Placed(x, "block"), world))
+            sum(x.shard_numel(owners) * x.itemsize for x in lines if not strategy.resident("block", world))
             for lines, _ in shape.groups
         )
         yield Item("staging", HOST, READ_AHEAD_BUFFERS * max(groups, default=0))
     trained = [placed for placed, _ in shape.counted if placed.line.trained]
-    leaving = [p.line for p in trained if way.gradients != DEVICE and not way.reduced_late(p, world)]
-    if leaving and (way.gradients == NVME or not cpu):
-        widest = max(line.shard_numel(owners) * slot_itemsize(shape, way, line) for line in leaving)
+    leaving = [p.line for p in trained if strategy.gradients != DEVICE and not strategy.reduced_late(p.kind, world)]
+    if leaving and (strategy.gradients == NVME or not cpu):
+        widest = max(line.shard_numel(owners) * strategy.slot_itemsize(line.itemsize) for line in leaving)
         yield Item("staging", HOST, DRAIN_BUFFERS * widest)
-    yield Item("staging", HOST, UPDATE_SLOTS * sum(update_widths(shape, way, cpu=cpu).values()), ("train", "save"))
+    yield Item("staging", HOST, UPDATE_SLOTS * sum(update_widths(shape, strategy, cpu=cpu).values()), ("train", "save"))
 
 
-def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
+def update_widths(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, int]:
     """Return the bytes of each buffer in one of the update's staging slots, by role: for what is not where it is updated."""
     widths: dict[str, int] = defaultdict(int)
-    world, owners = shape.world_size, way.owners(shape.world_size)
-    home = DEVICE if way.state == DEVICE else HOST
+    world, owners = shape.world_size, strategy.owners(shape.world_size)
+    home = DEVICE if strategy.state == DEVICE else HOST
 
     def note(role: str, tier: str, numel: int, itemsize: int) -> None:
         if tier == NVME or (not cpu and tier != home):
@@ -277,13 +274,13 @@ def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
         if not line.trained:
             continue
         numel = line.shard_numel(owners)
-        weights = DEVICE if way.resident(placed, world) else way.parameters
-        own = own_master(placed, way, world, cpu=cpu)
-        gradient = DEVICE if way.reduced_late(placed, world) else way.gradients
-        note("gradient", gradient, numel, shape.gradient_itemsize or line.itemsize)
-        note("master", weights if own else way.state, numel, 4)
+        weights = DEVICE if strategy.resident(placed.kind, world) else strategy.parameters
+        own = own_master(placed, strategy, world, cpu=cpu)
+        gradient = DEVICE if strategy.reduced_late(placed.kind, world) else strategy.gradients
+        note("gradient", gradient, numel, strategy.gradient_itemsize(line.itemsize))
+        note("master", weights if own else strategy.state, numel, 4)
         for moment in range(len(shape.rule.moments)):
-            note(f"moment {moment}", way.state, numel, 4)
+            note(f"moment {moment}", strategy.state, numel, 4)
         if not own:
             note("weight", weights, numel, line.itemsize)
     return dict(widths)
@@ -292,70 +289,70 @@ def update_widths(shape: Shape, way: Way, *, cpu: bool) -> dict[str, int]:
 # --- what comes and goes
 
 
-def kept_bytes(shape: Shape, way: Way) -> int:
+def kept_bytes(shape: Shape, strategy: Strategy) -> int:
     """Return the bytes of one block's kept input."""
-    size = way.micro_batch * way.parts * shape.sequence_tokens * shape.hidden * shape.itemsize
-    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if way.kept != DEVICE else size
+    size = strategy.sequences * shape.sequence_tokens * shape.hidden * shape.itemsize
+    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if strategy.kept != DEVICE else size
 
 
-def graph_bytes(shape: Shape, way: Way) -> int:
+def graph_bytes(shape: Shape, strategy: Strategy) -> int:
     """Return the bytes that autograd keeps of the widest block for one micro-batch."""
-    tokens = way.micro_batch * shape.sequence_tokens
+    tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     return tokens * (shape.block_elements + shape.score_elements * shape.sequence_tokens) * shape.itemsize
 
 
-def attention_bytes(shape: Shape, way: Way) -> int:
+def attention_bytes(shape: Shape, strategy: Strategy) -> int:
     """Return the bytes that attention's backward allocates beside its gradients, on the card that needs most.
 
     The plan does not know the card's generation; a V100 needs as much as any.
     """
     assert shape.attention is not None
-    dtype = "fp32" if shape.itemsize == 4 else "fp16"
+    dtype, micro_batch = "fp32" if shape.itemsize == 4 else "fp16", decided(strategy.micro_batch)
     return max(
-        backward_bytes(shape.attention, way.micro_batch, shape.sequence_tokens, dtype, sm=sm, packed=shape.packed)
+        backward_bytes(shape.attention, micro_batch, shape.sequence_tokens, dtype, sm=sm, packed=shape.packed)
         for sm in (70, 80)
     )
 
 
-def _instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[Item]:
+def _instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     """Kept inputs, and the worst of the instants of a step."""
     blocks = len(shape.blocks)
-    kept = kept_bytes(shape, way)
-    graphs = way.graphs(blocks)
+    kept = kept_bytes(shape, strategy)
+    graphs = strategy.graphs(blocks)
     if graphs < blocks:
-        yield Item(KEPT, way.kept, (blocks - graphs) * kept, ("train",))
-        if way.kept != DEVICE:  # coming back, one block ahead
+        yield Item(KEPT, strategy.kept, (blocks - graphs) * kept, ("train",))
+        if strategy.kept != DEVICE:  # coming back, one block ahead
             yield Item(KEPT, DEVICE, 2 * kept, ("train",))
-        if way.kept == NVME:
+        if strategy.kept == NVME:
             yield Item("staging", HOST, KEPT_STAGING * kept, ("train",))
-    yield Item("workspace", DEVICE, way.parts * graphs * graph_bytes(shape, way), ("train",))
-    instants = list(_step_instants(shape, way, cpu=cpu))
+    yield Item("workspace", DEVICE, strategy.parts * graphs * graph_bytes(shape, strategy), ("train",))
+    instants = list(_step_instants(shape, strategy, cpu=cpu))
     worst = max(instants, key=lambda items: sum(items.values()))
     if cpu:  # malloc keeps what one instant needed while the next needs something else
         purposes = dict.fromkeys(purpose for items in instants for purpose in items)
         worst = {purpose: max(items.get(purpose, 0) for items in instants) for purpose in purposes}
-        held = way.parts * graphs * graph_bytes(shape, way)
+        held = strategy.parts * graphs * graph_bytes(shape, strategy)
         part, whole = HEAP_SHARE
         yield Item("runtime", DEVICE, (held + sum(worst.values())) * part // whole, ("train", "save"))
     for purpose, size in worst.items():
         yield Item(purpose, DEVICE, size, ("train",))
 
 
-def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, int]]:
+def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[dict[str, int]]:
     """Yield what lives only at the loss, inside a block's backward, at the embedding's gradient, and in the update."""
-    world, owners = shape.world_size, way.owners(shape.world_size)
-    tokens = way.micro_batch * shape.sequence_tokens
-    logits = tokens * way.parts * shape.vocabulary
-    head, gradient, copied = _leaf_bytes(shape, way)
-    hidden = tokens * way.parts * shape.hidden * (shape.itemsize + 4)  # the last norm's, in fp32 too
+    world, owners = shape.world_size, strategy.owners(shape.world_size)
+    tokens = decided(strategy.micro_batch) * shape.sequence_tokens
+    logits = tokens * strategy.parts * shape.vocabulary
+    head, gradient, copied = _leaf_bytes(shape, strategy)
+    hidden = tokens * strategy.parts * shape.hidden * (shape.itemsize + 4)  # the last norm's, in fp32 too
     if shape.chunked_loss:  # its backward sums the hidden states' gradient in fp32
         chunk = min(logits * shape.itemsize, LOSS_CHUNK_BYTES)
         if cpu:  # by the reference, in fp32, with what softmax makes of it
             chunk = min(logits, LOSS_CHUNK_BYTES // 4) * LOGIT_BYTES
             if shape.itemsize < 4:  # and the weights of a chunk's classes in fp32, for the hidden states' gradient
-                classes = max(LOSS_CHUNK_BYTES // (4 * tokens * way.parts), 1)
+                classes = max(LOSS_CHUNK_BYTES // (4 * tokens * strategy.parts), 1)
                 chunk += 4 * min(classes, shape.vocabulary) * shape.hidden
-        summed = 4 * tokens * way.parts * shape.hidden
+        summed = 4 * tokens * strategy.parts * shape.hidden
         freed = copied if cpu else 0  # malloc does not find it again for the copy
         yield {"logits": chunk + hidden + summed, "leaves": head + gradient + freed}
         yield {"logits": hidden, "leaves": gradient + copied}  # the weights went with the loss's graph
@@ -364,44 +361,44 @@ def _step_instants(shape: Shape, way: Way, *, cpu: bool) -> Iterator[dict[str, i
         yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient + copied}
     yield {"leaves": gradient + copied}
 
-    graph = graph_bytes(shape, way)
+    graph = graph_bytes(shape, strategy)
     part, whole = BACKWARD_SHARE
     # Attention's backward comes when that of the layers after it is over, and what that needed is free again.
-    needed = attention_bytes(shape, way) if shape.attention is not None and not cpu else 0
+    needed = attention_bytes(shape, strategy) if shape.attention is not None and not cpu else 0
     backward = max(graph * part // whole, needed) + shape.widest_tensor * shape.itemsize
-    backward += tokens * way.parts * shape.hidden * shape.itemsize  # the gradient that comes from the block after
-    if not way.graphs(len(shape.blocks)):  # else the kept ones are gone before the first block is computed again
+    backward += tokens * strategy.parts * shape.hidden * shape.itemsize  # the gradient that comes from the block after
+    if not strategy.graphs(len(shape.blocks)):  # else the kept ones are gone before the first block is computed again
         backward += graph
-    trained = [p.line for p, _ in shape.counted if p.line.trained and not way.reduced_late(p, world)]
-    if way.gradients == DEVICE and trained and way.parts == 1:  # what a reduction adds to the sum of the micro-batches
+    trained = [p.line for p, _ in shape.counted if p.line.trained and not strategy.reduced_late(p.kind, world)]
+    if strategy.gradients == DEVICE and trained and strategy.parts == 1:  # what a reduction adds to the sum of the others
         backward += max(line.shard_numel(owners) * line.itemsize for line in trained)
     yield {"workspace": backward}
 
     update = 0
-    if way.state == DEVICE and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
+    if strategy.state == DEVICE and not cpu and shape.trained_numel:  # the gradient in fp32, and times the clip
         widest = max(p.line.shard_numel(owners) for p, _ in shape.counted if p.line.trained)
         update = 8 * min(widest, CUDA_PIECE_NUMEL)
     yield {"workspace": update}
 
 
-def _leaf_bytes(shape: Shape, way: Way) -> tuple[int, int, int]:
+def _leaf_bytes(shape: Shape, strategy: Strategy) -> tuple[int, int, int]:
     """Return the bytes of the widest leaf, gathered, of its gradient, and of what the reduction needs besides."""
-    owners = way.owners(shape.world_size)
+    owners = strategy.owners(shape.world_size)
     head = gradient = copied = 0
     for line in shape.leaves:
         placed = Placed(line, "leaf")
-        if not way.resident(placed, shape.world_size):
+        if not strategy.resident(placed.kind, shape.world_size):
             head = max(head, line.padded_numel(owners) * line.itemsize)
         if line.trained:
-            late = way.reduced_late(placed, shape.world_size)
+            late = strategy.reduced_late(placed.kind, shape.world_size)
             copy = 0 if late else line.padded_numel(owners)
-            if not late and shape.gradient_itemsize not in (0, line.itemsize):  # reduced apart, then widened
+            if not late and strategy.gradient_itemsize(line.itemsize) != line.itemsize:  # reduced apart, then widened
                 copy += line.shard_numel(owners)
             gradient, copied = max((gradient, copied), (line.numel * line.itemsize, copy * line.itemsize), key=sum)
     return head, gradient, copied
 
 
-def _files(shape: Shape, way: Way) -> Iterator[Item]:
+def _files(shape: Shape) -> Iterator[Item]:
     """What reading and writing folders needs: pieces, and for adapters rank 0's whole copy."""
     yield Item("staging", HOST, 2 * FILE_PIECE_BYTES, ("load", "save", "resume"))
     if shape.peft:

@@ -10,29 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.plan.candidates import order, some_divisors, with_adapter
+from ftkit.plan.limits import Limits, Shortage, gib, gib_up, shortages
 from ftkit.plan.memory import Memory, memory
-from ftkit.plan.shape import Shape, Way
-from ftkit.plan.ways import (
-    Forced,
-    Limits,
-    Shortage,
-    gib,
-    gib_up,
-    order,
-    shortages,
-    some_divisors,
-    with_adapter,
-    with_gradients,
-)
+from ftkit.plan.shape import Shape
+from ftkit.spec.strategy import AUTO, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 
 class DoesNotFit(UserError):
-    """No way fits what is granted. Says what is needed for which purpose, and three ways out.
+    """No strategy fits what is granted. Says what is needed for which purpose, and three ways out.
 
     Args:
         text: message for the user.
-        shortages: shortages of the way that comes nearest.
+        shortages: shortages of the strategy that comes nearest.
         ways_out: ways out, a sentence each.
     """
 
@@ -63,16 +54,15 @@ def check_disk(taken: Memory, limits: Limits) -> None:
 def refusal(
     shape: Shape,
     limits: Limits,
-    forced: Forced,
+    wanted: Strategy,
     sequences: int,
     preferred: int,
-    passed: list[tuple[Way, tuple[Shortage, ...]]],
+    passed: list[tuple[Strategy, tuple[Shortage, ...]]],
 ) -> DoesNotFit:
-    """Return the error: the numbers of the way that comes nearest, and the cheapest changes after which one fits."""
+    """Return the error: the numbers of the strategy that comes nearest, and the cheapest changes after which one fits."""
     # what can leave the device has left it, or the numbers would be of the wrong tier
-    way, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
-    settled = with_gradients(shape, forced, sequences // way.micro_batch)
-    taken = memory(settled, way, cpu=limits.cpu)
+    strategy, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
+    taken = memory(shape, strategy, cpu=limits.cpu)
     lines = []
     for each in short:
         ranks = limits.ranks(each.tier)
@@ -84,11 +74,12 @@ def refusal(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.moment} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
-    ways_out = tuple(_ways_out(shape, limits, forced, sequences, preferred))[:3]
+    ways_out = tuple(_ways_out(shape, limits, wanted, sequences, preferred))[:3]
     advice = "; or ".join(ways_out) if ways_out else "use a smaller model"
+    tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
         f"does not fit: {'; '.join(lines)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
-        f"rank{'s' * (shape.world_size > 1)}, {way.micro_batch * shape.sequence_tokens} tokens a micro-batch; {way}). "
+        f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens a micro-batch; {strategy}). "
         f"Ways out: {advice}"
     )
     if limits.cpu and not any("profile" in name for _, name in limits.names):
@@ -96,60 +87,58 @@ def refusal(
     return DoesNotFit(text, short, ways_out)
 
 
-def _ways_out(shape: Shape, limits: Limits, forced: Forced, sequences: int, preferred: int) -> Iterator[str]:
-    """Yield changes, the cheapest first, after each of which a way fits: it was tried."""
+def _ways_out(shape: Shape, limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> Iterator[str]:
+    """Yield changes, the cheapest first, after each of which a strategy fits: it was tried."""
 
-    def fits(shape: Shape, limits: Limits, forced: Forced, sequences: int = sequences) -> Way | None:
-        for way in order(limits, forced, sequences, preferred):
-            settled = with_gradients(shape, forced, sequences // way.micro_batch)
-            if not shortages(memory(settled, way, cpu=limits.cpu), limits):
-                return way
+    def fits(shape: Shape, limits: Limits, wanted: Strategy, sequences: int = sequences) -> Strategy | None:
+        for strategy in order(limits, wanted, sequences, preferred):
+            if not shortages(memory(shape, strategy, cpu=limits.cpu), limits):
+                return strategy
         return None
 
     def needs(tier: str, limits: Limits) -> int | None:
-        """Return the bytes of a tier with which some way fits."""
+        """Return the bytes of a tier with which some strategy fits."""
         unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
         open_ = replace(limits, **unlimited)
         least = None
-        for way in order(open_, forced, sequences, preferred):
-            settled = with_gradients(shape, forced, sequences // way.micro_batch)
-            taken = memory(settled, way, cpu=limits.cpu)
+        for strategy in order(open_, wanted, sequences, preferred):
+            taken = memory(shape, strategy, cpu=limits.cpu)
             if not shortages(taken, open_):
                 needed = taken.peak(tier) * limits.ranks(tier)
                 least = needed if least is None else min(least, needed)
         return least
 
-    if forced.micro_batch is not None and forced.micro_batch > 1:
-        for micro in some_divisors(sequences, forced.micro_batch - 1):
-            if fits(shape, limits, replace(forced, micro_batch=micro)):
-                yield f"set engine.micro_batch to {micro} (from {forced.micro_batch})"
+    if wanted.micro_batch != AUTO and wanted.micro_batch > 1:
+        for micro in some_divisors(sequences, wanted.micro_batch - 1):
+            if fits(shape, limits, replace(wanted, micro_batch=micro)):
+                yield f"set engine.micro_batch to {micro} (from {wanted.micro_batch})"
                 break
-    free = Forced(micro_batch=forced.micro_batch, gradient_dtype=forced.gradient_dtype)
-    if forced != free and (way := fits(shape, limits, free)) is not None:
-        yield f"leave the choices of engine: to the plan ({way} fits)"
+    free = wanted.reopened()
+    if wanted != free and (strategy := fits(shape, limits, free)) is not None:
+        yield f"leave the choices of engine: to the plan ({strategy} fits)"
     if not limits.nvme_bytes and (size := needs(NVME, limits)):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each box (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
-    if shorter.sequence_tokens >= 64 and fits(shorter, limits, forced):
+    if shorter.sequence_tokens >= 64 and fits(shorter, limits, wanted):
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
     if limits.nvme_bytes and (size := needs(NVME, limits)) and size > limits.nvme_bytes:
         yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each box"
     if limits.host_bytes is not None and (size := needs(HOST, limits)):
         by = "memory.device_gib" if limits.name(HOST) == "memory.device_gib" else "memory.host_gib"
         yield f"grant {gib_up(size)} GiB of host memory ({by})"
-    if not shape.peft and fits(with_adapter(shape), limits, forced):
+    if not shape.peft and fits(with_adapter(shape), limits, wanted):
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := needs(DEVICE, limits)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
-    yield from _more_ranks(shape, limits, forced, sequences, fits)
+    yield from _more_ranks(shape, limits, wanted, sequences, fits)
 
 
 def _more_ranks(
-    shape: Shape, limits: Limits, forced: Forced, sequences: int, fits: Callable[..., Way | None]
+    shape: Shape, limits: Limits, wanted: Strategy, sequences: int, fits: Callable[..., Strategy | None]
 ) -> Iterator[str]:
     """Yield the number of boxes like this one on which it fits."""
     for boxes in (2, 4, 8):
         more = replace(shape, world_size=shape.world_size * boxes)
-        if fits(more, limits, forced, max(sequences // boxes, 1)):
+        if fits(more, limits, wanted, max(sequences // boxes, 1)):
             yield f"use {boxes} boxes like this one ({more.world_size} ranks)"
             return

@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ftkit.plan.events import Event, Script, Timeline, simulate
-from ftkit.plan.memory import slot_itemsize
-from ftkit.plan.shape import Line, Placed, Shape, Way
+from ftkit.plan.shape import Line, Placed, Shape
+from ftkit.spec.strategy import LineKind, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 STEPS = 3
@@ -164,18 +164,18 @@ class Rates:
         """Return the rate of every resource, for a model of a hidden size."""
         return {**self.resources, "compute": self.operations(hidden)}
 
-    def know(self, shape: Shape, way: Way) -> bool:
+    def know(self, shape: Shape, strategy: Strategy) -> bool:
         """Whether a step of this can be simulated; see `missing`."""
-        return self.missing(shape, way) is None
+        return self.missing(shape, strategy) is None
 
-    def missing(self, shape: Shape, way: Way) -> str | None:
+    def missing(self, shape: Shape, strategy: Strategy) -> str | None:
         """Say what these rates lack to simulate a step; None if nothing.
 
         On CPU ranks with a drive its threads and the arithmetic share cores, of which the schedule knows nothing.
         """
         if shape.itemsize != self.itemsize:
             return f"the rates are of {8 * self.itemsize}-bit arithmetic, and this run computes in {8 * shape.itemsize} bits"
-        if NVME not in (way.parameters, way.gradients, way.state, way.kept):
+        if not strategy.uses_nvme:
             return None
         if self.in_order:
             return "on CPU ranks a drive's threads and the arithmetic share cores, which is not simulated"
@@ -189,43 +189,44 @@ class Rates:
         return {**shared, "up": self.pcie, "down": self.pcie}
 
 
-def speed(shape: Shape, way: Way, rates: Rates, *, accumulation: int = 1) -> Speed:
+def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None = None) -> Speed:
     """Return what a step takes.
 
     Args:
         shape: the model and what is asked of it.
-        way: how it is held and trained.
+        strategy: how it is held and trained.
         rates: what one rank has for itself.
-        accumulation: times that all blocks are passed in a step; `way.parts` micro-batches pass each together.
+        rounds: times that all blocks are passed in a step; None takes the strategy's.
 
     Raises:
-        ValueError: if the way needs a resource for which `rates` has none.
+        ValueError: if the strategy needs a resource for which `rates` has none.
     """
-    step = _Step(shape, way, accumulation, rates.collective_s, in_order=rates.in_order)
+    rounds = rounds or strategy.rounds
+    step = _Step(shape, strategy, rounds, rates.collective_s, in_order=rates.in_order)
     ends = [step.add() for _ in range(STEPS)]
     timeline = simulate(step.script.events, rates.all(shape.hidden))
     marks = [max(timeline.ends[number] for number in numbers) for numbers in ends]
     first, last = marks[-2], marks[-1]
-    tokens = shape.world_size * way.micro_batch * way.parts * accumulation * shape.sequence_tokens
+    tokens = shape.world_size * strategy.sequences * rounds * shape.sequence_tokens
     operations = sum([event.work.get("compute", 0.0) for event in step.script.events]) / STEPS
-    before, after = step.rounds[-2:] if accumulation > 1 else [(), ()]
+    before, after = step.ends[-2:] if rounds > 1 else [(), ()]
     round_s = max([timeline.ends[b] - timeline.ends[a] for a, b in zip(before, after)], default=0.0)
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last), round_s)
 
 
-def script(shape: Shape, way: Way, accumulation: int, steps: int = 1, *, in_order: bool = False) -> Script:
+def script(shape: Shape, strategy: Strategy, steps: int = 1, *, in_order: bool = False) -> Script:
     """Return the events of some steps in a row: what `speed` simulates, and what tests compare the engine with."""
-    step = _Step(shape, way, accumulation, 0.0, in_order=in_order)
+    step = _Step(shape, strategy, strategy.rounds, 0.0, in_order=in_order)
     for _ in range(steps):
         step.add()
     return step.script
 
 
 def parts_of_step(
-    shape: Shape, way: Way, *, in_order: bool = False
+    shape: Shape, strategy: Strategy, *, in_order: bool = False
 ) -> tuple[Sequence[Event], Sequence[Event], Sequence[Event]]:
     """Return the events of a step's first round of micro-batches, of each further round, and of its update."""
-    step = _Step(shape, way, 2, 0.0, in_order=in_order)
+    step = _Step(shape, strategy, 2, 0.0, in_order=in_order)
     step.add()
     first, second = (number + 1 for number in step.until)
     events = step.script.events
@@ -237,22 +238,22 @@ class _Step:
 
     Args:
         shape: the model and what is asked of it.
-        way: how it is held and trained.
-        accumulation: see `speed`.
+        strategy: how it is held and trained.
+        rounds: see `speed`.
         collective_s: see `Rates`.
         in_order: see `Rates`.
     """
 
-    def __init__(self, shape: Shape, way: Way, accumulation: int, collective_s: float, *, in_order: bool) -> None:
-        self.shape, self.way, self.accumulation, self.collective_s = shape, way, accumulation, collective_s
+    def __init__(self, shape: Shape, strategy: Strategy, rounds: int, collective_s: float, *, in_order: bool) -> None:
+        self.shape, self.strategy, self.rounds, self.collective_s = shape, strategy, rounds, collective_s
         self.script = Script()
         self.beside = "compute" if in_order else "collectives"
         self.world = shape.world_size
-        self.owners = way.owners(self.world)
-        self.tokens = way.micro_batch * way.parts * shape.sequence_tokens
+        self.owners = strategy.owners(self.world)
+        self.tokens = strategy.sequences * shape.sequence_tokens
         self.written: dict[int, int] = {}  # block to the event with which its update is done; -1: what is outside blocks
         self.computed: list[int] = []  # the last computations
-        self.rounds: list[tuple[int, ...]] = []  # the last computation of each round, and the last move of a gradient
+        self.ends: list[tuple[int, ...]] = []  # the last computation of each round, and the last move of a gradient
         self.until: list[int] = []  # the last event of each round
         self.slots: dict[int, int] = {}  # slot to the block whose weights it has
         self.reduced: int | None = None
@@ -262,17 +263,17 @@ class _Step:
 
     def add(self) -> list[int]:
         """Add a step; return its last computation: what the next one cannot begin before."""
-        if not self.way.deferred and self.written:
+        if not self.strategy.deferred and self.written:
             self._wait_for_all()
-        for round_ in range(self.accumulation):
+        for round_ in range(self.rounds):
             self._forward(first=round_ == 0)
             self._loss()
             self._backward(first=round_ == 0)
-            self.rounds.append((self.computed[-1],) if self.drained is None else (self.computed[-1], self.drained))
+            self.ends.append((self.computed[-1],) if self.drained is None else (self.computed[-1], self.drained))
             self.until.append(len(self.script.events) - 1)
         end = self.computed[-1]
         self._update()
-        return [end] if self.way.deferred else [end, *self.written.values()]
+        return [end] if self.strategy.deferred else [end, *self.written.values()]
 
     # --- forward and backward
 
@@ -299,7 +300,7 @@ class _Step:
     def _backward(self, *, first: bool) -> None:
         blocks = self.shape.blocks
         count = len(blocks)
-        again = self.way.weights == "free" and (self._is_gathered("block") or self.way.parameters != DEVICE)
+        again = self.strategy.weights == "free" and (self._is_gathered("block") or self.strategy.parameters != DEVICE)
         gathered: dict[int, int | None] = {}
         if again:
             gathered[count - 1] = self._gather(count - 1, first=False)
@@ -324,7 +325,7 @@ class _Step:
     def _recomputed(self, number: int) -> bool:
         """Whether a block's forward is computed again in its backward."""
         blocks = len(self.shape.blocks)
-        return number < blocks - self.way.graphs(blocks)
+        return number < blocks - self.strategy.graphs(blocks)
 
     def _operations(self, number: int, *, forward: bool) -> float:
         """Return the operations of a block on a rank's micro-batch (Megatron's count, arXiv:2104.04473)."""
@@ -336,23 +337,23 @@ class _Step:
         recomputed = once if self._recomputed(number) else 0.0
         return self.tokens * (once if forward else back + recomputed)
 
-    def _keep(self, what: str, way: str, number: int) -> int | None:
+    def _keep(self, what: str, direction: str, number: int) -> int | None:
         """Move a block's kept inputs away, or back, once the last computation is done; nothing where they stay."""
-        if self.way.kept == DEVICE or not self._recomputed(number):
+        if self.strategy.kept == DEVICE or not self._recomputed(number):
             return None
         after = self.computed[-1]
         size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
-        if self.way.kept == NVME and way == "up":
+        if self.strategy.kept == NVME and direction == "up":
             after = self.script.add(f"{what} from nvme", "nvme fetch", {"nvme_read": size}, [after])
-        moved = self.script.add(what, way, {way: size, "dram": COPY_TRAFFIC * size}, [after])
-        if self.way.kept == NVME and way == "down":
+        moved = self.script.add(what, direction, {direction: size, "dram": COPY_TRAFFIC * size}, [after])
+        if self.strategy.kept == NVME and direction == "down":
             return self.script.add(f"{what} on nvme", "nvme drain", {"nvme_write": size}, [moved])
         return moved
 
     # --- weights and gradients
 
     def _is_gathered(self, kind: str) -> bool:
-        return self.way.stage == 3 and self.owners > 1 and kind in ("block", "leaf")
+        return self.strategy.stage == 3 and self.owners > 1 and kind in ("block", "leaf")
 
     def _moved(self, line: Line) -> float:
         """Return the bytes that a rank sends to gather a line."""
@@ -367,7 +368,7 @@ class _Step:
 
     def _summed(self, line: Line) -> int:
         """Return the bytes of an element of a line's gradient where micro-batches' are summed."""
-        return self.shape.gradient_itemsize or line.itemsize
+        return self.strategy.gradient_itemsize(line.itemsize)
 
     def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
         if not size:
@@ -378,7 +379,7 @@ class _Step:
         """Bring a block's weights, from their tier and from all ranks; in the first forward of a step after their update."""
         if first and number == 0:
             self.slots.clear()  # they have the weights of before the update
-        held = self.way.weights == "hold"  # in a buffer of its own, until its backward
+        held = self.strategy.weights == "hold"  # in a buffer of its own, until its backward
         if self.slots.get(number % 2) == number and not held:
             return None
         self.slots[number % 2] = number
@@ -386,10 +387,10 @@ class _Step:
         lines = self.shape.blocks[number]
         free = self.computed[-2] if len(self.computed) > 1 and not held else None
         fetched: int | None = None
-        if self.way.parameters != DEVICE:
+        if self.strategy.parameters != DEVICE:
             size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
             after = [free, updated]
-            if self.way.parameters == NVME:
+            if self.strategy.parameters == NVME:
                 after.append(self.script.add(f"read weights {number}", "nvme fetch", {"nvme_read": size}, [updated]))
             fetched = self.script.add(f"fetch {number}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, after)
         if not self._is_gathered("block"):
@@ -401,7 +402,7 @@ class _Step:
         """Gather whole copies of lines whose shards were updated."""
         if updated is None:
             return None
-        stale = (each.line for each in lines if each.line.trained and self.way.resident(each, self.world))
+        stale = (each.line for each in lines if each.line.trained and self.strategy.resident(each.kind, self.world))
         return self._collective(f"refresh {name}", sum(map(self._moved, stale)), [updated])
 
     def _outside(self) -> list[int | None]:
@@ -410,13 +411,13 @@ class _Step:
         updated = self.written.get(-1)
         return [updated, self._refresh("outside", lines, updated)]
 
-    def _collect(self, name: str, kind: str, lines: Sequence[Line], *, first: bool) -> None:
+    def _collect(self, name: str, kind: LineKind, lines: Sequence[Line], *, first: bool) -> None:
         """Put a gradient where it is summed: whole, until the end of the step, or in the slot, and reduced at once."""
         trained = [line for line in lines if line.trained]
-        late = [each for each in trained if self.way.reduced_late(Placed(each, kind), self.world)]
+        late = [each for each in trained if self.strategy.reduced_late(kind, self.world)]
         soon = [each for each in trained if each not in late]
-        parts = self.way.parts if kind == "block" else 1  # leaves get the gradient of all parts at once
-        size = sum(_collected(each, slot_itemsize(self.shape, self.way, each), 1, parts - 1) for each in soon)
+        parts = self.strategy.parts if kind == "block" else 1  # leaves get the gradient of all parts at once
+        size = sum(_collected(each, self.strategy.slot_itemsize(each.itemsize), 1, parts - 1) for each in soon)
         for each in late:
             size += _collected(each, self._summed(each), int(first), parts - first)
         self._pass(f"collect {name}", size)
@@ -425,20 +426,20 @@ class _Step:
 
     def _reduce(self, name: str, trained: Sequence[Line], *, first: bool) -> int | None:
         """Reduce a gradient, and add this rank's part to those of the micro-batches before, or move it to its tier."""
-        slots = [(each, slot_itemsize(self.shape, self.way, each)) for each in trained]
+        slots = [(each, self.strategy.slot_itemsize(each.itemsize)) for each in trained]
         reduced = self._collective(f"reduce {name}", sum(self._reduced(*each) for each in slots), [self.computed[-1]])
         added = float(sum(line.shard_numel(self.owners) * (size + 2 * self._summed(line)) for line, size in slots))
-        if self.way.gradients == DEVICE and not first:
+        if self.strategy.gradients == DEVICE and not first:
             reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, [reduced, self.computed[-1]])
-        if self.way.gradients != DEVICE:
+        if self.strategy.gradients != DEVICE:
             size = float(sum(line.shard_numel(self.owners) * itemsize for line, itemsize in slots))
             kept = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in trained))
             after = [reduced, self.computed[-1]]
             self.drained = self.script.add(f"drain {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
             if not first:
-                work = {"dram": added} | ({"nvme_read": kept} if self.way.gradients == NVME else {})
+                work = {"dram": added} | ({"nvme_read": kept} if self.strategy.gradients == NVME else {})
                 self.drained = self.script.add(f"sum {name}", "host update", work, [self.drained])
-            if self.way.gradients == NVME:
+            if self.strategy.gradients == NVME:
                 after = [self.drained]
                 self.drained = self.script.add(f"write gradient {name}", "nvme drain", {"nvme_write": kept}, after)
         return reduced
@@ -448,7 +449,7 @@ class _Step:
     def _update(self) -> None:
         norm = self.script.add("norm", self.beside, self._norm_work(), self._finish(), latency_s=NORM_S)
         outside = [line for line in (*self.shape.leaves, *self.shape.whole) if line.trained]
-        self.left = self.way.state_host_bytes
+        self.left = decided(self.strategy.state_host_bytes)
         self.written = {-1: self._update_of("outside", outside, norm)}
         for number, lines in enumerate(self.shape.blocks):
             trained = [line for line in lines if line.trained]
@@ -459,14 +460,14 @@ class _Step:
         """Reduce what is whole until the end of the step; return what the norm waits for."""
         moved = 0.0
         for placed, count in self.shape.counted:
-            if placed.line.trained and self.way.reduced_late(placed, self.world):
+            if placed.line.trained and self.strategy.reduced_late(placed.kind, self.world):
                 moved += count * self._reduced(placed.line, self._summed(placed.line))
         late = self._collective("reduce whole", moved, [self.computed[-1]])
         return [self.reduced, self.drained, late, self.computed[-1]]
 
     def _norm_work(self) -> dict[str, float]:
         """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""
-        if self.way.gradients != DEVICE:
+        if self.strategy.gradients != DEVICE:
             return {}
         trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
         return {"hbm": float(sum(n * line.shard_numel(self.owners) * self._summed(line) for line, n in trained))}
@@ -476,16 +477,16 @@ class _Step:
         size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
         gradient = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in lines))
         state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
-        if self.way.state == DEVICE:
+        if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
-        if self.way.gradients == DEVICE:
+        if self.strategy.gradients == DEVICE:
             work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
             before.append(self.script.add(f"down {name}", "down", work, [norm]))
-        stays = self.way.state != NVME or state <= self.left  # whole lines, as `Tiers.state_tiers` has it
-        if self.way.state == NVME and stays:
+        stays = self.strategy.state != NVME or state <= self.left  # whole lines, as `Tiers.state_tiers` has it
+        if self.strategy.state == NVME and stays:
             self.left -= int(state)
-        if self.way.gradients == NVME:
+        if self.strategy.gradients == NVME:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
             after = [norm, self.stored.get(name)]
@@ -494,9 +495,9 @@ class _Step:
         if not stays:
             written = {"nvme_write": state}
             self.stored[name] = self.script.add(f"write {name}", "nvme write", written, [done])
-        if self.way.parameters == NVME:
+        if self.strategy.parameters == NVME:
             return self.script.add(f"write weights {name}", "nvme write", {"nvme_write": size}, [done])
-        if self.way.parameters == HOST:
+        if self.strategy.parameters == HOST:
             return done
         return self.script.add(f"up {name}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [done])
 

@@ -1,28 +1,29 @@
-"""The search: of ways that fit, the one whose simulated step is shortest.
+"""The search: of strategies that fit, the one whose simulated step is shortest.
 
-Each way has a bound that is cheap to work out: no step is shorter than what its busiest stream, or the most wanted resource,
-needs alone. Ways are simulated from the lowest bound on, and once a bound lies above what was reached, no way
-after it can win. A way that is another one with something moved down to NVMe cannot win, and is left out at once. Between
-ways that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better
-than that, and simpler ways have fewer parts that can be slow.
+Each strategy has a bound that is cheap to work out: no step is shorter than what its busiest stream, or the most wanted
+resource, needs alone. Strategies are simulated from the lowest bound on, and once a bound lies above what was reached, no
+strategy after it can win. One that is another one with something moved down to NVMe cannot win, and is left out at once.
+Between strategies that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better than that, and
+simpler strategies have fewer parts that can be slow.
 
-Cost: one step's events for each way, three simulated for a few: a second or two for 13B.
+Cost: one step's events for each strategy, three simulated for a few: a second or two for 13B.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ftkit.plan.events import Event, alone
 from ftkit.plan.schedule import Rates, Speed, parts_of_step, speed
-from ftkit.plan.shape import Shape, Way
+from ftkit.plan.shape import Shape
+from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, KINDS, NVME
 
 ALIKE = 0.005
-"""Shares of a step's seconds by which ways may differ and still count as equally fast."""
+"""Shares of a step's seconds by which strategies may differ and still count as equally fast."""
 
 
 ROUNDS = 3
@@ -33,115 +34,109 @@ MOST_ROUNDS = 16
 """Of micro-batches that are simulated where their timeline is shown, or where none is like the one before."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way that fits: with the shape that has the width of its gradients, and times that blocks are passed in a step."""
+def fastest(
+    candidates: Sequence[Strategy], shape: Shape, rates: Rates, *, next_best: bool = True
+) -> list[tuple[Strategy, Speed]]:
+    """Return the strategy to take and the next best one of another kind, with their speeds; none where the rates do not say.
 
-    shape: Shape
-    way: Way
-    accumulation: int
-
-
-def fastest(candidates: Sequence[Candidate], rates: Rates, *, next_best: bool = True) -> list[tuple[Candidate, Speed]]:
-    """Return the way to take and the next best one of another kind, with their speeds; none where the rates do not say.
-
-    Ways that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block less,
-    which tells nobody anything. Nor does the same with something on NVMe.
+    Strategies that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block
+    less, which helps nobody. Nor does the same with something on NVMe.
 
     Args:
-        candidates: ways that fit, from cheap to dear.
+        candidates: strategies that fit, from cheap to dear.
+        shape: the model and what is asked of it.
         rates: what one rank has for itself.
         next_best: whether to look for the second one, which takes about as long as the first.
     """
-    known = list(_worth_it([each for each in candidates if rates.know(each.shape, each.way)]))
-    bounds = [bound(each, rates) for each in known]
+    known = list(_worth_it([each for each in candidates if rates.know(shape, each)], len(shape.blocks)))
+    bounds = [bound(shape, each, rates) for each in known]
     ordered = sorted(range(len(known)), key=lambda number: bounds[number])
     found: dict[int, float] = {}
     for number in ordered:
         if found and bounds[number] > min(found.values()) * (1 + ALIKE):
             break
-        found[number] = seconds(known[number], rates)
-    ranked: list[tuple[Candidate, Speed]] = []
+        found[number] = seconds(shape, known[number], rates)
+    ranked: list[tuple[Strategy, Speed]] = []
     while found and len(ranked) < 1 + next_best:
         shortest = min(found.values())
         best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
-        ranked.append((best, speed_of(best, rates)))
-        found = _of_other_kinds(best.way, known, bounds, ordered, rates) if next_best and len(ranked) == 1 else {}
+        ranked.append((best, speed_of(shape, best, rates)))
+        found = _of_other_kinds(best, shape, known, bounds, ordered, rates) if next_best and len(ranked) == 1 else {}
     return ranked
 
 
 def _of_other_kinds(
-    way: Way, known: Sequence[Candidate], bounds: Sequence[float], ordered: Sequence[int], rates: Rates
+    strategy: Strategy,
+    shape: Shape,
+    known: Sequence[Strategy],
+    bounds: Sequence[float],
+    ordered: Sequence[int],
+    rates: Rates,
 ) -> dict[int, float]:
-    """Return seconds of ways of other kinds by their numbers: of each kind the one with the lowest bound, the best kinds."""
+    """Return seconds of strategies of other kinds by number: of each kind the one with the lowest bound, the best kinds."""
     found: dict[int, float] = {}
-    seen = {_kind(way)}
+    seen = {_kind(strategy)}
     for number in ordered:
         if found and bounds[number] > min(found.values()):
             break
-        kind = _kind(known[number].way)
+        kind = _kind(known[number])
         if kind not in seen:
             seen.add(kind)
-            found[number] = seconds(known[number], rates)
+            found[number] = seconds(shape, known[number], rates)
     return found
 
 
-def _worth_it(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+def _worth_it(candidates: Sequence[Strategy], blocks: int) -> Iterator[Strategy]:
     """Yield the candidates but those that are one before them with something moved down to NVMe, and keep no more graphs."""
-    before: dict[tuple[Way, int], list[Way]] = defaultdict(list)
+    before: dict[Strategy, list[Strategy]] = defaultdict(list)
     alike: dict[str, Any] = dict.fromkeys(KINDS, DEVICE) | {"activations": "recompute", "state_host_bytes": 0}
     for each in candidates:
-        blocks = len(each.shape.blocks)
-        known = before[replace(each.way, **alike), each.accumulation]
-        if not any(_is_lower(each.way, one) and each.way.graphs(blocks) <= one.graphs(blocks) for one in known):
-            known.append(each.way)
+        known = before[replace(each, **alike)]
+        if not any(_is_lower(each, one) and each.graphs(blocks) <= one.graphs(blocks) for one in known):
+            known.append(each)
             yield each
 
 
-def _is_lower(way: Way, other: Way) -> bool:
-    """Whether a way is another one with something moved down, and nothing moved up for it."""
-    tiers = [(getattr(way, kind), getattr(other, kind)) for kind in KINDS]
+def _is_lower(strategy: Strategy, other: Strategy) -> bool:
+    """Return whether a strategy is another one with something moved down, and nothing moved up for it."""
+    tiers = [(getattr(strategy, kind), getattr(other, kind)) for kind in KINDS]
     lower = all(own in (above, NVME) for own, above in tiers) and any(own != above for own, above in tiers)
-    return lower and (other.state != NVME or way.state_host_bytes <= other.state_host_bytes)
+    return lower and (other.state != NVME or decided(strategy.state_host_bytes) <= decided(other.state_host_bytes))
 
 
-def _kind(way: Way) -> Way:
-    return replace(way, activations="recompute")
+def _kind(strategy: Strategy) -> Strategy:
+    return replace(strategy, activations="recompute")
 
 
-def seconds(candidate: Candidate, rates: Rates) -> float:
+def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
     """Return what a step takes.
 
     Of many rounds of micro-batches all after the first two are alike: they are counted, not simulated. (Not where gradients
     go to NVMe: what has not been written yet by the end of a round grows from round to round. Where they are summed in host
     memory it takes some rounds until they are alike, which is about a thousandth.)
     """
-    shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
-    if rounds <= ROUNDS or way.gradients == NVME:
-        return speed_of(candidate, rates).seconds
-    return speed(shape, way, rates, accumulation=ROUNDS).longer(ROUNDS, rounds - ROUNDS).seconds
+    if strategy.rounds <= ROUNDS or strategy.gradients == NVME:
+        return speed_of(shape, strategy, rates).seconds
+    return speed(shape, strategy, rates, rounds=ROUNDS).longer(ROUNDS, strategy.rounds - ROUNDS).seconds
 
 
-def speed_of(candidate: Candidate, rates: Rates) -> Speed:
-    """Return the speed of a way; of more than `MOST_ROUNDS` micro-batches those after them are counted, not simulated.
+def speed_of(shape: Shape, strategy: Strategy, rates: Rates) -> Speed:
+    """Return the speed of a strategy; of more than `MOST_ROUNDS` rounds those after them are counted, not simulated.
 
     Its timeline then shows the first ones.
     """
-    shape, way, rounds = candidate.shape, candidate.way, candidate.accumulation
-    if rounds <= MOST_ROUNDS:
-        return speed(shape, way, rates, accumulation=rounds)
-    return speed(shape, way, rates, accumulation=MOST_ROUNDS).longer(MOST_ROUNDS, rounds - MOST_ROUNDS)
+    if strategy.rounds <= MOST_ROUNDS:
+        return speed(shape, strategy, rates)
+    return speed(shape, strategy, rates, rounds=MOST_ROUNDS).longer(MOST_ROUNDS, strategy.rounds - MOST_ROUNDS)
 
 
-def bound(candidate: Candidate, rates: Rates) -> float:
-    """Return seconds than which no step of this way is shorter."""
+def bound(shape: Shape, strategy: Strategy, rates: Rates) -> float:
+    """Return seconds than which no step of this strategy is shorter."""
     first, further, update = (
-        _busy(events, rates.all(candidate.shape.hidden))
-        for events in parts_of_step(candidate.shape, candidate.way, in_order=rates.in_order)
+        _busy(events, rates.all(shape.hidden)) for events in parts_of_step(shape, strategy, in_order=rates.in_order)
     )
-    rounds = candidate.accumulation
     keys = first.keys() | further.keys() | update.keys()
-    return max(first.get(key, 0.0) + (rounds - 1) * further.get(key, 0.0) + update.get(key, 0.0) for key in keys)
+    return max(first.get(key, 0.0) + (strategy.rounds - 1) * further.get(key, 0.0) + update.get(key, 0.0) for key in keys)
 
 
 def _busy(events: Sequence[Event], resources: Mapping[str, float]) -> dict[tuple[str, str], float]:

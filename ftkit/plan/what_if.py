@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ftkit.plan.candidates import with_adapter
 from ftkit.plan.choice import Asked, Plan
 from ftkit.plan.hardware import box
+from ftkit.plan.limits import gib
 from ftkit.plan.memory import GIB
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.plan.ways import gib, with_adapter
 
 LARGER = "8xv100-32gb"
 """The profile whose cards, and drives, the questions are about."""

@@ -103,7 +103,7 @@ def _results(runs: Sequence[tuple[str, Facts]]) -> Iterable[Sequence[str]]:
     yield "ranks", *(str(facts.ranks) for _, facts in runs)
     for name, key in (("device", "device"), ("dtype of compute", "dtype")):
         yield name, *(str(facts.standing.get(key) or facts.summary.get(key) or "–") for _, facts in runs)
-    yield "way", *(str(record(facts.plan.get("way")).get("says") or "–") for _, facts in runs)
+    yield "strategy", *(str(record(facts.plan.get("strategy")).get("says") or "–") for _, facts in runs)
 
 
 def _differences(runs: Sequence[tuple[str, Facts]]) -> str:

@@ -305,7 +305,7 @@ def _environment(facts: Facts) -> Iterable[str]:
         ("dtype of compute", _fact(facts, "dtype")),
         ("ranks", facts.ranks),
         ("cores", "; ".join(dict.fromkeys(map(str, cores)))),
-        ("way", record(plan.get("way")).get("says")),
+        ("strategy", record(plan.get("strategy")).get("says")),
         ("why", "\n".join(map(str, items(plan.get("why"))))),
         ("fp16", record(facts.summary.get("fp16")).get("told")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),

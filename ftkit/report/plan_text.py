@@ -15,6 +15,7 @@ from ftkit.plan.memory import GIB, MOMENTS
 from ftkit.plan.schedule import STREAMS, Speed
 from ftkit.plan.what_if import Answer
 from ftkit.report.text import literal
+from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 TITLES = {DEVICE: "device, a rank", HOST: "host, a box", NVME: "NVMe, a box"}
@@ -34,7 +35,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 def why_untimed(plan: Plan) -> str:
     """Return why no seconds are known of a plan."""
     rates = None if plan.asked is None else plan.asked.rates
-    missing = None if rates is None else rates.missing(plan.shape, plan.way)
+    missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
     return missing or (
         "there are no rates of this box: `ftkit doctor --measure FILE.yaml` measures them, and `box: FILE.yaml` in the "
         "recipe takes them"
@@ -66,8 +67,9 @@ def time_lines(plan: Plan, speed: Speed) -> Iterator[tuple[str, str]]:
         "TFLOPS a rank, recomputation counted (simulated from the rates of the profile, not measured)"
     )
     if plan.runner_up is not None:
-        way, next_ = plan.runner_up
-        yield "next best", f"{next_.tokens_per_s:,.0f} tokens/s ({next_.tokens_per_s / speed.tokens_per_s - 1:+.1%}): {way}"
+        strategy, next_ = plan.runner_up
+        slower = next_.tokens_per_s / speed.tokens_per_s - 1
+        yield "next best", f"{next_.tokens_per_s:,.0f} tokens/s ({slower:+.1%}): {strategy}"
     busy = sorted(speed.busy.items(), key=lambda each: -each[1])
     yield "busy", ", ".join(f"{STREAMS[name]} {share:.0%}" for name, share in busy if share >= 0.005) + " (at the same time)"
 
@@ -101,15 +103,16 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     for tier in plan.tiers:
         if plan.limits.granted(tier) is not None:
             yield "granted", f"{TITLES[tier].partition(',')[0]}: by {plan.limits.name(tier)}"
-    yield "chosen", str(plan.way)
+    yield "chosen", str(plan.strategy)
     for sentence in plan.why:
         yield "why", sentence
     tokens = plan.shape.sequence_tokens
     largest = plan.largest_micro_batch
-    sequences = f"{plan.way.micro_batch} sequence{'s' * (plan.way.micro_batch > 1)}"
+    micro_batch = decided(plan.strategy.micro_batch)
+    sequences = f"{micro_batch} sequence{'s' * (micro_batch > 1)}"
     yield "micro-batch", (
-        f"{sequences} of {tokens:,} tokens, {plan.accumulation * plan.way.parts} a step; "
-        + (f"at most {largest} fit this way" if largest > plan.way.micro_batch else "no more fit this way")
+        f"{sequences} of {tokens:,} tokens, {plan.strategy.accumulation} a step; "
+        + (f"at most {largest} fit so" if largest > micro_batch else "no more fit so")
     )
     yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
     written = plan.as_dict()["nvme_wear"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
-from ftkit.config.recipe import looks_like_a_path
+from ftkit.config.values import looks_like_a_path
 from ftkit.engine.files.sealed_files import CONTENTS
 from ftkit.errors import UserError
 from ftkit.hf.inference.generation import generate

@@ -40,24 +40,23 @@ from torch import Tensor
 from ftkit.config.recipe import Recipe
 from ftkit.engine.arena import PAGE_BYTES, Arena
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.core.shard import Units
 from ftkit.engine.kernels.host_loops import HostLoops
-from ftkit.engine.memory.tiers import Placement, Store, Tiers
+from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import use_packed_attention
 from ftkit.hf.models.fake import CudaAttentionBackward, batch, nothing_behind
 from ftkit.hf.models.head import attach_head_loss, only_loss
-from ftkit.hf.models.settings import DTYPES
-from ftkit.hf.sharding import find_blocks, policy_of, shard_as
+from ftkit.hf.models.shapes import own_dtype
+from ftkit.hf.sharding import find_blocks, shard_as
 from ftkit.plan.choice import Plan
-from ftkit.plan.hardware import Box
 from ftkit.plan.memory import GIB
-from ftkit.spec.tiers import DEVICE, HOST, NVME
+from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.spec.update_rules import ADAMW, MOMENTUM
 from ftkit.train.meter import Meter
 from ftkit.train.planning import model_of
-from ftkit.train.recipe_arguments import compute_dtype
 
 PASSES = 2
 """Micro-batches that are run at most: the second one finds gradients where the first one left them."""
@@ -148,25 +147,20 @@ class DryRun:
         }
 
 
-def dry_run_recipe(recipe: Recipe, plan: Plan, box: Box | None) -> DryRun:
+def dry_run_recipe(recipe: Recipe, plan: Plan) -> DryRun:
     """Execute a recipe's plan with tensors that hold nothing; see `dry_run`.
 
     Args:
         recipe: the facts.
         plan: the plan of this recipe.
-        box: profile for which the plan was made; None: this machine.
     """
-    wanted = recipe.train.dtype if box is None or recipe.train.dtype != "auto" else box.dtype
-    dtype = DTYPES[compute_dtype(wanted)] if box is None else DTYPES[wanted]
-    assert dtype is not None
-    return dry_run(plan, model_of(recipe), dtype=dtype, packed=recipe.data.packing)
+    return dry_run(plan, model_of(recipe), packed=recipe.data.packing)
 
 
 def dry_run(
     plan: Plan,
     model: Any,
     *,
-    dtype: torch.dtype,
     packed: bool = False,
     device: torch.device | None = None,
     world_size: int | None = None,
@@ -176,7 +170,6 @@ def dry_run(
     Args:
         plan: what to execute.
         model: the model that the plan was made for, on meta. It gets sharded, and is of no use afterwards.
-        dtype: compute dtype.
         packed: whether rows hold packed samples, which ftkit's own attention keeps apart.
         device: where the model computes; None takes meta, which stands for a GPU. Tests take the CPU, to compare with a real
             run.
@@ -187,28 +180,28 @@ def dry_run(
     """
     if plan.limits.cpu and device is None:
         raise UserError("--dry-run stands for a GPU and this plan is for ranks without one: run a few steps instead")
-    if NVME in {plan.way.parameters, plan.way.gradients, plan.way.state, plan.way.kept}:
-        raise UserError(f"--dry-run does not know files, and this plan puts something on NVMe ({plan.way})")
+    if plan.strategy.uses_nvme:
+        raise UserError(f"--dry-run does not know files, and this plan puts something on NVMe ({plan.strategy})")
     began = time.perf_counter()
     device = device or torch.device("meta")
+    dtype = DTYPES.get(plan.strategy.dtype) or own_dtype(model)
     if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
         raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
     meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" and device.type != "cpu" else DEVICE)
     with nothing_behind(device), meter, CudaAttentionBackward():
-        units, optimizer = build(plan, model, device, dtype, world_size, packed=packed)
+        units, optimizer = build(plan, model, device, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
         return DryRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)
 
 
 def build(
-    plan: Plan, model: Any, device: torch.device, dtype: torch.dtype, world_size: int | None = None, *, packed: bool
+    plan: Plan, model: Any, device: torch.device, world_size: int | None = None, *, packed: bool
 ) -> tuple[Units, ShardedOptimizer]:
     """Shard the model for rank 0 of W as the plan says, and make its optimizer with all state."""
     use_packed_attention(model)  # also where rows are not packed: on meta it has the memory of the GPU's kernel
     model.train()
-    policy = policy_of(plan, dtype)
     comm = DryCommunicator(device, world_size or plan.shape.world_size)
-    units = shard_as(model, find_blocks(model), comm, policy, DryTiers(device, policy.placement), DryLoops)
+    units = shard_as(model, find_blocks(model), comm, plan.strategy, DryTiers(device, plan.strategy), DryLoops)
     rule = plan.shape.rule
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
     optimizer.prepare()  # from its second step on a run has all state in every forward
@@ -226,9 +219,9 @@ def train(plan: Plan, units: Units, optimizer: ShardedOptimizer, *, packed: bool
     optimizer.zero_grad()
     if reduced:
         units.transfer.open_gradients([])
-    passes = PASSES if reduced and plan.way.gradients == DEVICE else 1
-    steps = 1 if plan.accumulation > 1 else passes
-    rows, tokens = plan.way.micro_batch * plan.way.parts, plan.shape.sequence_tokens
+    passes = PASSES if reduced and plan.strategy.gradients == DEVICE else 1
+    steps = 1 if plan.strategy.rounds > 1 else passes
+    rows, tokens = plan.strategy.sequences, plan.shape.sequence_tokens
     for _ in range(steps):
         for _ in range(passes // steps):
             with only_loss(units.model, wanted=plan.shape.chunked_loss):
@@ -316,9 +309,6 @@ class DryArena(Arena):
 
 class DryTiers(Tiers):
     """Tiers whose host memory is none."""
-
-    def __init__(self, device: torch.device, placement: Placement) -> None:
-        super().__init__(device, placement)
 
     def arena(self, size_bytes: int, *, huge: bool = True) -> DryArena:
         """See `Tiers.arena`."""

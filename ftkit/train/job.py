@@ -41,19 +41,20 @@ from ftkit.hf.weights.nonfinite import made_no_update, weights_not_finite
 from ftkit.launch.local import Stop
 from ftkit.output.run_folder import RunFolder, step_of, write_json
 from ftkit.plan.choice import Plan
-from ftkit.plan.ways import Limits
+from ftkit.plan.limits import Limits
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
+from ftkit.spec.strategy import decided
 from ftkit.train.divergence_callback import DivergenceWatch
 from ftkit.train.dry_run import DryCommunicator
 from ftkit.train.memory_stop import MemoryStop
 from ftkit.train.notices import notices
 from ftkit.train.parts import decoder_inputs, make_parts, positions_of
-from ftkit.train.planning import ask_here, ask_model, box_here, disk_room, settings_of
+from ftkit.train.planning import ask_here, ask_model, box_here, disk_room
 from ftkit.train.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.train.questions import Question
-from ftkit.train.recipe_arguments import compute_dtype, training_arguments
+from ftkit.train.recipe_arguments import compute_dtype, engine_settings, training_arguments
 from ftkit.train.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.train.resume import check_noted, check_noted_base, first_whole, noted
 from ftkit.train.run_rows import Rows
@@ -165,8 +166,8 @@ class Job:
             say.print(literal(f"resuming from {checkpoint}"))
         arguments.eval_on_start = rows.held_out is not None and checkpoint is None
         say.print(literal(str(rows.prepared.report)))
-        batches = plan.accumulation * plan.way.parts
-        say.print(literal(f"plan: {plan.way}, {batches} a step" if batches > 1 else f"plan: {plan.way}"))
+        batches = decided(plan.strategy.accumulation)
+        say.print(literal(f"plan: {plan.strategy}, {batches} a step" if batches > 1 else f"plan: {plan.strategy}"))
         self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments, plan)
         if checkpoint is not None:
             self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
@@ -347,12 +348,12 @@ def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
         DoesNotFit: With numbers and ways out, before anything is allocated.
     """
     comm = Communicator(arguments.device)
-    limits = common_limits(settings_of(recipe), comm)
+    limits = common_limits(engine_settings(recipe), comm)
     limits = replace(limits, disk_bytes=disk_room(recipe))
     box = comm.same(box_here(recipe))  # boxes of several kinds choose by the first one's rates, all of them
     plan = ask_model(recipe, model, ranks, limits, box).plan()
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = plan.way.micro_batch
-    arguments.gradient_accumulation_steps = plan.accumulation * plan.way.parts
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = decided(plan.strategy.micro_batch)
+    arguments.gradient_accumulation_steps = decided(plan.strategy.accumulation)
     return plan
 
 
@@ -493,7 +494,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     say = Console(soft_wrap=True, highlight=False, emoji=False)
     parts = make_parts(recipe, ranks, lambda model: ask_here(recipe, model, ranks).plan())
     tokenizer, model, plan, rows = parts.tokenizer, parts.model, parts.plan, parts.rows
-    micro_batch, accumulation = plan.way.micro_batch, plan.accumulation * plan.way.parts
+    micro_batch, accumulation = decided(plan.strategy.micro_batch), decided(plan.strategy.accumulation)
     step_sequences = micro_batch * accumulation * ranks
     order = rows.prepared.order(recipe.train.seed)
     epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences

@@ -18,12 +18,13 @@ import torch
 
 from ftkit.config.recipe import Recipe, split_batch
 from ftkit.data.rendering import Rendering
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.inference.generation import base_of, prompt_ids, unanswerable
-from ftkit.hf.models.settings import DTYPES, check_dtype
+from ftkit.hf.models.dtypes import check_dtype
 from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
-from ftkit.spec.tiers import NVME
+from ftkit.spec.strategy import decided
 from ftkit.train.planning import build
 from ftkit.train.questions import Question, questions
 from ftkit.train.recipe_arguments import check_report_to, compute_dtype
@@ -72,9 +73,9 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     asked = questions(recipe.show, ignored, skip=skip, rendering=rendering) if recipe.show else []
     check_questions(recipe, model, tokenizer, asked)
     plan = planned(model)
-    way = plan.way
-    check_shardable(model, ranks, cuts_gradients=way.stage >= 2 or way.activations != "keep")
-    if NVME in {way.parameters, way.gradients, way.state, way.kept}:
+    strategy = plan.strategy
+    check_shardable(model, ranks, cuts_gradients=decided(strategy.stage) >= 2 or strategy.activations != "keep")
+    if strategy.uses_nvme:
         check_nvme(recipe.memory.nvme_dir)
     return Parts(tokenizer, model, plan, prepare_rows(recipe, tokenizer), asked)
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
+from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import use_packed_attention
 from ftkit.hf.models.fusing import unusable
 from ftkit.hf.models.head import HeadLoss, proven_head_loss
 from ftkit.hf.models.model_config import read_config
-from ftkit.hf.models.settings import DTYPES, EngineSettings
-from ftkit.hf.models.shapes import disk_free, forced_of, limits_here
+from ftkit.hf.models.shapes import disk_free, limits_here
 from ftkit.hf.sharding import divisible, find_blocks, model_shape
 from ftkit.hf.weights.loading import load_model
 from ftkit.output.run_folder import RunFolder
@@ -31,12 +32,13 @@ from ftkit.plan.architectures import architectures
 from ftkit.plan.choice import Asked, Plan
 from ftkit.plan.hardware import Box, box_with
 from ftkit.plan.hardware import box as find_box
+from ftkit.plan.limits import Limits
 from ftkit.plan.memory import GIB
 from ftkit.plan.schedule import Rates
-from ftkit.plan.ways import Limits
+from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.spec.update_rules import rule_of
-from ftkit.train.recipe_arguments import compute_dtype, engine_settings, lora_config
+from ftkit.train.recipe_arguments import engine_settings, lora_config
 
 BYTES_A_TOKEN = 4
 """Of a file of rows: English text has about 4 characters a token in vocabularies of 32k and more, JSON's keys among them."""
@@ -70,7 +72,7 @@ def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
 def ask_here(recipe: Recipe, model: Any, ranks: int) -> Asked:
     """Return what the plan of a recipe on this machine is made of, for a model that is built; raises as `plan_recipe`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = limits_here(settings_of(recipe), device, ranks)
+    limits = limits_here(engine_settings(recipe), device, ranks)
     limits = replace(limits, disk_bytes=disk_room(recipe))
     return ask_model(recipe, model, ranks, limits, box_here(recipe))
 
@@ -139,13 +141,14 @@ def ask_model(
         box: profile whose rates the plan takes; None: no rates are known.
         dtype: compute dtype; None takes the recipe's on this machine.
     """
-    settings = settings_of(recipe)
+    strategy = engine_settings(recipe).strategy
     if recipe.data.packing and not limits.cpu:
         use_packed_attention(model)  # as the run does: it keeps other tensors
     micro_batch, accumulation = split_batch(recipe, ranks)
     chosen = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
     sequence_tokens = recipe.data.sequence_tokens
-    computes = DTYPES[dtype or compute_dtype(recipe.train.dtype)]
+    named: Any = dtype or strategy.dtype
+    computes = DTYPES[named]
     shape = model_shape(
         model,
         find_blocks(model),
@@ -157,13 +160,13 @@ def ask_model(
         checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
     )
     shape = replace(shape, rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum))
-    forced = forced_of(settings, micro_batch if chosen else None)
-    if settings.accumulate_in == "auto" and not divisible(find_blocks(model)):
-        forced = replace(forced, unit_accumulation=False)
+    wanted = replace(strategy, dtype=named, micro_batch=micro_batch if chosen else AUTO, accumulation=AUTO)
+    if strategy.accumulate_in == AUTO and not divisible(find_blocks(model)):
+        wanted = replace(wanted, accumulate_in=STEP)
     return Asked(
         replace(shape, fresh=recipe.model.name is None),
         limits,
-        forced,
+        wanted,
         sequences=micro_batch * accumulation,
         preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
         rates=_rates(recipe, box, ranks, cpu=limits.cpu),
@@ -175,7 +178,7 @@ def _makes_loss_by_chunks(recipe: Recipe, model: Any, dtype: torch.dtype | None)
 
     A box elsewhere is taken to have what fused kernels need; on this one it is looked for.
     """
-    if settings_of(recipe).kernels != "auto" or recipe.train.label_smoothing:
+    if recipe.engine.kernels != AUTO or recipe.train.label_smoothing:
         return False
     if torch.cuda.is_available() and unusable(torch.device("cuda")) is not None:
         return False
@@ -199,11 +202,6 @@ def _rates(recipe: Recipe, box: Box | None, ranks: int, *, cpu: bool) -> Rates |
     return rates
 
 
-def settings_of(recipe: Recipe) -> EngineSettings:
-    """Return the engine's settings of a recipe."""
-    return EngineSettings.of(engine_settings(recipe))
-
-
 def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     """Return what may be used on a box that is known by its profile: what the recipe grants, else what it has."""
     memory = recipe.memory
@@ -212,8 +210,8 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     if memory.host_gib is not None:
         host = int(memory.host_gib * GIB)
     elif host is None:
-        without_drive = replace(settings_of(recipe), nvme_dir=None, nvme_gib=None, state_host_gib=None)
-        host = limits_here(without_drive, torch.device("cpu"), ranks).host_bytes
+        without_drive = memory.model_copy(update={"nvme_dir": None, "nvme_gib": None})
+        host = limits_here(EngineSettings(memory=without_drive), torch.device("cpu"), ranks).host_bytes
     device = int(memory.device_gib * GIB) if memory.device_gib is not None else box.device_bytes
     nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
     if cpu and memory.nvme_dir is not None:

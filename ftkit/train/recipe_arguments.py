@@ -10,12 +10,11 @@ name cannot be set; a script with `from ftkit import Trainer` can set them all.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from peft import LoraConfig, TaskType
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
+from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
@@ -49,21 +48,9 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
     )
 
 
-def engine_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return what `TrainingArguments(ftkit=...)` takes.
-
-    Args:
-        recipe: The recipe; its `engine`, `memory` and `train.dtype` are read.
-    """
-    engine, memory = recipe.engine, recipe.memory
-    return {
-        **engine.model_dump(exclude={"micro_batch", "accumulation"}),
-        "dtype": compute_dtype(recipe.train.dtype),
-        "device_gib": memory.device_gib,
-        "host_gib": memory.host_gib,
-        "nvme_dir": memory.nvme_dir,
-        "nvme_gib": memory.nvme_gib,
-    }
+def engine_settings(recipe: Recipe) -> EngineSettings:
+    """Return the engine's settings of a recipe, with the dtype that it computes in on this machine."""
+    return EngineSettings(recipe.engine, recipe.memory).choosing(dtype=compute_dtype(recipe.train.dtype))
 
 
 def check_report_to(names: tuple[str, ...]) -> None:
@@ -127,7 +114,7 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        ftkit=engine_settings(recipe),
+        ftkit=engine_settings(recipe).as_dict(),
     )
 
 

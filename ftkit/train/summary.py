@@ -140,7 +140,7 @@ def _losses(history: list[dict[str, Any]]) -> list[float]:
 
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     """Return what computing in fp16 took: fp32 islands, weights it holds badly, steps skipped; None for other dtypes."""
-    if trainer.engine.policy.compute_dtype != torch.float16:
+    if trainer.engine.compute_dtype != torch.float16:
         return None
     islands, skipped = trainer.engine.islands, trainer.engine_optimizer.loss_scale.skipped_steps
     source = getattr(trainer.model, "_ftkit_source", None)

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units
-from ftkit.engine.memory.tiers import Placement
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.hf.sharding import is_adapter
+from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
 from tests.engine import families
 from tests.engine.trajectory import MAX_NORM, shard_model, split
@@ -54,16 +53,18 @@ class Side:
         return f"W{self.world}-{self.tier}-stage{self.stage}-{self.dtype}{'-deferred' * self.deferred}"
 
     @property
-    def policy(self) -> Policy:
+    def strategy(self) -> Strategy:
         """The engine's settings; freed buffers are poisoned."""
-        placement = Placement(
+        return Strategy.of(
+            stage=self.stage,
+            dtype=self.dtype,
             parameters=self.tier if self.stage == 3 else "device",
             gradients=self.tier if self.stage >= 2 else "device",
             state=self.tier,
             kept=self.tier,
+            update="deferred" if self.deferred else "now",
+            debug=True,
         )
-        dtype = DTYPES[self.dtype]
-        return Policy(self.stage, compute_dtype=dtype, placement=placement, deferred_update=self.deferred, debug=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def build(kind: str) -> nn.Module:
 @contextmanager
 def engine(side: Side, model: nn.Module) -> Iterator[tuple[Units, ShardedAdamW]]:
     """Shard a model over this world, with an optimizer of two groups."""
-    units = shard_model(model, side.policy, whole=is_adapter)
+    units = shard_model(model, side.strategy, whole=is_adapter)
     assert units.comm.world_size == side.world
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-3}]

@@ -15,11 +15,11 @@ from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.block_buffers import BlockBuffers, as_before
 from ftkit.engine.core.buffers import FILE, persistent_buffers
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files.sealed_files import BrokenCheckpoint
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 from tests.worlds import World
 
 
@@ -37,8 +37,8 @@ class Normed(nn.Module):
 def made() -> tuple[Units, ShardedAdamW]:
     model = Normed()
     comm = Communicator(torch.device("cpu"))
-    policy = Policy(stage=3, activations="keep")
-    units = shard(model, [("first", model.first), ("last", model.last)], comm=comm, policy=policy)
+    strategy = Strategy.of(stage=3, activations="keep")
+    units = shard(model, [("first", model.first), ("last", model.last)], comm=comm, strategy=strategy)
     return units, ShardedAdamW(units, None, lr=1e-2)
 
 
@@ -115,7 +115,7 @@ def averaged(ours: bool) -> tuple[list[float], dict[str, Tensor]]:
     comm = Communicator(torch.device("cpu"))
     if ours:
         blocks = [("first", model.first), ("last", model.last)]
-        units = shard(model, blocks, comm=comm, policy=Policy(stage=3, activations="keep"))
+        units = shard(model, blocks, comm=comm, strategy=Strategy.of(stage=3, activations="keep"))
         optimizer: torch.optim.Optimizer = ShardedAdamW(units, None, lr=1e-2, eps=1e-3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -196,7 +196,7 @@ def test_whole_parameters_are_copied_and_pickled_as_plain_ones(stage):
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.first.weight.mark = "a user's"
     blocks = [("first", model.first), ("last", model.last)]
-    shard(model, blocks, comm=Communicator(torch.device("cpu")), policy=Policy(stage=stage))
+    shard(model, blocks, comm=Communicator(torch.device("cpu")), strategy=Strategy.of(stage=stage))
     file = io.BytesIO()
     torch.save(dict(model.named_parameters()), file)
     assert file.tell() < 8192, "not the whole line with each"

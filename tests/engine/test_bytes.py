@@ -17,9 +17,9 @@ import torch
 import transformers
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.resharded import Resharded
 from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import shard_model
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 1024, 2048
@@ -69,12 +69,12 @@ def train(units, optimizer, model, steps: int, accumulation: int = 1) -> dict[st
     return dict(units.comm.bytes_sent)
 
 
-def measure(policy: Policy) -> dict[str, int]:
+def measure(strategy: Strategy) -> dict[str, int]:
     """On every rank: the bytes of a rank after a step."""
     comm = Communicator(torch.device("cpu"))  # its window of shared memory is the machine's, not this rank's
     before = storages()
     model = build()
-    units = shard_model(model, policy, comm)
+    units = shard_model(model, strategy, comm)
     optimizer = ShardedAdamW(units, None)
     train(units, optimizer, model, 1)
     now = storages()
@@ -97,7 +97,7 @@ STATE = {
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", STATE)
 def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
-    for told in worlds[world].run(measure, Policy(stage=stage, compute_dtype=torch.bfloat16)):
+    for told in worlds[world].run(measure, Strategy.of(stage=stage, dtype="bf16")):
         state = told["parameters"] + told["gradients"] + told["optimizer"]
         assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
         assert state == pytest.approx(STATE[stage](world), rel=0.02)
@@ -108,7 +108,7 @@ def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
 
 @pytest.mark.parametrize("world", [2])
 def test_holding_costs_the_weights_and_ends_with_the_step(worlds, world):
-    for told in worlds[world].run(measure, Policy(weights="hold", compute_dtype=torch.bfloat16)):
+    for told in worlds[world].run(measure, Strategy.of(weights="hold", dtype="bf16")):
         state = told["parameters"] + told["gradients"] + told["optimizer"]
         assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
 
@@ -140,10 +140,10 @@ def expected_traffic(stage: int, world: int, accumulation: int) -> dict[str, flo
     }
 
 
-def traffic(policy: Policy, accumulation: int) -> dict[str, int]:
+def traffic(strategy: Strategy, accumulation: int) -> dict[str, int]:
     """On every rank: the bytes sent in a step after the first."""
     model = build()
-    units = shard_model(model, policy)
+    units = shard_model(model, strategy)
     return train(units, ShardedAdamW(units, None), model, 2, accumulation)
 
 
@@ -152,8 +152,8 @@ def traffic(policy: Policy, accumulation: int) -> dict[str, int]:
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
     for prefetch in (True, False):
-        policy = Policy(stage=stage, compute_dtype=torch.bfloat16, prefetch=prefetch)
-        for sent in worlds[world].run(traffic, policy, accumulation):
+        strategy = Strategy.of(stage=stage, dtype="bf16", prefetch=prefetch)
+        for sent in worlds[world].run(traffic, strategy, accumulation):
             few = sent.pop("sum")
             assert few < 4 * 2 * 100  # the norm, and which of the 39 tensors got a gradient
             assert sent == pytest.approx(expected_traffic(stage, world, accumulation), rel=1e-4)
@@ -161,8 +161,8 @@ def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
 
 def test_held_weights_are_gathered_once(world2):
     """Holding is ZeRO-2's trade: nothing of a block is gathered again in backward."""
-    policy = Policy(weights="hold", compute_dtype=torch.bfloat16)
-    for sent in world2.run(traffic, policy, 1):
+    strategy = Strategy.of(weights="hold", dtype="bf16")
+    for sent in world2.run(traffic, strategy, 1):
         gathered = LAYERS * padded(BLOCK, 2) + 2 * padded(TABLE, 2) + padded(HIDDEN, 2)
         assert sent["all_gather"] == 2 * gathered // 2
 

@@ -23,27 +23,30 @@ from torch import Tensor
 from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files.flat_file import DiskError
 from ftkit.engine.files.manifest import MANIFEST
 from ftkit.engine.files.pieces import PieceWriter
 from ftkit.engine.files.sealed_files import BrokenCheckpoint, read_sealed, write_sealed
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model
 from tests.worlds import World, Worlds
 
 STEPS_BEFORE, STEPS_AFTER = 2, 3
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-def make(policy: Policy, **changes: Any) -> tuple[Any, ShardedAdamW]:
+
+def make(strategy: Strategy, **changes: Any) -> tuple[Any, ShardedAdamW]:
     """Return a sharded small Llama and its optimizer with two groups."""
     model = families.build("llama", **changes)
-    units = shard_model(model, policy)
+    units = shard_model(model, strategy)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 5e-4}]
@@ -67,18 +70,18 @@ def train(units: Any, optimizer: ShardedAdamW, first: int, steps: int) -> list[f
     return losses
 
 
-def write(folder: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+def write(folder: str, strategy: Strategy) -> tuple[list[float], dict[str, Tensor]]:
     """Train, save, and go on; return the losses after the save and the last weights."""
-    units, optimizer = make(policy)
+    units, optimizer = make(strategy)
     train(units, optimizer, 0, STEPS_BEFORE)
     save_checkpoint(folder, units, optimizer, extra={"cursor": 7})
     losses = train(units, optimizer, STEPS_BEFORE, STEPS_AFTER)
     return losses, units.state_dict()
 
 
-def read(folder: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+def read(folder: str, strategy: Strategy) -> tuple[list[float], dict[str, Tensor]]:
     """Load into a model with other weights and go on."""
-    units, optimizer = make(policy)
+    units, optimizer = make(strategy)
     train(units, optimizer, 90, 1)
     assert load_checkpoint(folder, units, optimizer) == {"cursor": 7}
     losses = train(units, optimizer, STEPS_BEFORE, STEPS_AFTER)
@@ -86,19 +89,19 @@ def read(folder: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
 
 
 POLICIES = {
-    "zero3": Policy(stage=3, debug=True),
-    "zero3-hold-keep": Policy(stage=3, activations="keep", weights="hold"),
-    "zero2": Policy(stage=2),
-    "zero1-keep": Policy(stage=1, activations="keep"),
-    "ddp": Policy(stage=0),
+    "zero3": Strategy.of(stage=3, debug=True),
+    "zero3-hold-keep": Strategy.of(stage=3, activations="keep", weights="hold"),
+    "zero2": Strategy.of(stage=2),
+    "zero1-keep": Strategy.of(stage=1, activations="keep"),
+    "ddp": Strategy.of(stage=0),
 }
 
 
 @pytest.mark.parametrize("writer", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_training_goes_on_in_any_world_and_stage(worlds: Worlds, writer: int, tmp_path: Path) -> None:
-    for number, (name, policy) in enumerate(POLICIES.items()):
+    for number, (name, strategy) in enumerate(POLICIES.items()):
         folder = str(tmp_path / name)
-        losses, weights = worlds[writer].run(write, folder, policy)[0]
+        losses, weights = worlds[writer].run(write, folder, strategy)[0]
         for reader in (1, 2, 3):
             other = list(POLICIES.values())[(number + reader) % len(POLICIES)]
             for rank, (again, restored) in enumerate(worlds[reader].run(read, folder, other)):
@@ -117,9 +120,9 @@ def test_it_goes_on_exactly_on_as_many_ranks(world2: World, name: str, tmp_path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_come_back_from_masters(world2: World, dtype: torch.dtype, tmp_path: Path) -> None:
-    policy = Policy(stage=3, compute_dtype=dtype)
-    losses, weights = world2.run(write, str(tmp_path / "a"), policy)[0]
-    again, restored = world2.run(read, str(tmp_path / "a"), policy)[0]
+    strategy = Strategy.of(stage=3, dtype=NAMES[dtype])
+    losses, weights = world2.run(write, str(tmp_path / "a"), strategy)[0]
+    again, restored = world2.run(read, str(tmp_path / "a"), strategy)[0]
     assert again == losses
     assert all(torch.equal(restored[key], weights[key]) for key in weights)
     names = {path.name.rsplit(".", 2)[1] for path in (tmp_path / "a").glob("*.safetensors")}
@@ -130,10 +133,10 @@ def test_narrow_weights_come_back_from_masters(world2: World, dtype: torch.dtype
 
 def change_dtype(folder: str, before: torch.dtype, after: torch.dtype) -> tuple[float, bool]:
     """Save in one compute dtype, load in another; return the loss scale that goes on."""
-    units, optimizer = make(Policy(stage=3, compute_dtype=before))
+    units, optimizer = make(Strategy.of(stage=3, dtype=NAMES[before]))
     train(units, optimizer, 0, 1)
     save_checkpoint(folder, units, optimizer)
-    units, optimizer = make(Policy(stage=3, compute_dtype=after))
+    units, optimizer = make(Strategy.of(stage=3, dtype=NAMES[after]))
     load_checkpoint(folder, units, optimizer)
     return optimizer.loss_scale.value, optimizer.loss_scale.dynamic
 
@@ -146,7 +149,7 @@ def test_the_loss_scale_belongs_to_the_dtype_that_goes_on(world2: World, tmp_pat
 
 def test_files_are_plain_safetensors_without_a_world_size(worlds: Worlds, tmp_path: Path) -> None:
     for size in (1, 2, 3):
-        worlds[size].run(write, str(tmp_path / str(size)), Policy(stage=3))
+        worlds[size].run(write, str(tmp_path / str(size)), Strategy.of(stage=3))
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     for size in (2, 3):
         assert sorted(path.name for path in (tmp_path / str(size)).iterdir()) == names
@@ -164,7 +167,7 @@ def test_files_are_plain_safetensors_without_a_world_size(worlds: Worlds, tmp_pa
 
 def load_and_tell(folder: str) -> str:
     """Return the error of a load."""
-    units, optimizer = make(Policy(stage=3))
+    units, optimizer = make(Strategy.of(stage=3))
     try:
         load_checkpoint(folder, units, optimizer)
     except UserError as error:
@@ -217,7 +220,7 @@ def test_a_save_removes_nothing_that_no_save_left(world1: World, tmp_path: Path)
 
 def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -> None:
     good = tmp_path / "good"
-    world1.run(write, str(good), Policy(stage=3))
+    world1.run(write, str(good), Strategy.of(stage=3))
 
     def spoiled(name: str) -> Path:
         copy = tmp_path / name
@@ -250,7 +253,7 @@ def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -
 def test_not_one_byte_can_change_unseen(world1: World, tmp_path: Path) -> None:
     """Of each file: its first bytes, its last, and some in between, of header and data."""
     folder = tmp_path / "good"
-    world1.run(write, str(folder), Policy(stage=3))
+    world1.run(write, str(folder), Strategy.of(stage=3))
     check_checkpoint(folder)
     random = torch.Generator().manual_seed(0)
     for path in sorted(folder.iterdir()):
@@ -277,7 +280,7 @@ def test_not_one_byte_can_change_unseen(world1: World, tmp_path: Path) -> None:
 
 def save_twice(folder: str) -> list[str]:
     """Save to the same folder twice, and to one that cannot be made; return the errors."""
-    units, optimizer = make(Policy(stage=3))
+    units, optimizer = make(Strategy.of(stage=3))
     save_checkpoint(folder, units, optimizer)
     errors = []
     for target in (folder, "/proc/nowhere/checkpoint"):
@@ -298,9 +301,11 @@ def test_every_rank_learns_that_a_save_failed(world2: World, tmp_path: Path) -> 
 # --- while training goes on
 
 
-def write_meanwhile(folder: str, policy: Policy, slow: float) -> tuple[list[float], dict[str, Tensor], list[bool], float]:
+def write_meanwhile(
+    folder: str, strategy: Strategy, slow: float
+) -> tuple[list[float], dict[str, Tensor], list[bool], float]:
     """Train, save while training goes on, with a drive that is slow; return losses, weights, polls, and seconds waited."""
-    units, optimizer = make(policy)
+    units, optimizer = make(strategy)
     train(units, optimizer, 0, STEPS_BEFORE)
     with mock.patch.object(PieceWriter, "_transfer", staticmethod(slowly(slow))):
         saving = Saving(folder, units, optimizer, extra={"cursor": 7})
@@ -334,11 +339,11 @@ def slowly(seconds: float) -> Any:
 @pytest.mark.parametrize("name", ["zero3", "zero1-keep", "ddp", "deferred", "nvme"])
 def test_a_save_holds_one_moment_while_training_goes_on(world2: World, name: str, slow: float, tmp_path: Path) -> None:
     """An update waits for its own line, and for no other; what is read back is the moment of the save, to the bit."""
-    nvme = Placement("nvme", "nvme", "nvme")
-    more = {"deferred": Policy(deferred_update=True), "nvme": Policy(placement=nvme, deferred_update=True)}
-    policy = (POLICIES | more)[name]
-    expected = world2.run(write, str(tmp_path / "at-once"), policy)[0]
-    losses, weights, polls, blocked = world2.run(write_meanwhile, str(tmp_path / "meanwhile"), policy, slow)[0]
+    nvme = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
+    more = {"deferred": Strategy.of(update="deferred"), "nvme": Strategy.of(**nvme, update="deferred")}
+    strategy = (POLICIES | more)[name]
+    expected = world2.run(write, str(tmp_path / "at-once"), strategy)[0]
+    losses, weights, polls, blocked = world2.run(write_meanwhile, str(tmp_path / "meanwhile"), strategy, slow)[0]
     assert losses == expected[0], "a save changes no trajectory"
     assert all(torch.equal(weights[key], expected[1][key]) for key in weights)
     assert polls[-1] or slow
@@ -346,13 +351,13 @@ def test_a_save_holds_one_moment_while_training_goes_on(world2: World, name: str
         assert blocked > 0
     for path in sorted((tmp_path / "at-once").iterdir()):
         assert path.read_bytes() == (tmp_path / "meanwhile" / path.name).read_bytes(), path.name
-    assert world2.run(read, str(tmp_path / "meanwhile"), policy)[0][0] == losses
+    assert world2.run(read, str(tmp_path / "meanwhile"), strategy)[0][0] == losses
 
 
 def write_after_late_update(folder: str) -> bool:
     """Save right after a step whose update is slow and deferred; return whether what is saved is of that step."""
-    policy = Policy(placement=Placement(state="nvme"), deferred_update=True)
-    units, optimizer = make(policy)
+    strategy = Strategy.of(state="nvme", update="deferred")
+    units, optimizer = make(strategy)
     train(units, optimizer, 0, STEPS_BEFORE)
     compute = Updater._compute
 
@@ -387,7 +392,7 @@ def open_files_in(folder: str) -> list[str]:
 
 def fail_meanwhile(folder: str, how: str) -> list[str]:
     """Save while training goes on, on a drive that fails for rank 1; return the errors, of both kinds of end."""
-    units, optimizer = make(Policy(stage=3))
+    units, optimizer = make(Strategy.of(stage=3))
     train(units, optimizer, 0, 1)
 
     def full(handle: int, data: Any, at: int) -> None:
@@ -422,8 +427,8 @@ def test_a_save_that_fails_leaves_nothing_and_training_goes_on(world2: World, ho
 
 def load_what_is_refused(folder: str) -> list[float]:
     """Load a damaged checkpoint of the first weights into an optimizer without state; return sums of weights."""
-    policy = Policy(stage=3, compute_dtype=torch.bfloat16)
-    units, optimizer = make(policy)
+    strategy = Strategy.of(stage=3, dtype="bf16")
+    units, optimizer = make(strategy)
     optimizer.prepare()
     save_checkpoint(folder, units, optimizer)
     if units.comm.rank == 0:
@@ -436,7 +441,7 @@ def load_what_is_refused(folder: str) -> list[float]:
     units.comm.any(False)  # all wait for it
     sizes = []
     for refused in (True, False):
-        units, optimizer = make(policy)
+        units, optimizer = make(strategy)
         if refused:
             with pytest.raises(BrokenCheckpoint):
                 load_checkpoint(folder, units, optimizer)
@@ -454,10 +459,10 @@ def test_a_load_that_is_refused_leaves_the_masters_of_the_weights(world2: World,
 
 def load_onto_failing_drive(folder: str, nvme: str) -> tuple[list[float], str]:
     """Save, load onto a drive that fails many writes of rank 1, load again; return later losses and what was told."""
-    policy = Policy(stage=3, placement=Placement(parameters="nvme", gradients="nvme", state="nvme"))
+    strategy = Strategy.of(stage=3, parameters="nvme", gradients="nvme", state="nvme")
     comm = Communicator(torch.device("cpu"))
     model = families.build("llama")
-    units = shard_model(model, policy, comm, tiers=Tiers.open(comm, policy.placement, nvme, expected_bytes=0))
+    units = shard_model(model, strategy, comm, tiers=Tiers.open(comm, strategy, nvme, expected_bytes=0))
     optimizer = ShardedAdamW(units, model.parameters(), lr=1e-3)
     train(units, optimizer, 0, 1)
     save_checkpoint(folder, units, optimizer)
@@ -494,7 +499,7 @@ def test_a_load_whose_writes_fail_is_told_once_and_alike_on_all_ranks(world2: Wo
 
 def save_again(folder: str) -> str:
     """Begin a save while another is on its way."""
-    units, optimizer = make(Policy(stage=3))
+    units, optimizer = make(Strategy.of(stage=3))
     train(units, optimizer, 0, 1)
     saving = Saving(f"{folder}-1", units, optimizer)
     try:

@@ -23,17 +23,17 @@ from ftkit.engine.checkpoint import saving as engine_saving
 from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import shard
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files import reflink as clone
 from ftkit.engine.files.flat_file import PIECE_NUMEL
 from ftkit.engine.files.pieces import PieceWriter
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 
-NVME = Placement("nvme", "nvme", "nvme")
+NVME = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
 WIDTH = 1100  # two blocks of a piece and a part of one
 
 
@@ -49,9 +49,9 @@ class Two(nn.Module):
 
 def made(folder: Path) -> tuple[Two, Any, ShardedAdamW]:
     comm, model = Communicator(torch.device("cpu")), Two()
-    policy = Policy(placement=NVME, deferred_update=True, debug=True)
-    tiers = Tiers.open(comm, NVME, folder, 0)
-    units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, policy=policy, tiers=tiers)
+    strategy = Strategy.of(**NVME, update="deferred", debug=True)
+    tiers = Tiers.open(comm, strategy, folder, 0)
+    units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, strategy=strategy, tiers=tiers)
     return model, units, ShardedAdamW(units, None, lr=1e-2)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.holding import gathered_bytes, hold
 from ftkit.engine.core.shard import Units
 from ftkit.engine.optim.optimizer import ShardedSGD
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.families import token_loss
 from tests.engine.trajectory import Row, run_sharded, shard_model
@@ -70,13 +70,13 @@ def test_training_goes_on_as_if_nothing_was_held_in_more_settings(worlds, row):
     assert worlds[row.world].run(trajectories, row) == [[True] * 3] * row.world
 
 
-def between_forward_and_backward(policy: Policy) -> list[float]:
+def between_forward_and_backward(strategy: Strategy) -> list[float]:
     """Gradient norms of a batch whose backward comes after held forwards, and of the same without them."""
     norms = []
     rows = families.batch("llama", 0)
     for looks in (True, False):
         model = families.build("llama")
-        units = shard_model(model, policy)
+        units = shard_model(model, strategy)
         loss = token_loss(model, rows, families.label_tokens(rows))
         if looks:
             with torch.no_grad(), hold(units):
@@ -86,16 +86,18 @@ def between_forward_and_backward(policy: Policy) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("policy", [Policy(debug=True), Policy(activations="keep", weights="hold", debug=True)], ids=str)
-def test_a_backward_may_wait_until_weights_are_given_back(world2, policy):
-    for with_, without in world2.run(between_forward_and_backward, policy):
+@pytest.mark.parametrize(
+    "strategy", [Strategy.of(debug=True), Strategy.of(activations="keep", weights="hold", debug=True)], ids=str
+)
+def test_a_backward_may_wait_until_weights_are_given_back(world2, strategy):
+    for with_, without in world2.run(between_forward_and_backward, strategy):
         assert with_ == without > 0
 
 
 def given_back() -> tuple[int, int, list[bool]]:
     """Bytes said and bytes that came, and whether what was held is gone and poisoned afterwards."""
     model = families.build("qwen3")
-    units = shard_model(model, Policy(debug=True))
+    units = shard_model(model, Strategy.of(debug=True))
     with hold(units):
         slots = [unit.whole.buffer for unit in units.units]
         leaf = units.leaves[0].whole
@@ -115,7 +117,7 @@ def test_what_was_held_is_given_back(world2):
 
 def misused(how: str) -> str:
     model = families.build("llama")
-    units = shard_model(model, Policy())
+    units = shard_model(model, Strategy.of())
     optimizer = ShardedSGD(units, lr=0.1)
     rows = families.batch("llama", 0)
     loss = token_loss(model, rows, families.label_tokens(rows))
@@ -143,7 +145,7 @@ def test_training_on_held_weights_is_refused(world1, world2, how, told):
 
 
 def whole_anyway(row: Row) -> int:
-    return gathered_bytes(shard_model(families.build("llama"), row.policy))
+    return gathered_bytes(shard_model(families.build("llama"), row.strategy))
 
 
 def test_weights_that_are_whole_take_no_more(world2, world1):

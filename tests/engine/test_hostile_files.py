@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.files.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
 from ftkit.engine.files.piece_reader import PieceBuffers, PieceReader
 from ftkit.engine.files.sealed_files import (
@@ -35,6 +34,7 @@ from ftkit.engine.files.sealed_files import (
 from ftkit.engine.files.storage import DTYPES, TensorFile
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import shard_model
 from tests.hostile import JSON, LEAVES, NUMBERS, examples, fuzz, mutated, opens_only, told
 
@@ -281,7 +281,7 @@ def make(layers: int = 1, width: int = 16, family: str = "llama", optimizer: typ
         model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(**common, n_embd=width, n_layer=layers, n_head=2, n_positions=32)
         )
-    units = shard_model(model, Policy(stage=3))
+    units = shard_model(model, Strategy.of(stage=3))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     return units, optimizer(units, [{"params": matrices}, {"params": vectors, "lr": 5e-4}], lr=1e-3)

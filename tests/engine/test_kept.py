@@ -12,7 +12,8 @@ from torch import Tensor
 from ftkit.engine.core.activation_offload import STAGING, Keeper
 from ftkit.engine.files.flat_file import FlatFile
 from ftkit.engine.memory.disk import Disk
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
+from ftkit.spec.strategy import Strategy
 
 CPU = torch.device("cpu")
 COUNT = 3 * STAGING
@@ -20,7 +21,7 @@ COUNT = 3 * STAGING
 
 def keeper(folder, tier: str) -> Keeper:
     drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if tier == "nvme" else None
-    return Keeper(Tiers(CPU, Placement(kept=tier), drive))
+    return Keeper(Tiers(CPU, Strategy.of(kept=tier), drive))
 
 
 def activations(count: int = COUNT) -> list[Tensor]:

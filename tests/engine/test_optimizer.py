@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.kernels.device_kernels import FlatKernels
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim import optimizer as optimizer_module
 from ftkit.engine.optim.optimizer import LossScale, Run, ShardedAdamW, ShardedOptimizer, ShardedSGD, _runs
 from ftkit.errors import UserError
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
+from ftkit.spec.strategy import Strategy
 
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
 STEPS = 4
@@ -45,10 +45,10 @@ class OneBlock(nn.Module):
         self.block = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
 
 
-def sharded(policy: Policy | None = None) -> tuple[OneBlock, Units]:
+def sharded(strategy: Strategy | None = None) -> tuple[OneBlock, Units]:
     model = OneBlock()
     comm = Communicator(torch.device("cpu"))
-    return model, shard(model, [("block", model.block)], comm=comm, policy=policy or Policy(debug=True))
+    return model, shard(model, [("block", model.block)], comm=comm, strategy=strategy or Strategy.of(debug=True))
 
 
 def gradient(name: str, step: int, rank: int) -> Tensor:
@@ -88,10 +88,15 @@ GROUPS = {"one": one_group, "two": two_groups}
 
 
 def compare(
-    kind: str, groups: str, turns: list[str], limit: float, policy: Policy | None = None, kernels: FlatKernels | None = None
+    kind: str,
+    groups: str,
+    turns: list[str],
+    limit: float,
+    strategy: Strategy | None = None,
+    kernels: FlatKernels | None = None,
 ) -> None:
     """On every rank: make steps in which `turns` get a gradient, here and in torch; compare norms and weights."""
-    model, units = sharded(policy)
+    model, units = sharded(strategy)
     units.flat_kernels = kernels
     plain = OneBlock()
     ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
@@ -128,7 +133,7 @@ def test_clipped_as_by_torch(world2, kind):
 
 def clips_huge_gradients(stage: int) -> None:
     """A norm whose square no float holds: exact, and so is what it clips to."""
-    _, units = sharded(Policy(stage=stage))
+    _, units = sharded(Strategy.of(stage=stage))
     optimizer, before = ShardedSGD(units, None, lr=0.5), units.state_dict()
     give(units, 0, scale=1e25)
     means = {n: torch.stack([gradient(n, 0, r) * 1e25 for r in range(units.comm.world_size)]).mean(0) for n in SHAPES}
@@ -207,7 +212,7 @@ def test_a_kernels_square_is_not_finite_where_an_element_is_not():
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_whole_copies_follow_the_shards(world2, stage):
-    world2.run(compare, "adamw", "two", ["abcde", "ace"], 1.0, Policy(stage=stage))
+    world2.run(compare, "adamw", "two", ["abcde", "ace"], 1.0, Strategy.of(stage=stage))
 
 
 def pieces() -> None:
@@ -256,7 +261,7 @@ def runs() -> None:
 
 def overflows(stage: int) -> None:
     """One rank overflows: nobody updates, the scale falls; the next step is clean."""
-    _, units = sharded(Policy(stage=stage, compute_dtype=torch.float16))
+    _, units = sharded(Strategy.of(stage=stage, dtype="fp16"))
     optimizer = ShardedAdamW(units, None, loss_scale=LossScale(64.0, dynamic=True))
     before = units.state_dict()
     give(units, 0, scale=math.inf if units.comm.rank == units.comm.world_size - 1 else 1.0)
@@ -281,12 +286,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world2, stage):
     world2.run(overflows, stage)
 
 
-def sharded_with_whole(policy: Policy, folder: str) -> tuple[OneBlock, Units]:
+def sharded_with_whole(strategy: Strategy, folder: str) -> tuple[OneBlock, Units]:
     """As `sharded`, with 'b' and 'e' whole at every stage."""
     model, comm = OneBlock(), Communicator(torch.device("cpu"))
-    tiers = Tiers.open(comm, policy.placement, folder)
+    tiers = Tiers.open(comm, strategy, folder)
     blocks = [("block", model.block)]
-    units = shard(model, blocks, comm=comm, policy=policy, tiers=tiers, whole=lambda name, parameter: name[-1] in "be")
+    units = shard(model, blocks, comm=comm, strategy=strategy, tiers=tiers, whole=lambda name, parameter: name[-1] in "be")
     return model, units
 
 
@@ -307,9 +312,9 @@ def give_ones(units: Units) -> None:
             flat.contribute(full)
 
 
-def edits_in_place(policy: Policy, folder: str, steps_before: int) -> None:
+def edits_in_place(strategy: Strategy, folder: str, steps_before: int) -> None:
     """A whole weight is edited in place: an update starts from it, and elements that were left alone keep their masters."""
-    model, units = sharded_with_whole(policy, folder)
+    model, units = sharded_with_whole(strategy, folder)
     optimizer = ShardedSGD(units, None, lr=0.01)
     for _ in range(steps_before):
         give_ones(units)
@@ -334,24 +339,24 @@ def edits_in_place(policy: Policy, folder: str, steps_before: int) -> None:
 
 
 EDITED = [
-    *(Policy(stage=stage, compute_dtype=torch.bfloat16) for stage in (0, 1, 2, 3)),
-    Policy(stage=3, compute_dtype=torch.float16, placement=Placement("host", "host", "host")),
-    Policy(stage=2, compute_dtype=torch.bfloat16, placement=Placement(state="nvme")),
-    Policy(stage=1, compute_dtype=torch.float32),
+    *(Strategy.of(stage=stage, dtype="bf16") for stage in (0, 1, 2, 3)),
+    Strategy.of(stage=3, dtype="fp16", parameters="host", gradients="host", state="host"),
+    Strategy.of(stage=2, dtype="bf16", state="nvme"),
+    Strategy.of(stage=1, dtype="fp32"),
 ]
 
 
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("policy", EDITED, ids=str)
-def test_an_edit_in_place_of_a_whole_weight_is_kept(worlds, policy, steps_before, tmp_path):
+@pytest.mark.parametrize("strategy", EDITED, ids=str)
+def test_an_edit_in_place_of_a_whole_weight_is_kept(worlds, strategy, steps_before, tmp_path):
     for world in (1, 2):
-        worlds[world].run(edits_in_place, policy, str(tmp_path), steps_before)
+        worlds[world].run(edits_in_place, strategy, str(tmp_path), steps_before)
 
 
 def edits_a_deferred_update(folder: str) -> None:
-    policy = Policy(stage=1, compute_dtype=torch.bfloat16, deferred_update=True)
-    model, units = sharded_with_whole(policy, folder)
+    strategy = Strategy.of(stage=1, dtype="bf16", update="deferred")
+    model, units = sharded_with_whole(strategy, folder)
     optimizer = ShardedSGD(units, None, lr=0.01)
     for edit in (1.0, 0.5):  # before the first update nothing can be lost
         with torch.no_grad():
@@ -369,7 +374,7 @@ def test_an_edit_that_a_deferred_update_may_undo_raises(world2, tmp_path):
 
 
 def replaces_data(stage: int, folder: str) -> None:
-    model, units = sharded_with_whole(Policy(stage=stage), folder)
+    model, units = sharded_with_whole(Strategy.of(stage=stage), folder)
     optimizer = ShardedSGD(units, None, lr=0.01)
     kept = model.block["b"].data
     model.block["b"].data = kept.clone()

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.families import token_loss
 from tests.engine.nets import Block, Net
@@ -33,6 +34,8 @@ STEPS = 8
 OVERFLOW_STEP = 3
 HYPER = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.01}
 EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,16 @@ def factor(setting: Setting, step: int, rank: int) -> float:
 def train(setting: Setting) -> Trace:
     """Train on the engine; on every rank."""
     model = families.build("llama")
-    policy = Policy(
+    strategy = Strategy.of(
         stage=setting.stage,
         activations=setting.activations,
-        compute_dtype=setting.dtype,
-        gradient_dtype=setting.gradient_dtype,
-        parts=setting.parts,
+        dtype=NAMES[setting.dtype],
+        gradient_dtype="fp32" if setting.gradient_dtype else "compute",
+        accumulate_in="unit" if setting.parts > 1 else "step",
+        accumulation=setting.parts,
         debug=setting.debug,
     )
-    units = shard_model(model, policy)
+    units = shard_model(model, strategy)
     assert {p.dtype for p in model.parameters()} == {setting.dtype}
     optimizer = ShardedAdamW(units, None, loss_scale=setting.loss_scale, **HYPER)
     trace = Trace()

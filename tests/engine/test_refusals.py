@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import Policy
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.core.shard import shard
-from ftkit.engine.memory.tiers import Placement
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss
 from tests.engine.nets import Block, Net
@@ -24,12 +24,14 @@ from tests.engine.trajectory import shard_model
 ROWS = families.batch("llama", 0)
 TOKENS = families.label_tokens(ROWS)
 
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-def sharded(build=lambda: families.build("llama"), policy=None, **settings):
+
+def sharded(build=lambda: families.build("llama"), strategy=None, **settings):
     """Return a sharded model and its units."""
     torch.manual_seed(1)
     model = build()
-    return model, shard_model(model, policy or Policy(), **settings)
+    return model, shard_model(model, strategy or Strategy.of(), **settings)
 
 
 def everywhere(world, case, *args):
@@ -46,10 +48,10 @@ def no_room(threads):
 
 def test_a_model_that_was_left_half_sharded_says_so():
     model = families.build("llama")
-    policy = Policy(placement=Placement(gradients="host", state="host"))
+    strategy = Strategy.of(gradients="host", state="host")
     with pytest.raises(MemoryError, match="no room"):
-        shard_model(model, policy, host_loops=no_room)
-    for each in (policy, Policy(stage=1)):
+        shard_model(model, strategy, host_loops=no_room)
+    for each in (strategy, Strategy.of(stage=1)):
         with pytest.raises(UserError, match="failed before, and left it half sharded: make the model again"):
             shard_model(model, each)
 
@@ -58,7 +60,7 @@ def test_a_model_that_was_left_half_sharded_says_so():
 
 
 def double_backward(activations):
-    model, _ = sharded(policy=Policy(activations=activations))
+    model, _ = sharded(strategy=Strategy.of(activations=activations))
     embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
     logits = model(inputs_embeds=embedded).logits
     logits.sum().backward(create_graph=True)
@@ -67,7 +69,7 @@ def double_backward(activations):
 
 
 def gradients_of_chosen_inputs(activations):
-    model, units = sharded(policy=Policy(activations=activations))
+    model, units = sharded(strategy=Strategy.of(activations=activations))
     embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
     with pytest.raises(RuntimeError, match="gradients of chosen inputs"):
         torch.autograd.grad(model(inputs_embeds=embedded).logits.sum(), embedded)
@@ -75,7 +77,7 @@ def gradients_of_chosen_inputs(activations):
 
 
 def backward_twice(activations):
-    model, units = sharded(policy=Policy(activations=activations))
+    model, units = sharded(strategy=Strategy.of(activations=activations))
     optimizer = ShardedSGD(units, None)
     loss = token_loss(model, ROWS, TOKENS)
     loss.backward(retain_graph=True)
@@ -91,7 +93,7 @@ def backward_twice(activations):
 
 
 def update_before_backward(activations, stage=3):
-    model, units = sharded(policy=Policy(stage=stage, activations=activations))
+    model, units = sharded(strategy=Strategy.of(stage=stage, activations=activations))
     optimizer = ShardedAdamW(units, None)
     late = token_loss(model, ROWS, TOKENS)
     token_loss(model, ROWS, TOKENS).backward()
@@ -123,7 +125,7 @@ class RankSkips(Net):
 
 
 def ranks_skip_blocks(prefetch):
-    model, units = sharded(RankSkips, Policy(debug=True, prefetch=prefetch))
+    model, units = sharded(RankSkips, Strategy.of(debug=True, prefetch=prefetch))
     model.rank = units.comm.rank
     with pytest.raises(RuntimeError, match="the ranks differ in what they do next"):
         token_loss(model, ROWS, TOKENS).backward()
@@ -137,7 +139,7 @@ class ReadsBlock(Net):
 
 
 def weight_read_outside_its_block(stage):
-    model, _ = sharded(ReadsBlock, Policy(stage=stage))
+    model, _ = sharded(ReadsBlock, Strategy.of(stage=stage))
     if stage == 3:
         with pytest.raises(UserError, match=r"blocks\.0\.norm\.weight is resharded"):
             token_loss(model, ROWS, TOKENS)
@@ -200,7 +202,8 @@ def cast(model):
 
 
 def change_after_sharding(change, stage):
-    model, _ = sharded(policy=Policy(stage=stage)) if change is not unfreeze else sharded(_frozen, Policy(stage=stage))
+    frozen = (_frozen,) if change is unfreeze else ()
+    model, _ = sharded(*frozen, strategy=Strategy.of(stage=stage))
     with pytest.raises(UserError, match=r"changed after sharding|frozen when the model was sharded|is resharded"):
         changed_and_called(change, model)
 
@@ -232,7 +235,7 @@ def copies():
 
 def state_dicts(stage):
     reference = families.build("llama").state_dict()
-    model, units = sharded(policy=Policy(stage=stage))
+    model, units = sharded(strategy=Strategy.of(stage=stage))
     if stage == 3:
         for module in (model, model.model.layers[1], model.lm_head):
             with pytest.raises(UserError, match=r"state_dict\(\) of a sharded model"):
@@ -267,7 +270,7 @@ def test_load_state_dict_is_refused(world2):
 
 
 def absent_weights(dtype):
-    model, units = sharded(policy=Policy(compute_dtype=dtype))
+    model, units = sharded(strategy=Strategy.of(dtype=NAMES[dtype]))
     reference = dict(families.build("llama").named_parameters())
     small = {"model.norm.weight"}
     for name, parameter in model.named_parameters():
@@ -361,21 +364,21 @@ def test_models_that_would_train_wrongly_are_refused(build, words):
 def test_sharding_twice_is_refused():
     model, _ = sharded(Net)
     with pytest.raises(ValueError, match="is sharded already"):
-        shard_model(model, Policy())
+        shard_model(model, Strategy.of())
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("stage", 4, "stage is 4, one of 0, 1, 2, 3 is needed"),
-        ("activations", "drop", "activations is 'drop', 'recompute', 'keep' or a number"),
-        ("activations", 0, "activations is 0, 'recompute', 'keep' or a number of blocks is needed"),
-        ("weights", "keep", "weights is 'keep', 'free' or 'hold' is needed"),
+        ("stage", 4, "stage\n  Input should be 'auto', 0, 1, 2 or 3"),
+        ("activations", "drop", "Input should be 'auto', 'recompute' or 'keep'"),
+        ("activations", 0, "Input should be greater than or equal to 1"),
+        ("weights", "keep", "weights\n  Input should be 'auto', 'free' or 'hold'"),
     ],
 )
-def test_policies_are_checked(field, value, words):
+def test_strategies_are_checked(field, value, words):
     with pytest.raises(ValueError, match=words):
-        Policy(**{field: value})
+        Strategy.of(**{field: value})
 
 
 # --- the optimizer
@@ -404,7 +407,7 @@ def test_closures_are_refused():
 
 def test_a_model_without_blocks_is_sharded_all_the_same():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    units = shard(model, [], comm=Communicator(torch.device("cpu")), policy=Policy())
+    units = shard(model, [], comm=Communicator(torch.device("cpu")), strategy=Strategy.of())
     optimizer = ShardedSGD(units, None, lr=0.1)
     before = model[0].weight.clone()
     model(torch.ones(5, 3)).sum().backward()

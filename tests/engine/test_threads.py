@@ -11,7 +11,8 @@ import torch
 
 import ftkit.engine
 from ftkit.engine import threads
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
+from ftkit.spec.strategy import Strategy
 
 DEVICE = torch.device("cuda", 3)
 
@@ -28,7 +29,7 @@ def devices(monkeypatch) -> list[tuple[str, torch.device]]:
 
 
 def test_workers_of_tiers_begin_on_the_ranks_device(devices):
-    worker = Tiers(DEVICE, Placement()).worker("moves")
+    worker = Tiers(DEVICE, Strategy.of()).worker("moves")
     before = worker.submit(lambda: list(devices)).result()
     worker.shutdown()
     assert [device for _, device in before] == [DEVICE]

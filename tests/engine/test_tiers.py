@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
+from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import QUICK_STEPS, Row, check
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 
@@ -56,11 +57,11 @@ EVERYTHING = [  # at once: where faults of order show
 
 def test_lines_of_a_state_on_nvme_stay_in_host_memory_while_they_fit():
     cpu = torch.device("cpu")
-    both = Tiers(cpu, Placement(state="nvme"), object(), state_host_bytes=100)
+    both = Tiers(cpu, Strategy.of(state="nvme", state_host_bytes=100), object())
     assert both.state_tiers([40, 60, 1, 5]) == ["host", "host", "nvme", "nvme"]
     assert both.state_tiers([40, 61, 5]) == ["host", "nvme", "host"], "one that comes later takes what is left"
-    assert Tiers(cpu, Placement(state="nvme"), object()).state_tiers([1]) == ["nvme"]
-    assert Tiers(cpu, Placement(state="host"), state_host_bytes=100).state_tiers([400]) == ["host"]
+    assert Tiers(cpu, Strategy.of(state="nvme"), object()).state_tiers([1]) == ["nvme"]
+    assert Tiers(cpu, Strategy.of(state="host", state_host_bytes=100)).state_tiers([400]) == ["host"]
 
 
 @pytest.mark.parametrize("row", ROWS + LOWER_STAGES + EVERYTHING, ids=str)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.engine.trace import Span, Trace
 from ftkit.plan.schedule import STREAMS, script
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model
 from tests.worlds import World
@@ -24,7 +24,7 @@ ROUNDS = 2
 def traced(stage: int, activations: str, recorded: int) -> tuple[list[Span], list[float], int, bool]:
     """Case: train three steps of two micro-batches; return one's spans, the losses, blocks, whether it records on."""
     model = families.build("llama")
-    units = shard_model(model, Policy(stage=stage, activations=activations))
+    units = shard_model(model, Strategy.of(stage=stage, activations=activations))
     optimizer = ShardedAdamW(units)
     trace, found, losses = units.transfer.trace, [], []
     for step in range(3):
@@ -52,7 +52,7 @@ def test_a_trace_is_what_the_engine_did_in_order(world2: World) -> None:
     did = [span.name for span in found if span.name.startswith(kinds) and span.name.split()[-1].isdigit()]
     line = (Line(4096, 4, trained=True),)
     shape = Shape((line,) * count, line, line, 32, 97, 100, 100, 8, 4, 2)
-    events = script(shape, Way(stage=3), ROUNDS).events
+    events = script(shape, Strategy.of(stage=3, accumulation=ROUNDS)).events
     # On a CPU a neighbour's gather is done before the block that asked for it begins to compute, as the plan has it.
     assert did == [e.name for e in events if e.name.startswith(kinds) and e.name.split()[-1].isdigit()]
     updates = [span.name for span in found if span.name.startswith("update ")]

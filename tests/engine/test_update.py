@@ -15,20 +15,21 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import FlatParameter, Policy
+from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files.flat_file import FlatFile
 from ftkit.engine.memory import tiers
 from ftkit.engine.memory.disk import Disk
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 
 PIECE = 4096
 NUMEL = 40 * PIECE + 77
-NVME = Placement("nvme", "nvme", "nvme")
+NVME = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
 
 
 @contextmanager
@@ -54,13 +55,13 @@ class Line(nn.Module):
         self.block.weight = nn.Parameter(torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
-def made(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: bool) -> tuple[Line, Units, ShardedAdamW]:
+def made(folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferred: bool) -> tuple[Line, Units, ShardedAdamW]:
     model = Line(dtype)
     comm = Communicator(torch.device("cpu"))
-    policy = Policy(placement=placement, deferred_update=deferred, debug=True)
-    drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if placement.uses_disk else None
-    opened = Tiers(comm.device, placement, drive)
-    units = shard(model, [("block", model.block)], comm=comm, policy=policy, tiers=opened)
+    strategy = Strategy.of(**placement, update="deferred" if deferred else "now", debug=True)
+    drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if strategy.uses_nvme else None
+    opened = Tiers(comm.device, strategy, drive)
+    units = shard(model, [("block", model.block)], comm=comm, strategy=strategy, tiers=opened)
     return model, units, ShardedAdamW(units, None, lr=1e-2)
 
 
@@ -73,7 +74,7 @@ def give(flat: FlatParameter, full: torch.Tensor) -> None:
         flat.contribute(full)
 
 
-def train(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: bool, steps: int = 4) -> torch.Tensor:
+def train(folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferred: bool, steps: int = 4) -> torch.Tensor:
     """Return the weights after a few steps on given gradients."""
     _, units, optimizer = made(folder, placement, dtype, deferred=deferred)
     (flat,) = units.flats
@@ -91,9 +92,9 @@ def train(folder: Path, placement: Placement, dtype: torch.dtype, *, deferred: b
 @pytest.mark.quick(9)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("placement", [NVME, Placement(state="nvme"), Placement("host", "host", "host"), Placement("nvme")])
+@pytest.mark.parametrize("placement", [NVME, {"state": "nvme"}, dict.fromkeys(NVME, "host"), {"parameters": "nvme"}])
 def test_many_pieces_in_files_are_one_update_in_memory(placement, dtype, deferred, tmp_path):
-    expected = train(tmp_path, Placement(), dtype, deferred=False)
+    expected = train(tmp_path, {}, dtype, deferred=False)
     with small_pieces():
         assert torch.equal(train(tmp_path, placement, dtype, deferred=deferred), expected)
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +102,7 @@ def test_many_pieces_in_files_are_one_update_in_memory(placement, dtype, deferre
 
 def test_slots_are_not_reused_early(tmp_path, monkeypatch):
     """Weights are written late: whoever fills a slot that is still being written back spoils what is written."""
-    expected = train(tmp_path, Placement(), torch.bfloat16, deferred=False)
+    expected = train(tmp_path, {}, torch.bfloat16, deferred=False)
     move = FlatFile._transfer
 
     def late(self, call, data, start, doing):
@@ -126,12 +127,12 @@ class Pair(nn.Module):
         return self.second(self.first(x))
 
 
-def train_in_two_groups(folder, placement, state_host_bytes=0):
+def train_in_two_groups(folder, state_host_bytes=0, **placement):
     """Train the first block alone, then both; return the weights."""
     comm, model = Communicator(torch.device("cpu")), Pair()
-    policy = Policy(placement=placement, deferred_update=placement.uses_disk)
-    tiers = Tiers.open(comm, placement, folder, 0, state_host_bytes=state_host_bytes)
-    units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, policy=policy, tiers=tiers)
+    strategy = Strategy.of(**placement, update="deferred" if placement else "now", state_host_bytes=state_host_bytes)
+    tiers = Tiers.open(comm, strategy, folder, 0)
+    units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, strategy=strategy, tiers=tiers)
     optimizer = ShardedAdamW(units, [*model.first.parameters()], lr=1e-2)
     for step in range(4):
         if step == 2:
@@ -149,8 +150,8 @@ def train_in_two_groups(folder, placement, state_host_bytes=0):
 
 def test_a_group_that_comes_later_finds_room_in_the_slots(tmp_path):
     """The first steps need no staging for moments: those of the first block lie in host memory."""
-    expected = train_in_two_groups(tmp_path, Placement())
-    found = train_in_two_groups(tmp_path, Placement(state="nvme", gradients="nvme"), state_host_bytes=96 << 10)
+    expected = train_in_two_groups(tmp_path)
+    found = train_in_two_groups(tmp_path, 96 << 10, state="nvme", gradients="nvme")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -165,7 +166,7 @@ def test_state_is_read_when_it_has_been_written(tmp_path, monkeypatch):
         return move(self, call, data, start, doing)
 
     monkeypatch.setattr(FlatFile, "_transfer", late)
-    for name, placement in (("memory", Placement()), ("files", Placement(state="nvme"))):
+    for name, placement in (("memory", {}), ("files", {"state": "nvme"})):
         _, units, optimizer = made(tmp_path, placement, torch.bfloat16, deferred=True)
         (flat,) = units.flats
         give(flat, torch.ones(flat.layout.padded_numel, dtype=flat.dtype))
@@ -181,7 +182,7 @@ def test_state_is_read_when_it_has_been_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatch):
     with small_pieces():
-        _, units, optimizer = made(tmp_path, Placement(state="nvme"), torch.bfloat16, deferred=deferred)
+        _, units, optimizer = made(tmp_path, {"state": "nvme"}, torch.bfloat16, deferred=deferred)
         (flat,) = units.flats
         optimizer.line(flat)
         moment = optimizer.lines[flat.name].moments["exp_avg"].file

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.spec.strategy import Strategy
 from tests.engine import families, nets
 from tests.engine.families import HIDDEN, VOCABULARY, token_loss
 from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model
@@ -286,7 +286,7 @@ def random_numbers_after_backward() -> tuple[float, float]:
     for sharded in (False, True):
         model = families.build("gpt2", dropout=0.2)
         if sharded:
-            shard_model(model, Policy())
+            shard_model(model, Strategy.of())
         torch.manual_seed(7)
         token_loss(model, rows, 10).backward()
         drawn.append(torch.rand(()).item())
@@ -304,7 +304,7 @@ def test_recomputation_draws_no_random_numbers_of_its_own(world2):
 def slots_while_blocks_compute(prefetch: bool) -> list[tuple[int, list[str]]]:
     """Return for each computation of a block, recomputations too: its number, and whose weights the slots hold."""
     model = seeded(nets.Net)
-    units = shard_model(model, Policy(prefetch=prefetch, debug=True))
+    units = shard_model(model, Strategy.of(prefetch=prefetch, debug=True))
     seen = []
 
     def look(number: int) -> None:
@@ -329,12 +329,12 @@ def test_the_neighbour_is_gathered_while_a_block_computes(world2):
 # --- evaluation
 
 
-def generated(family: str, policy: Policy) -> list[tuple[bool, bool]]:
+def generated(family: str, strategy: Strategy) -> list[tuple[bool, bool]]:
     """On every rank: greedy generation with a cache, before and after a step, on the engine and in plain PyTorch."""
     rows = families.batch(family, 0)
     prompts = {"input_ids": rows["input_ids"][:3, :4]}
     model, plain = families.build(family), families.build(family)
-    units = shard_model(model, policy)
+    units = shard_model(model, strategy)
     same = []
     for _ in range(2):
         ours, theirs = (
@@ -351,34 +351,34 @@ def generated(family: str, policy: Policy) -> list[tuple[bool, bool]]:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(
-    "policy", [Policy(debug=True), Policy(weights="hold", activations="keep"), Policy(stage=2)], ids=str
+    "strategy", [Strategy.of(debug=True), Strategy.of(weights="hold", activations="keep"), Strategy.of(stage=2)], ids=str
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "t5"])
-def test_generation_with_a_cache(world2, family, policy):
-    assert world2.run(generated, family, policy) == [[True, True]] * 2
+def test_generation_with_a_cache(world2, family, strategy):
+    assert world2.run(generated, family, strategy) == [[True, True]] * 2
 
 
 def two_models() -> list[str]:
-    """A policy and its reference, both sharded, as preference training has them."""
+    """A strategy and its reference, both sharded, as preference training has them."""
     record, weights = [], []
     for sharded in (False, True):
-        policy, reference = families.build("llama"), families.build("gpt_neox")
+        strategy, reference = families.build("llama"), families.build("gpt_neox")
         if sharded:
-            units = shard_model(policy, Policy(debug=True))
-            shard_model(reference, Policy(debug=True))
+            units = shard_model(strategy, Strategy.of(debug=True))
+            shard_model(reference, Strategy.of(debug=True))
             optimizer = ShardedAdamW(units, lr=1e-3)
         else:
-            optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+            optimizer = torch.optim.AdamW(strategy.parameters(), lr=1e-3)
         for step in range(3):
             rows = families.batch("llama", step)
             with torch.no_grad():
                 target = reference(rows["input_ids"]).logits
-            loss = (policy(rows["input_ids"]).logits - target).square().mean()
+            loss = (strategy(rows["input_ids"]).logits - target).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             record.append(loss.item())
-        weights.append(units.state_dict() if sharded else policy.state_dict())
+        weights.append(units.state_dict() if sharded else strategy.state_dict())
     assert record[3:] == pytest.approx(record[:3], rel=1e-5)
     return [name for name in weights[0] if not relative(weights[1][name], weights[0][name]) < 1e-4]
 
@@ -393,7 +393,7 @@ def input_gradients(activations: str) -> list[float]:
     for sharded in (False, True):
         model = freeze(families.build("t5"), lambda name: False)
         if sharded:
-            shard_model(model, Policy(activations=activations, debug=True))
+            shard_model(model, Strategy.of(activations=activations, debug=True))
         torch.manual_seed(2)
         embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
         decoded = torch.randn(2, 5, HIDDEN, requires_grad=True)

@@ -23,13 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core import gradient_offload as drain
 from ftkit.engine.core import transfer
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files import flat_file as flatfile
-from ftkit.engine.memory.tiers import Placement, Tiers
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.hf.sharding import batch_rows
+from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
 from tests.engine import families
 from tests.worlds import Worlds
@@ -82,16 +82,21 @@ class Row:
         return Row(self.family, clip=self.clip, groups=self.groups, optimizer=self.optimizer, changes=self.changes)
 
     @property
-    def policy(self) -> Policy:
+    def strategy(self) -> Strategy:
         """The engine's share of the settings."""
-        return Policy(
+        return Strategy.of(
             stage=self.stage,
             activations=self.activations,
             weights=self.weights,
             prefetch=self.prefetch,
-            placement=Placement(self.parameters, self.gradients, "nvme" if self.state == "both" else self.state, self.kept),
-            deferred_update=self.deferred,
-            parts=self.parts,
+            parameters=self.parameters,
+            gradients=self.gradients,
+            state="nvme" if self.state == "both" else self.state,
+            state_host_bytes=BOTH_BYTES if self.state == "both" else 0,
+            kept=self.kept,
+            update="deferred" if self.deferred else "now",
+            accumulate_in="unit" if self.parts > 1 else "step",
+            accumulation=self.parts,
             debug=self.debug,
         )
 
@@ -105,14 +110,14 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def shard_model(model: nn.Module, policy: Policy, comm: Communicator | None = None, **settings: Any) -> Units:
+def shard_model(model: nn.Module, strategy: Strategy, comm: Communicator | None = None, **settings: Any) -> Units:
     """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
     comm = comm or Communicator(torch.device("cpu"))
-    if policy.placement.uses_disk and "tiers" not in settings:
-        settings["tiers"] = Tiers.open(comm, policy.placement, tempfile.gettempdir(), expected_bytes=0)
-    if policy.parts > 1:
+    if strategy.uses_nvme and "tiers" not in settings:
+        settings["tiers"] = Tiers.open(comm, strategy, tempfile.gettempdir(), expected_bytes=0)
+    if strategy.parts > 1:
         settings.setdefault("split", batch_rows)
-    return shard(model, families.blocks(model), comm=comm, policy=policy, entries=families.entries(model), **settings)
+    return shard(model, families.blocks(model), comm=comm, strategy=strategy, entries=families.entries(model), **settings)
 
 
 def groups_of(model: nn.Module, row: Row) -> list[dict[str, Any]]:
@@ -212,11 +217,7 @@ def _run_sharded(
     row: Row, model: nn.Module | None, loss_of: Loss, *, steps: int, early_zero_grad: bool, **settings: Any
 ) -> Record:
     model = model or families.build(row.family, **dict(row.changes))
-    if row.state == "both":
-        comm, folder = Communicator(torch.device("cpu")), tempfile.gettempdir()
-        settings["comm"] = comm
-        settings["tiers"] = Tiers.open(comm, row.policy.placement, folder, expected_bytes=0, state_host_bytes=BOTH_BYTES)
-    units = shard_model(model, row.policy, **settings)
+    units = shard_model(model, row.strategy, **settings)
     assert units.comm.world_size == row.world
     optimizer = OURS[row.optimizer](units, groups_of(model, row))
     scheduler = LambdaLR(optimizer, learning_rate)

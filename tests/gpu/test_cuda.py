@@ -82,8 +82,8 @@ def sharded(rank: int, world: int, settings: dict[str, Any], parts: int = 1) -> 
     """Train on the engine; return global losses, gradient norms and skipped steps."""
     device = torch.device("cuda", rank)
     network = model()
-    settings = {**settings, "debug": True}
-    units = ftkit.shard(network, settings, device=device, comm=Communicator(device), parts=parts)
+    settings = {**settings, "debug": True, "accumulate_in": "unit" if parts > 1 else "step"}
+    units = ftkit.shard(network, settings, device=device, comm=Communicator(device), accumulation_steps=parts)
     optimizer = ftkit.ShardedAdamW(units, lr=1e-3, weight_decay=0.1)
     losses, norms = [], []
     for rows in batches(world):
@@ -123,7 +123,7 @@ def check(rank: int, world: int, port: int) -> None:
                     assert math.isclose(ours, theirs, rel_tol=2e-2), (settings, dtype, ours, theirs)
     for places, update, parts in itertools.product(PLACES, ("now", "deferred"), (1, 2)):
         settings = {**dict(zip(KINDS, places)), "update": update, "stage": 3, "nvme_dir": tempfile.gettempdir()}
-        settings |= {"state_host_gib": 0} if places[0] == "nvme" else {}
+        settings |= {"state_host_bytes": 0} if places[0] == "nvme" else {}
         losses, norms, _ = sharded(rank, world, settings, parts)
         for ours, theirs in zip(losses + norms, reference_losses + reference_norms):
             assert math.isclose(ours, theirs, rel_tol=2e-4), (settings, parts, ours, theirs)

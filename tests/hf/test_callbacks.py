@@ -95,7 +95,7 @@ def seen(kind, folder, watch):
     if watch:
         trainer.add_callback(watching)
     trainer.train()
-    return watching.seen, kind == "ours" and trainer.units.policy.deferred_update
+    return watching.seen, kind == "ours" and trainer.units.strategy.deferred
 
 
 def test_a_callback_that_reads_weights_after_a_step_sees_that_steps(worlds, tmp_path):
@@ -130,7 +130,7 @@ def test_callbacks_that_come_after_sharding_are_told_of_deferred_updates(tmp_pat
     run = runs.Run(ftkit={"state": "nvme", "nvme_dir": str(tmp_path)}, arguments={"max_steps": 1})
     trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
     trainer.train()
-    assert trainer.units.policy.deferred_update, "else there is nothing to tell"
+    assert trainer.units.strategy.deferred, "else there is nothing to tell"
     assert "came after" not in caplog.text
     trainer.add_callback(Watching())
     trainer.train()
@@ -142,7 +142,7 @@ def test_callbacks_of_trl_may_read_weights_too(tmp_path):
     trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
     trainer.add_callback(type("BEMA", (Watching,), {"__module__": "trl.trainer.callbacks"})())
     trainer.train()
-    assert not trainer.units.policy.deferred_update
+    assert not trainer.units.strategy.deferred
 
 
 def overriding(name):
@@ -162,7 +162,7 @@ def test_a_trainer_that_may_read_weights_before_a_forward_updates_in_the_step(na
     )
     trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
     trainer.train()
-    assert not trainer.units.policy.deferred_update
+    assert not trainer.units.strategy.deferred
 
 
 class ReadsInEvaluate:

@@ -169,7 +169,7 @@ def sharded(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         model(*batches()[0])
-    return {"losses": losses, "state": units.state_dict(), "stage": units.policy.stage, "units": len(units.units)}
+    return {"losses": losses, "state": units.state_dict(), "stage": units.strategy.stage, "units": len(units.units)}
 
 
 @pytest.mark.parametrize("name", NETS)

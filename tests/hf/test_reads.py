@@ -621,7 +621,7 @@ def read_at_the_end(folder, settings):
     run = Run(arguments=ARGUMENTS, options={"callbacks": [callback]}, ftkit=settings)
     trainer = runs.make_trainer("ours", folder, run)
     trainer.train()
-    assert trainer.units.policy.deferred_update
+    assert trainer.units.strategy.deferred
     true = trainer.units.state_dict()
     assert all(torch.equal(value, true[name]) for name, value in callback.seen.items())
     assert all(torch.equal(value, true[name]) for name, value in trainer.model.state_dict().items())

@@ -340,9 +340,9 @@ def test_labels_that_no_batch_has_are_told(tmp_path, caplog, name, words):
     assert not words or words in told[0]
 
 
-@pytest.mark.parametrize("key", ["device_gib", "host_gib", "nvme_gib", "state_host_gib"])
+@pytest.mark.parametrize("key", ["device_gib", "host_gib", "nvme_gib", "state_host_bytes"])
 def test_a_truth_value_is_no_number(key):
-    with pytest.raises(UserError, match=rf"{key} is True, a .*number is needed"):
+    with pytest.raises(UserError, match=rf"{key}: found [Tt]rue, needs .*a number"):
         ftkit.TrainingArguments("runs/a", use_cpu=True, ftkit={key: True})
 
 

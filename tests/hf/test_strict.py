@@ -18,12 +18,12 @@ from tests.hf.test_models_without_blocks import Mlp
 def choices(value: str, settings: dict[str, Any]) -> dict[str, Any]:
     with mock.patch.dict(os.environ, {"FTKIT_STRICT": value}):
         units = ftkit.shard(runs.llama(), settings, device=torch.device("cpu"))
-    policy = units.policy
+    strategy = units.strategy
     return {
-        "stage": policy.stage,
-        "activations": policy.activations,
-        "weights": policy.weights,
-        "debug": policy.debug,
+        "stage": strategy.stage,
+        "activations": strategy.activations,
+        "weights": strategy.weights,
+        "debug": strategy.debug,
         "resident": any(flat.resident for unit in units.units for flat in unit.flats),
     }
 
@@ -73,7 +73,7 @@ def test_what_a_large_model_refuses_is_refused_on_a_small_one(worlds):
 
 def test_a_model_without_blocks_stays_replicated(monkeypatch):
     monkeypatch.setenv("FTKIT_STRICT", "1")
-    assert ftkit.shard(Mlp(), device=torch.device("cpu")).policy.stage == 1
+    assert ftkit.shard(Mlp(), device=torch.device("cpu")).strategy.stage == 1
 
 
 def test_another_value_is_refused(monkeypatch):

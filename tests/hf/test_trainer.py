@@ -67,7 +67,7 @@ def changed(run: Run, **arguments: Any) -> Run:
         (2, {"accumulate_in": "unit", "stage": 3}),
         (1, {"accumulate_in": "unit", "state": "host", "update": "deferred"}),
         (3, {"accumulate_in": "unit", "stage": 3, "debug": True, **dict.fromkeys(("gradients", "state", "kept"), "nvme")}),
-        (2, {"accumulate_in": "unit", "stage": 3, "state": "nvme", "state_host_gib": 0}),
+        (2, {"accumulate_in": "unit", "stage": 3, "state": "nvme", "state_host_bytes": 0}),
         (2, {"stage": 3, "activations": "recompute", **dict.fromkeys(("parameters", "gradients", "state", "kept"), "nvme")}),
         (1, {"stage": 3, "activations": "keep", **dict.fromkeys(("parameters", "gradients", "state"), "host")}),
     ],

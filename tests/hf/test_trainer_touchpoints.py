@@ -61,24 +61,30 @@ def test_a_file_sets_the_engine(tmp_path):
     path = tmp_path / "engine.yaml"
     path.write_text("stage: 1\nactivations: keep\n")
     assert parse("--ftkit", str(path)) == str(path)
-    assert ftkit.EngineSettings.of(str(path)) == ftkit.EngineSettings(stage=1, activations="keep")
+    assert ftkit.EngineSettings.of(str(path)) == ftkit.EngineSettings(ftkit.Strategy(stage=1, activations="keep"))
     path.write_text("stage: 1\nactivations: keep\nstage: 3\n")
     with pytest.raises(ftkit.UserError, match="stage: given twice, first on line 1"):
         ftkit.EngineSettings.of(str(path))
-    with pytest.raises(ftkit.UserError, match="activations is 'recompte'"):
-        ftkit.EngineSettings.of(ftkit.EngineSettings(activations="recompte"))
+    with pytest.raises(ftkit.UserError, match="activations: found 'recompte', needs 'auto', 'recompute' or 'keep'"):
+        ftkit.EngineSettings.of({"activations": "recompte"})
 
 
 @pytest.mark.parametrize(
     "value, words",
     [
         ({"stages": 3}, "unknown key 'stages'; did you mean 'stage'?"),
-        ({"stage": 4}, "stage is 4, one of auto, 0, 1, 2, 3"),
-        ({"stage": "3"}, "stage is '3', one of"),
-        ({"activations": "drop"}, "activations is 'drop'"),
-        ({"dtype": "float16"}, "dtype is 'float16', one of auto, fp32, bf16, fp16"),
-        ({"device_gib": -1}, "device_gib is -1, a positive number"),
-        ({"device_gib": "much"}, "device_gib is 'much', a positive number"),
+        ({"stage": 4}, "stage: found 4, needs 'auto', 0, 1, 2 or 3"),
+        ({"stage": "3"}, "stage: found '3', needs"),
+        ({"activations": "drop"}, "activations: found 'drop', needs 'auto', 'recompute' or 'keep' or"),
+        ({"activations": 0}, "activations: found 0, needs"),
+        ({"stage": True}, "stage: found True, needs"),
+        ({"state_host_bytes": "much"}, "state_host_bytes: found 'much', needs"),
+        ({"state": "nvme"}, "engine.state is nvme and no folder is named for it; set memory.nvme_dir"),
+        ({"state": "host", "state_host_bytes": "1GiB"}, "engine.state_host_bytes is of a state on NVMe"),
+        ({"micro_batch": 2}, "micro_batch is a key of recipes"),
+        ({"dtype": "float16"}, "dtype: found 'float16', needs 'auto', 'fp32', 'bf16' or 'fp16'"),
+        ({"device_gib": -1}, "device_gib: found -1, needs greater than 0"),
+        ({"device_gib": "much"}, "device_gib: found 'much', needs a number"),
         ("fast", "'fast' is neither 'auto' nor a .yaml file"),
         ("nowhere.yaml", "nowhere.yaml"),
         (3, "3 is no 'auto', mapping or .yaml file"),
@@ -344,7 +350,7 @@ def look_around(trainer):
         "shape": tuple(layer.mlp.up_proj.weight.shape),
         "stored": stored_bytes(layer.mlp.up_proj.weight),
         "checkpointing": layer.gradient_checkpointing,
-        "activations": units.policy.activations,
+        "activations": units.strategy.activations,
         "generation": getattr(trainer.model, "_is_fsdp_managed_module", False),
         "scaler": trainer.accelerator.scaler,
         "autocast": trainer.accelerator.native_amp,

@@ -23,7 +23,8 @@ from ftkit.plan.attention import (
     launches,
 )
 from ftkit.plan.memory import memory
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 
 HEADERS = Path(torch.__file__).parent / "include/ATen/native/transformers/cuda/mem_eff_attention"
 NAMES = {"half_t": "fp16", "bfloat16_t": "bf16", "float": "fp32"}
@@ -165,7 +166,7 @@ def test_the_plan_of_a_gpu_counts_the_workspace(packed: bool) -> None:
     shape = Shape((lines,) * 4, lines, lines, 256, 97, 1000, 1000, 2048, 2, 2)
     attention = Attention(40, 40, 64, 64)
     counted = [
-        memory(each, Way(micro_batch=2), cpu=cpu).peak("device")
+        memory(each, Strategy.of(micro_batch=2), cpu=cpu).peak("device")
         for each in (shape, replace(shape, attention=attention, packed=packed))
         for cpu in (False, True)
     ]

@@ -2,16 +2,18 @@
 
 import contextlib
 import time
+from dataclasses import replace
 
 import pytest
 
 from ftkit.config.recipe import RecipeError, load, split_batch
 from ftkit.errors import UserError
 from ftkit.launch.local import MOST_CPU_RANKS, check_ranks
+from ftkit.plan.candidates import MOST_MICRO_BATCHES, micro_batches, some_divisors
 from ftkit.plan.hardware import box
 from ftkit.plan.schedule import speed
-from ftkit.plan.search import MOST_ROUNDS, Candidate, speed_of
-from ftkit.plan.ways import FREE, MOST_MICRO_BATCHES, micro_batches, some_divisors
+from ftkit.plan.search import MOST_ROUNDS, speed_of
+from ftkit.spec.strategy import OPEN
 from ftkit.train.planning import ask
 
 SECONDS = 40
@@ -69,11 +71,11 @@ def test_more_ranks_than_a_box_can_start_are_refused():
 
 
 def test_of_many_divisors_some_are_tried_the_largest_and_one_among_them():
-    tried = micro_batches(FREE, 963761198400, 4096)
+    tried = micro_batches(OPEN, 963761198400, 4096)
     assert len(tried) == MOST_MICRO_BATCHES
     assert (tried[0], tried[-1]) == (4095, 1)
     assert tried == sorted(set(tried), reverse=True)
-    assert micro_batches(FREE, 48, 16) == [16, 12, 8, 6, 4, 3, 2, 1], "few are all tried"
+    assert micro_batches(OPEN, 48, 16) == [16, 12, 8, 6, 4, 3, 2, 1], "few are all tried"
 
 
 @pytest.mark.parametrize("number", [1, 2, 36, 48, 60, 97])
@@ -85,9 +87,9 @@ def test_divisors_are_all_found_on_both_sides_of_the_root(number, most):
 @pytest.mark.slow
 def test_rounds_that_are_counted_take_what_simulated_ones_take():
     made = asked("data.sequence_tokens=1024", "train.batch_tokens=262144")
-    way = made.plan().way
+    way = made.plan().strategy
     rounds = MOST_ROUNDS + 7
-    whole = speed(made.shape, way, made.rates, accumulation=rounds)
-    counted = speed_of(Candidate(made.shape, way, rounds), made.rates)
+    whole = speed(made.shape, way, made.rates, rounds=rounds)
+    counted = speed_of(made.shape, replace(way, accumulation=rounds), made.rates)
     assert counted.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert (counted.tokens, counted.operations) == (whole.tokens, pytest.approx(whole.operations))

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ftkit.errors import UserError
+from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapter
 from ftkit.plan.choice import make_plan, wear
 from ftkit.plan.hardware import Box, box, boxes
+from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, memory
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.plan.shape import Line, Shape, Way
-from ftkit.plan.ways import COSTS, Forced, Limits, cost, micro_batches, order, shortages, with_adapter
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 
 
 def llama(hidden, inner, layers, vocabulary, world=8, itemsize=2, sequence=2048):
@@ -59,43 +61,43 @@ def test_states_follow_the_zero_papers_bytes(world):
     numel = shape.numel
     expected = [16 * numel, 4 * numel + 12 * numel // world, 2 * numel + 14 * numel // world, 16 * numel // world]
     for stage, size in enumerate(expected):
-        found = memory(shape, Way(stage=stage), cpu=False).purposes("device")
+        found = memory(shape, Strategy.of(stage=stage), cpu=False).purposes("device")
         state = sum(found[purpose] for purpose in ("parameters", "gradients", "master", "moments"))
         assert state == pytest.approx(size, rel=1e-3)
 
 
 def test_state_on_the_host_takes_twelve_bytes_a_parameter():
     """And no more than two blocks of staging (issue 3, done when 3), over all ranks of the box."""
-    way = Way(state="host", gradients="device", deferred=True)
+    way = Strategy.of(state="host", gradients="device", update="deferred")
     found = memory(LLAMA_13B, way, cpu=False).purposes("host")
     assert 8 * (found["master"] + found["moments"]) <= 12.1 * LLAMA_13B.numel
     assert found["staging"] <= 2 * LLAMA_13B.blocks[0][0].numel * 2
 
 
 def test_on_a_cpu_device_and_host_are_one_memory():
-    for way in (Way(), Way(state="host", gradients="host", parameters="host")):
+    for way in (Strategy.of(), Strategy.of(state="host", gradients="host", parameters="host")):
         found = memory(SMALL, way, cpu=True)
         assert found.peak("device") == 0
         assert found.peak("host") > 640 * MIB
 
 
 def test_every_tier_takes_from_the_device_what_it_holds():
-    base = memory(LLAMA_13B, Way(), cpu=False)
+    base = memory(LLAMA_13B, Strategy.of(), cpu=False)
     for kind in ("parameters", "gradients", "state", "kept"):
         for tier in ("host", "nvme"):
-            moved = memory(LLAMA_13B, replace(Way(), **{kind: tier}), cpu=False)
+            moved = memory(LLAMA_13B, replace(Strategy.of(), **{kind: tier}), cpu=False)
             assert moved.at("device", "train") < base.at("device", "train")
             assert moved.at(tier, "train") > base.at(tier, "train")
 
 
 def test_more_of_anything_takes_more():
-    for way in (Way(), Way(stage=2, activations="keep"), Way(kept="host")):
+    for way in (Strategy.of(), Strategy.of(stage=2, activations="keep"), Strategy.of(kept="host")):
         sizes = [memory(LLAMA_13B, replace(way, micro_batch=n), cpu=False).at("device", "train") for n in (1, 2, 4)]
         assert sizes == sorted(set(sizes))
 
 
 def test_weights_that_are_not_read_keep_their_first_values():
-    fresh, read = (memory(replace(LLAMA_13B, fresh=f), Way(state="host"), cpu=False) for f in (True, False))
+    fresh, read = (memory(replace(LLAMA_13B, fresh=f), Strategy.of(state="host"), cpu=False) for f in (True, False))
     assert fresh.at("host", "load") - read.at("host", "load") == pytest.approx(4 * LLAMA_13B.numel / 8, rel=1e-3)
 
 
@@ -107,7 +109,7 @@ def test_where_everything_fits_the_device_the_choice_is_as_it_was():
     seen = []
     for gib in range(200, 30, -1):
         try:
-            way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_box=8)).way
+            way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_box=8)).strategy
         except DoesNotFit:
             break
         if way.state == way.kept == "device" and (way.stage, way.activations, way.weights) not in seen:
@@ -120,16 +122,16 @@ def test_where_everything_fits_the_device_the_choice_is_as_it_was():
 
 
 def test_forced_stage_three_frees_first_as_it_did():
-    forced = Forced(stage=3)
-    assert make_plan(SMALL, cpu(100), forced).way.weights == "free"
-    assert make_plan(SMALL, cpu(100)).way == Way(stage=2, activations="keep")
+    forced = Strategy(stage=3)
+    assert make_plan(SMALL, cpu(100), forced).strategy.weights == "free"
+    assert make_plan(SMALL, cpu(100)).strategy == Strategy.of(stage=2, activations="keep")
 
 
 def test_less_memory_never_buys_a_faster_way():
     costs = []
     for gib in (200, 90, 60, 40, 20, 14, 10, 8):
         try:
-            way = make_plan(LLAMA_13B, on("8xv100-16gb", device_bytes=gib * GIB)).way
+            way = make_plan(LLAMA_13B, on("8xv100-16gb", device_bytes=gib * GIB)).strategy
         except DoesNotFit:
             break
         depth = max(("device", "host", "nvme").index(getattr(way, k)) for k in ("parameters", "gradients", "state", "kept"))
@@ -140,12 +142,12 @@ def test_less_memory_never_buys_a_faster_way():
 
 
 def test_nothing_leaves_the_device_for_the_host_on_a_cpu():
-    for way in order(cpu(1, nvme_gib=100), Forced(), 4, 4):
+    for way in order(cpu(1, nvme_gib=100), Strategy(), 4, 4):
         assert "host" not in (way.parameters, way.gradients, way.state, way.kept)
 
 
 def test_every_way_is_one_that_the_engine_takes():
-    for way in order(on("8xv100-16gb", nvme_bytes=GIB), Forced(), 8, 4):
+    for way in order(on("8xv100-16gb", nvme_bytes=GIB), Strategy(), 8, 4):
         assert way.problem(cpu=False) is None
         assert way.parameters == "device" or way.stage == 3
         assert way.gradients == "device" or way.stage >= 2
@@ -153,7 +155,7 @@ def test_every_way_is_one_that_the_engine_takes():
 
 
 def test_kept_inputs_that_turn_out_twice_as_wide():
-    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(kept="device", activations="recompute"))
+    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(kept="device", activations="recompute"))
     plan.check_wide_inputs()
     kept = plan.memory.purposes("device")["kept inputs"]
     assert kept > 0
@@ -164,49 +166,49 @@ def test_kept_inputs_that_turn_out_twice_as_wide():
 
 def test_nvme_is_used_when_the_host_is_too_small():
     plan = make_plan(MIDDLE, cpu(13, nvme_gib=100))
-    assert plan.way.state == "nvme"
-    assert plan.way.deferred
+    assert plan.strategy.state == "nvme"
+    assert plan.strategy.deferred
     assert any("with state on device: host memory" in sentence for sentence in plan.why)
-    forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Forced(state="nvme", state_host_bytes=0))
-    assert forced.way.state_host_bytes == 0, "the user said where all of it lies"
+    forced = make_plan(MIDDLE, cpu(13, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0))
+    assert forced.strategy.state_host_bytes == 0, "the user said where all of it lies"
     assert forced.needed_bytes("nvme") >= 8 * MIDDLE.numel
-    assert wear(forced.shape, forced.way, 1, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
+    assert wear(forced.shape, forced.strategy, cpu=True)["state"] == pytest.approx(8 * MIDDLE.numel / 2, rel=0.01)
 
 
 def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     limits = cpu(13, nvme_gib=100)
-    plan, all_there = make_plan(MIDDLE, limits), make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=0))
+    plan, all_there = make_plan(MIDDLE, limits), make_plan(MIDDLE, limits, Strategy(state="nvme", state_host_bytes=0))
     spare = limits.host_bytes - all_there.needed_bytes("host")
     part = spare // 2 * 9 // 10
-    assert plan.way.state_host_bytes == part > GIB // 2
+    assert plan.strategy.state_host_bytes == part > GIB // 2
     assert plan.needed_bytes("host") == all_there.needed_bytes("host") + 2 * part < limits.host_bytes
     widest = max(line.shard_numel(2) * 8 for line in (*MIDDLE.leaves, *MIDDLE.whole, *sum(MIDDLE.blocks, ())))
     saved = all_there.needed_bytes("nvme") - plan.needed_bytes("nvme")
     assert saved == 2 * (part - widest)
-    written = wear(plan.shape, plan.way, 1, cpu=True)["state"]
-    assert written == wear(all_there.shape, all_there.way, 1, cpu=True)["state"] - part + widest
-    assert "of each rank's state cached in host memory" in str(plan.way)
-    said = make_plan(MIDDLE, limits, Forced(state="nvme", state_host_bytes=GIB)).way
+    written = wear(plan.shape, plan.strategy, cpu=True)["state"]
+    assert written == wear(all_there.shape, all_there.strategy, cpu=True)["state"] - part + widest
+    assert "of each rank's state cached in host memory" in str(plan.strategy)
+    said = make_plan(MIDDLE, limits, Strategy(state="nvme", state_host_bytes=GIB)).strategy
     assert (said.state, said.state_host_bytes) == ("nvme", GIB)
 
 
 def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
     block, embedding = sum(line.shard_numel(2) * 8 for line in MIDDLE.blocks[0]), MIDDLE.leaves[0].shard_numel(2) * 8
     assert embedding > block, "the embedding and the head are the widest"
-    plan = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme"))
-    assert plan.way.state_host_bytes == 2 * embedding
-    unlimited = make_plan(MIDDLE, replace(plan.limits, host_bytes=None), Forced(state="nvme"))
-    assert unlimited.way.state_host_bytes == 0, "nobody knows what is left"
-    bare = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme", state_host_bytes=0))
+    plan = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme"))
+    assert plan.strategy.state_host_bytes == 2 * embedding
+    unlimited = make_plan(MIDDLE, replace(plan.limits, host_bytes=None), Strategy(state="nvme"))
+    assert unlimited.strategy.state_host_bytes == 0, "nobody knows what is left"
+    bare = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0))
     assert plan.largest_micro_batch == bare.largest_micro_batch, "what stays makes way for a larger one"
     assert plan.why == bare.why
     tied = replace(MIDDLE, leaves=MIDDLE.leaves[:1])
-    assert make_plan(tied, cpu(24, nvme_gib=100), Forced(state="nvme")).way.state_host_bytes == embedding + block
-    adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Forced(state="nvme"))
-    assert adapter.way.state_host_bytes == 0, "no block, embedding or head is trained"
-    needed = make_plan(MIDDLE, cpu(24, nvme_gib=100), Forced(state="nvme", state_host_bytes=0)).needed_bytes("host")
+    assert make_plan(tied, cpu(24, nvme_gib=100), Strategy(state="nvme")).strategy.state_host_bytes == embedding + block
+    adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Strategy(state="nvme"))
+    assert adapter.strategy.state_host_bytes == 0, "no block, embedding or head is trained"
+    needed = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0)).needed_bytes("host")
     tight = Limits(None, needed + embedding, 100 * GIB, ranks_per_box=2, cpu=True)
-    assert make_plan(MIDDLE, tight, Forced(state="nvme")).way.state_host_bytes == embedding // 2 * 9 // 10
+    assert make_plan(MIDDLE, tight, Strategy(state="nvme")).strategy.state_host_bytes == embedding // 2 * 9 // 10
 
 
 @pytest.mark.parametrize("half_gib", range(12, 29))
@@ -216,60 +218,60 @@ def test_a_16_bit_state_uses_what_is_left_of_the_host_too(half_gib):
         plan = make_plan(narrow, cpu(half_gib / 2, nvme_gib=100))
     except DoesNotFit:
         return
-    if plan.way.state == "nvme":
+    if plan.strategy.state == "nvme":
         spare = plan.limits.host_bytes - plan.needed_bytes("host")
         assert 0 <= spare <= GIB // 2 or plan.needed_bytes("nvme") < GIB
-        assert plan.way.state_host_bytes > 0
+        assert plan.strategy.state_host_bytes > 0
 
 
 def test_the_order_of_tiers_does_not_depend_on_how_micro_batches_pass():
     for sequences in (1, 8):
-        plan = make_plan(MIDDLE, cpu(18, nvme_gib=100), Forced(micro_batch=1), sequences=sequences)
-        assert (plan.way.state, plan.way.parameters, plan.way.gradients) == ("nvme", "device", "device")
+        plan = make_plan(MIDDLE, cpu(18, nvme_gib=100), Strategy(micro_batch=1), sequences=sequences)
+        assert (plan.strategy.state, plan.strategy.parameters, plan.strategy.gradients) == ("nvme", "device", "device")
 
 
 def test_micro_batches_pass_blocks_together_where_weights_come_from_afar():
     limits = on("8xv100-16gb")
-    far = Forced(parameters="host", state="host", micro_batch=1)
+    far = Strategy(parameters="host", state="host", micro_batch=1)
     plan = make_plan(LLAMA_13B, limits, far, sequences=4)
-    assert (plan.way.parts, plan.accumulation) == (4, 1)
-    assert "4 micro-batches through each block together" in str(plan.way)
-    assert make_plan(LLAMA_13B, limits, replace(far, unit_accumulation=False), sequences=4).way.parts == 1
-    near = make_plan(LLAMA_13B, limits, Forced(parameters="device", micro_batch=1), sequences=4)
-    assert (near.way.parts, near.accumulation) == (1, 4)
+    assert (plan.strategy.parts, plan.strategy.rounds) == (4, 1)
+    assert "4 micro-batches through each block together" in str(plan.strategy)
+    assert make_plan(LLAMA_13B, limits, replace(far, accumulate_in="step"), sequences=4).strategy.parts == 1
+    near = make_plan(LLAMA_13B, limits, Strategy(parameters="device", micro_batch=1), sequences=4)
+    assert (near.strategy.parts, near.strategy.rounds) == (1, 4)
 
 
 def test_micro_batches_are_divisors_of_a_step():
-    assert micro_batches(Forced(), 12, 8) == [6, 4, 3, 2, 1]
-    assert micro_batches(Forced(micro_batch=5), 12, 8) == [5]
+    assert micro_batches(Strategy(), 12, 8) == [6, 4, 3, 2, 1]
+    assert micro_batches(Strategy(micro_batch=5), 12, 8) == [5]
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
     limits = on("8xv100-16gb")
     plan = make_plan(LLAMA_13B, limits, sequences=16, preferred=2)
-    largest = replace(plan.way, micro_batch=plan.largest_micro_batch)
+    largest = replace(plan.strategy, micro_batch=plan.largest_micro_batch)
     assert not shortages(memory(plan.shape, largest, cpu=False), limits)
     assert shortages(memory(plan.shape, replace(largest, micro_batch=largest.micro_batch + 1), cpu=False), limits)
 
 
 def test_gradients_are_summed_in_fp32_where_several_are():
     limits = on("8xv100-16gb")
-    assert make_plan(LLAMA_13B, limits, sequences=16, preferred=2).shape.gradient_itemsize == 4
-    assert make_plan(LLAMA_13B, limits, sequences=1).shape.gradient_itemsize == 0
-    whole = make_plan(LLAMA_13B, limits, Forced(unit_accumulation=True), sequences=2, preferred=1)
-    assert (whole.way.parts, whole.accumulation, whole.shape.gradient_itemsize) == (2, 1, 4)
-    narrow = make_plan(LLAMA_13B, limits, Forced(gradient_dtype="compute"), sequences=16)
-    assert narrow.shape.gradient_itemsize == 0
+    assert make_plan(LLAMA_13B, limits, sequences=16, preferred=2).strategy.gradient_itemsize(2) == 4
+    assert make_plan(LLAMA_13B, limits, sequences=1).strategy.gradient_itemsize(2) == 2
+    whole = make_plan(LLAMA_13B, limits, Strategy(accumulate_in="unit"), sequences=2, preferred=1)
+    assert (whole.strategy.parts, whole.strategy.rounds, whole.strategy.gradient_itemsize(2)) == (2, 1, 4)
+    narrow = make_plan(LLAMA_13B, limits, Strategy(gradient_dtype="compute"), sequences=16)
+    assert narrow.strategy.gradient_itemsize(2) == 2
 
 
 def test_what_contradicts_itself_is_refused():
     with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(stage=2, parameters="host", state="host"))
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(stage=2, parameters="host", state="host"))
     with pytest.raises(UserError, match=r"activation offload \(kept: host\) requires activation checkpointing"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(activations="keep", kept="host"))
-    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(kept="host")).way.activations == "recompute"
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activations="keep", kept="host"))
+    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(kept="host")).strategy.activations == "recompute"
     with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Forced(gradients="host", state="device"))
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(gradients="host", state="device"))
 
 
 # --- the refusal
@@ -301,7 +303,7 @@ def test_each_way_out_leads_out():
 
 
 def test_just_above_the_limit_is_refused():
-    forced = Forced(stage=3, activations="recompute", weights="free")
+    forced = Strategy(stage=3, activations="recompute", weights="free")
     needed = make_plan(SMALL, cpu(100), forced).needed_bytes("host")
     assert make_plan(SMALL, cpu(needed / GIB), forced)
     with pytest.raises(DoesNotFit, match="host memory"):
@@ -339,12 +341,12 @@ def test_an_unknown_box_is_answered_with_the_nearest():
 def test_a_loss_by_chunks_has_no_logits():
     """With a vocabulary of 128K and 8192 tokens: 128 MiB and the hidden states' sums, not 12 GiB."""
     wide = llama(5120, 13824, 40, 131072, sequence=8192)
-    whole, chunked = (memory(replace(wide, chunked_loss=each), Way(), cpu=False) for each in (False, True))
+    whole, chunked = (memory(replace(wide, chunked_loss=each), Strategy.of(), cpu=False) for each in (False, True))
     assert whole.purposes("device")["logits"] > 12 * GIB
     assert chunked.purposes("device")["logits"] < GIB
     assert whole.peak("device") - chunked.peak("device") > 6 * GIB
     short = replace(wide, sequence_tokens=16, chunked_loss=True)
-    both = (memory(replace(short, chunked_loss=each), Way(), cpu=True) for each in (True, False))
+    both = (memory(replace(short, chunked_loss=each), Strategy.of(), cpu=True) for each in (True, False))
     here, there = (each.purposes("host")["logits"] for each in both)
     copies = 4 * 131072 * 5120  # of the head's 16-bit weights, in fp32
     assert here - copies == pytest.approx(there, rel=0.02), "what is less than a chunk is there at once"

@@ -30,12 +30,12 @@ def test_full_parameter_training_fits_eight_small_cards_and_330_gb(name, capsys)
     plan = json.loads(capsys.readouterr().out)
     known = box("8xv100-16gb")
     assert plan["model"]["trained"] == plan["model"]["parameters"] == PARAMETERS[name]
-    assert plan["way"]["stage"] == 3
-    assert plan["way"]["state"] == "host"
+    assert plan["strategy"]["stage"] == 3
+    assert plan["strategy"]["state"] == "host"
     assert plan["tiers"]["device"]["needed_bytes"] <= known.device_bytes < 16 * GIB
     assert plan["tiers"]["host"]["needed_bytes"] <= known.host_bytes < 330e9
     assert "nvme" not in plan["tiers"]
-    assert plan["largest_micro_batch"] >= plan["way"]["micro_batch"] >= 1
+    assert plan["largest_micro_batch"] >= plan["strategy"]["micro_batch"] >= 1
     assert plan["why"]
     for tier in plan["tiers"].values():
         assert sum(tier["purposes"].values()) == tier["needed_bytes"] == max(tier["moments"].values())
@@ -81,11 +81,11 @@ def test_nvme_takes_what_the_host_cannot(capsys, tmp_path):
     arguments = ["--hardware", "8xv100-32gb", "--set", f"memory={{nvme_dir: {tmp_path}, host_gib: 100}}", "--json"]
     assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["way"]["state"] == "nvme"
+    assert plan["strategy"]["state"] == "nvme"
     whole = 12 * PARAMETERS["llama2-13b"] / 8
-    assert plan["way"]["state_host_bytes"] > 0, "what is left of the host keeps a part of the state"
-    assert whole - plan["way"]["state_host_bytes"] <= plan["nvme_wear"]["state"] < whole
-    assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments, "--set", "engine.state_host_gib=0") == 0
+    assert plan["strategy"]["state_host_bytes"] > 0, "what is left of the host keeps a part of the state"
+    assert whole - plan["strategy"]["state_host_bytes"] <= plan["nvme_wear"]["state"] < whole
+    assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments, "--set", "engine.state_host_bytes=0") == 0
     assert json.loads(capsys.readouterr().out)["nvme_wear"]["state"] == pytest.approx(whole, rel=0.001)
 
 
@@ -101,7 +101,7 @@ def test_a_drive_of_another_box_is_planned_with_by_its_size(capsys):
     arguments = ["--hardware", "8xv100-16gb", "--set", "memory={nvme_gib: 1500, host_gib: 100}", "--json"]
     assert leave("plan", RECIPES / "llama2-13b.yaml", *arguments) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["way"]["state"] == "nvme"
+    assert plan["strategy"]["state"] == "nvme"
     assert plan["tiers"]["nvme"]["granted_bytes"] == 1500 * GIB
     assert plan["tiers"]["nvme"]["granted_by"] == "memory.nvme_gib"
 

@@ -10,13 +10,15 @@ import transformers
 
 from ftkit.cli import app as cli
 from ftkit.config.recipe import packaged
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
 from ftkit.hf.models.fake import graph_bytes, nothing_behind
-from ftkit.hf.sharding import find_blocks, model_shape, policy_of, shard_as
+from ftkit.hf.sharding import find_blocks, model_shape, shard_as
 from ftkit.plan.choice import make_plan
-from ftkit.plan.ways import Forced, Limits
+from ftkit.plan.limits import Limits
+from ftkit.spec.strategy import Strategy
 from ftkit.train.dry_run import DryCommunicator, DryTiers, build, dry_run, train
 from ftkit.train.meter import Meter
 
@@ -40,8 +42,9 @@ def llama():
 def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, **forced):
     limits = Limits(None if cpu else 1 << 40, 1 << 40, None, ranks_per_box=world, cpu=cpu)
     shape = model_shape(model, find_blocks(model), world, dtype, TOKENS, cpu=cpu)
-    ways = {"deferred": False, "micro_batch": 1, "activations": "recompute", "weights": "free", **forced}
-    return make_plan(shape, limits, Forced(**ways), sequences=sequences)
+    name = next(name for name, known in DTYPES.items() if known == dtype)
+    chosen = {"dtype": name, "update": "now", "micro_batch": 1, "activations": "recompute", "weights": "free", **forced}
+    return make_plan(shape, limits, Strategy(**chosen), sequences=sequences)
 
 
 @pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=pytest.mark.slow), 2])
@@ -51,7 +54,7 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
         tiers = tiers | {"kept": "device"}
     model = llama()
     plan = planned(model, stage=stage, activations=activations, **tiers)
-    found = dry_run(plan, model, dtype=torch.float16)
+    found = dry_run(plan, model)
     for tier in ("device", "host"):
         for purpose in {*found.planned[tier], *found.found[tier]} - {"activations"}:
             assert found.found[tier].get(purpose, 0) == found.planned[tier].get(purpose, 0), (tier, purpose)
@@ -69,12 +72,12 @@ def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, a
     plan = planned(llama(), cpu=True, world=1, dtype=torch.float32, stage=stage, activations=activations, **tiers)
     fake, real = Meter(lambda tensor: "device"), Meter(lambda tensor: "device")
     with nothing_behind(CPU), fake:
-        units, optimizer = build(plan, llama(), CPU, torch.float32, 1, packed=False)
+        units, optimizer = build(plan, llama(), CPU, 1, packed=False)
         train(plan, units, optimizer, packed=False)
     model = llama()
-    policy = policy_of(plan, torch.float32)
+    strategy = plan.strategy
     with real:
-        units = shard_as(model.train(), find_blocks(model), DryCommunicator(CPU, 1), policy, Tiers(CPU, policy.placement))
+        units = shard_as(model.train(), find_blocks(model), DryCommunicator(CPU, 1), strategy, Tiers(CPU, strategy))
         optimizer = ShardedAdamW(units)
         optimizer.prepare()
         train(plan, units, optimizer, packed=False)
@@ -84,12 +87,12 @@ def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, a
 def test_without_gpus_or_with_files_it_is_refused():
     model = llama()
     with pytest.raises(UserError, match="stands for a GPU"):
-        dry_run(planned(model, cpu=True, stage=3, **DEVICE), model, dtype=torch.float16)
+        dry_run(planned(model, cpu=True, stage=3, **DEVICE), model)
 
 
 def test_collectives_fill_nothing_and_host_memory_is_none():
     with nothing_behind(torch.device("meta")):
-        arena = DryTiers(torch.device("meta"), policy_of(planned(llama(), stage=3, **HOST), None).placement).arena(1 << 44)
+        arena = DryTiers(torch.device("meta"), planned(llama(), stage=3, **HOST).strategy).arena(1 << 44)
         assert arena.take(1 << 40, torch.float32).numel() == 1 << 40
         with pytest.raises(MemoryError):
             arena.take(1 << 44, torch.float32)

@@ -13,7 +13,8 @@ from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
 from ftkit.plan.hardware import box, box_with, boxes
 from ftkit.plan.schedule import script, speed
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import _rates, box_here
 
 V100 = "Tesla V100-SXM2-16GB"
@@ -133,14 +134,14 @@ def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
     shape = Shape((line,) * 4, line, line, 256, 97, 1000, 1000, 256, 4, 2)
     rates = box(written(tmp_path)).rates_of_a_rank(2)
     assert rates is not None
-    assert rates.know(shape, Way())
-    assert not rates.know(shape, Way(state="nvme"))
-    assert {event.stream for event in script(shape, Way(), 1, in_order=True).events} == {"compute"}
-    made = speed(shape, Way(), rates)
+    assert rates.know(shape, Strategy.of())
+    assert not rates.know(shape, Strategy.of(state="nvme"))
+    assert {event.stream for event in script(shape, Strategy.of(), in_order=True).events} == {"compute"}
+    made = speed(shape, Strategy.of(), rates)
     first, both = (
         sum(
             event.latency_s + max((amount / rates.all(256)[name] for name, amount in event.work.items()), default=0.0)
-            for event in script(shape, Way(), 1, steps, in_order=True).events
+            for event in script(shape, Strategy.of(), steps, in_order=True).events
         )
         for steps in (1, 2)
     )

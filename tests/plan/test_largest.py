@@ -8,19 +8,20 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import ablation
+from ftkit.plan.candidates import with_adapter
 from ftkit.plan.choice import Asked
 from ftkit.plan.curve import curve
 from ftkit.plan.hardware import boxes
 from ftkit.plan.largest import largest, with_blocks
 from ftkit.plan.memory import GIB
 from ftkit.plan.refusal import DoesNotFit
-from ftkit.plan.ways import Forced, with_adapter
 from ftkit.plan.what_if import what_if
+from ftkit.spec.strategy import Strategy
 from tests.plan.test_choice import LLAMA_13B, SMALL, cpu, llama, on
 
 V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
 SHORT = llama(5120, 13824, 6, 32000)
-ASKED = Asked(SHORT, on("8xv100-16gb", host_bytes=64 * GIB), Forced(), 8, 2, V100)
+ASKED = Asked(SHORT, on("8xv100-16gb", host_bytes=64 * GIB), Strategy(), 8, 2, V100)
 
 
 def test_one_block_more_does_not_fit() -> None:
@@ -54,7 +55,7 @@ def test_nineteen_billion_fit_the_box_of_the_project() -> None:
     """Issue 6, done when 2: full parameters, fp32 state in host memory."""
     plan = largest(replace(ablation.asked(), rates=None))
     assert plan.shape.trained_numel == plan.shape.numel > 19e9
-    assert plan.way.state == "host"
+    assert plan.strategy.state == "host"
 
 
 def test_the_declared_layouts() -> None:
@@ -74,7 +75,7 @@ def test_a_hundred_billion_on_64_gpus() -> None:
     assert rates.link == 12.5e9
     assert boxes()["16xv100"].rates_of_a_rank(8) == replace(rates, link=120e9), "within one box NVLink counts"
     shape = llama(4096, 4096 * 8 // 3, 480, 50304, world=64, sequence=1024)
-    forced = Forced(stage=3, activations="recompute", weights="free", parameters="device", kept="device", micro_batch=2)
+    forced = Strategy(stage=3, activations="recompute", weights="free", parameters="device", kept="device", micro_batch=2)
     plan = Asked(shape, on("64xv100"), forced, 2, 2, rates).plan()
     assert plan.speed is not None
     assert plan.speed.binds == "collectives"
@@ -99,8 +100,8 @@ def test_what_if() -> None:
 
 @pytest.mark.parametrize("activations", ["recompute", 3, "keep"])
 def test_the_memory_within_a_step(activations: str | int) -> None:
-    forced = Forced(stage=3, activations=activations, weights="free", kept="device", state="host", micro_batch=1)
-    plan = replace(ASKED, limits=on("8xv100-32gb"), forced=replace(forced, unit_accumulation=False)).plan()
+    forced = Strategy(stage=3, activations=activations, weights="free", kept="device", state="host", micro_batch=1)
+    plan = replace(ASKED, limits=on("8xv100-32gb"), wanted=replace(forced, accumulate_in="step")).plan()
     instants = curve(plan)
     assert all(now.seconds >= before.seconds for before, now in pairwise(instants))
     assert {each.static for each in instants} == {instants[0].static}

@@ -63,11 +63,10 @@ def live(settings, tied, adapter, accumulation, parts, rule):
     model = build(tied, adapter)
     units = shard(
         model,
-        settings,
+        settings | {"accumulate_in": "unit" if parts > 1 else "step"},
         device=torch.device("cpu"),
         micro_batch_tokens=2 * SEQUENCE,
-        accumulation_steps=accumulation,
-        parts=parts,
+        accumulation_steps=accumulation * parts,
         rule=rule,
     )
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=0.9 if rule == MOMENTUM else 0.0)
@@ -83,7 +82,7 @@ def live(settings, tied, adapter, accumulation, parts, rule):
     keeper = units.transfer.keeper
     told["kept"] = keeper.host_bytes if keeper.tier == "host" else 0
     told["staging"] += keeper.host_bytes if keeper.tier == "nvme" else 0
-    way, shape = units.plan.way, units.plan.shape
+    way, shape = units.plan.strategy, units.plan.shape
     found = memory(shape, way, cpu=True)
     both = {tier: found.purposes(tier, "train") for tier in ("host", "nvme")}
     planned = {
@@ -121,13 +120,13 @@ def test_stages(worlds, world, stage):
 
 TIERS = [
     {"state": "host"},
-    {"state": "nvme", "state_host_gib": 0},
+    {"state": "nvme", "state_host_bytes": 0},
     {"gradients": "host", "state": "host"},
     {"gradients": "nvme"},
     {"parameters": "host"},
     {"parameters": "nvme"},
-    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_gib": 0},
-    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_gib": 0, "kept": "nvme"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0, "kept": "nvme"},
     {"parameters": "host", "gradients": "host", "state": "host", "kept": "host"},
     {"kept": "host"},
     {"kept": "nvme"},
@@ -153,7 +152,7 @@ def test_adapters(worlds, world, tmp_path):
 
 @pytest.mark.parametrize("rule", [SGD, MOMENTUM], ids=["sgd", "momentum"])
 def test_other_update_rules(worlds, rule, tmp_path):
-    for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_gib": 0}):
+    for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_bytes": 0}):
         settings = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16", "update": "now"}
         check(worlds[2], settings | {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}, rule=rule)
 
@@ -165,7 +164,7 @@ def staying(folder, free_bytes):
     with mock.patch.object(shapes, "usable_host", return_value=(free_bytes, "this test", free_bytes)):
         units = shard(build(False, False), settings, device=torch.device("cpu"), micro_batch_tokens=2 * SEQUENCE)
     units.tiers.close()
-    return units.plan.way.state_host_bytes, widest_states_bytes(units.plan.shape, units.plan.way, 2, cpu=True)
+    return units.plan.strategy.state_host_bytes, widest_states_bytes(units.plan.shape, units.plan.strategy, 2, cpu=True)
 
 
 def test_what_stays_of_a_state_fits_what_is_free_though_the_user_decided_the_rest(world2, tmp_path):

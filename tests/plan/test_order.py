@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 
-from ftkit.engine.core.flat_parameter import Policy
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.plan.schedule import script
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model
 from tests.worlds import World
@@ -24,7 +24,7 @@ STEPS, ROUNDS = 2, 2
 def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
     """Case: train two steps of two micro-batches; return what the engine did, in order, and its number of blocks."""
     model = families.build("llama")
-    units = shard_model(model, Policy(stage=stage, weights=weights))
+    units = shard_model(model, Strategy.of(stage=stage, weights=weights))
     optimizer = ShardedAdamW(units)
     did: list[str] = []
     gather, reduce, enter = Transfer.gather, Transfer.reduce, Unit.enter
@@ -63,7 +63,7 @@ def test_the_engine_does_what_is_simulated(world2: World, stage: int, weights: s
     did, count = world2.run(asked_for, stage, weights)[0]
     line = (Line(4096, 4, trained=True),)
     shape = Shape((line,) * count, line, line, 32, 97, 100, 100, 8, 4, 2)
-    events = script(shape, Way(stage=stage, weights=weights), ROUNDS, STEPS).events
+    events = script(shape, Strategy.of(stage=stage, weights=weights, accumulation=ROUNDS), STEPS).events
     kinds = ("gather", "forward", "backward", "reduce backward")
     planned = [event.name for event in events if event.name.startswith(kinds) and event.name.split()[-1].isdigit()]
     assert did == planned
@@ -72,7 +72,7 @@ def test_the_engine_does_what_is_simulated(world2: World, stage: int, weights: s
 def calls_of_blocks(activations: str | int) -> list[int]:
     """Case: train one step; return how often each block computed its MLP."""
     model = families.build("llama")
-    units = shard_model(model, Policy(activations=activations))
+    units = shard_model(model, Strategy.of(activations=activations))
     calls = [0] * len(units.units)
     for number, unit in enumerate(units.units):
 

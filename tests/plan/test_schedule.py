@@ -9,19 +9,19 @@ import pytest
 from ftkit.plan.choice import make_plan
 from ftkit.plan.hardware import boxes
 from ftkit.plan.schedule import Rates, Speed, script, speed
-from ftkit.plan.shape import Line, Shape, Way
-from ftkit.plan.ways import Forced
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import ADAMW
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
 GPT_10B = llama(4096, 4096 * 8 // 3, 50, 50304, sequence=1024)  # three matrices of 8h/3 have as many weights as two of 4h
 V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
 assert V100 is not None
-HOST = Way(state="host", deferred=True, micro_batch=2)
+HOST = Strategy.of(state="host", update="deferred", micro_batch=2)
 
 
-def took(way: Way, accumulation: int = 4, shape: Shape = LLAMA_13B, **rates: float) -> Speed:
-    return speed(shape, way, replace(V100, **rates), accumulation=accumulation)
+def took(way: Strategy, rounds: int = 4, shape: Shape = LLAMA_13B, **rates: float) -> Speed:
+    return speed(shape, way, replace(V100, **rates), rounds=rounds)
 
 
 def test_operations_of_a_token() -> None:
@@ -53,14 +53,14 @@ def test_10b_at_16k_tokens() -> None:
     """Reductions that the next block's backward waits for cost 2.5 %, less if all micro-batches pass each block together;
     the goal of 5.6K tokens/s is reached with some blocks' graphs kept."""
     made = took(replace(HOST, micro_batch=4), 4, GPT_10B)
-    together = took(replace(HOST, micro_batch=4, parts=4), 1, GPT_10B)
+    together = took(replace(HOST, micro_batch=4, accumulate_in="unit", accumulation=4), 1, GPT_10B)
     kept = took(replace(HOST, micro_batch=4, activations=9), 4, GPT_10B)
     assert kept.tokens_per_s > 5600 > together.tokens_per_s > made.tokens_per_s > 5400
     assert made.operations * 8 / made.tokens == pytest.approx(85.1e9, rel=0.01)
 
 
 def test_nothing_hides_when_each_waits_for_all() -> None:
-    deferred, now = took(HOST, 1), took(replace(HOST, deferred=False), 1)
+    deferred, now = took(HOST, 1), took(replace(HOST, update="now"), 1)
     alone = LLAMA_13B.numel / 8 * ADAMW.traffic_bytes / V100.dram
     assert now.seconds > deferred.seconds
     assert now.seconds == pytest.approx(now.operations / V100.operations(5120) + alone, rel=0.08)
@@ -69,17 +69,17 @@ def test_nothing_hides_when_each_waits_for_all() -> None:
 def test_no_stream_works_more_than_all_of_the_time_and_no_resource_gives_more_than_it_has() -> None:
     ways = [
         HOST,
-        Way(state="host", gradients="host", parameters="host", kept="host", deferred=True, micro_batch=1),
-        Way(state="nvme", deferred=True, micro_batch=1),
-        Way(micro_batch=1),
-        Way(stage=2, activations="keep"),
-        Way(stage=0),
-        replace(HOST, parts=4),
+        Strategy.of(state="host", gradients="host", parameters="host", kept="host", update="deferred", micro_batch=1),
+        Strategy.of(state="nvme", update="deferred", micro_batch=1),
+        Strategy.of(micro_batch=1),
+        Strategy.of(stage=2, activations="keep"),
+        Strategy.of(stage=0),
+        replace(HOST, accumulate_in="unit", accumulation=4),
         replace(HOST, weights="hold"),
     ]
     rates = replace(V100, nvme_read=1e9, nvme_write=1e9)
     for way in ways:
-        made = speed(LLAMA_13B, way, rates, accumulation=2)
+        made = speed(LLAMA_13B, way, rates, rounds=2)
         assert all(share <= 1 + 1e-9 for share in made.busy.values()), way
         first, last = made.step
         for name, rate in {**rates.resources, "compute": rates.operations(5120)}.items():
@@ -96,7 +96,7 @@ def test_what_a_way_costs_in_the_model() -> None:
     below = replace(HOST, parameters="host", micro_batch=1)
     assert took(below, 4, pcie=2e9).seconds > 1.1 * took(replace(HOST, micro_batch=1), 4, pcie=2e9).seconds
     assert took(replace(HOST, activations="keep")).seconds < base.seconds
-    assert took(replace(HOST, parts=4), 1).busy["collectives"] < base.busy["collectives"] / 3
+    assert took(replace(HOST, accumulate_in="unit", accumulation=4), 1).busy["collectives"] < base.busy["collectives"] / 3
     assert took(HOST, link=1e9).binds == "collectives"
     assert took(HOST, dram=1e9).binds == "host update"
     with pytest.raises(ValueError, match="nvme_read"):
@@ -105,9 +105,9 @@ def test_what_a_way_costs_in_the_model() -> None:
 
 def test_the_profiles_plans_in_seconds() -> None:
     for name in ("8xv100-16gb", "8xv100-32gb"):
-        plan = make_plan(LLAMA_13B, on(name), Forced(), sequences=8)
+        plan = make_plan(LLAMA_13B, on(name), Strategy(), sequences=8)
         rates = boxes()[name].rates_of_a_rank(8)
-        made = speed(plan.shape, plan.way, rates, accumulation=plan.accumulation)
+        made = speed(plan.shape, plan.strategy, rates)
         assert 3500 < made.tokens_per_s < 6100, name
     assert boxes()["cpu"].rates_of_a_rank(2) is None
 
@@ -120,19 +120,20 @@ def test_rates_between_known_sizes() -> None:
 @pytest.mark.parametrize(
     ("way", "weights", "gradients"),
     [
-        (Way(stage=0), 0, 2),  # an all-reduce at the end of the step
-        (Way(stage=1), 1, 1),  # a reduction there, and whole copies again in the next forward
-        (Way(stage=2), 1, 3),  # a reduction a micro-batch
-        (Way(stage=3, weights="hold"), 3, 3),
-        (Way(stage=3), 26 / 6, 3),  # of six blocks the last two are still in their slots when a pass turns round
+        (Strategy.of(stage=0), 0, 2),  # an all-reduce at the end of the step
+        (Strategy.of(stage=1), 1, 1),  # a reduction there, and whole copies again in the next forward
+        (Strategy.of(stage=2), 1, 3),  # a reduction a micro-batch
+        (Strategy.of(stage=3, weights="hold"), 3, 3),
+        (Strategy.of(stage=3), 26 / 6, 3),  # of six blocks the last two are still in their slots when a pass turns round
     ],
 )
-def test_bytes_between_ranks(way: Way, weights: int, gradients: int) -> None:
+def test_bytes_between_ranks(way: Strategy, weights: int, gradients: int) -> None:
     """What a rank sends in a step of three micro-batches, as multiples of its model (arXiv:1910.02054, section 7)."""
     even = tuple((Line(8 * 4096, 2, trained=True),) for _ in range(6))
     shape = replace(LLAMA_13B, blocks=even, leaves=(), whole=())
-    events = script(shape, way, 3, steps=2).events
-    wide = script(replace(shape, gradient_itemsize=4), way, 3, steps=2).events
+    way = replace(way, accumulation=3)
+    events = script(shape, way, steps=2).events
+    wide = script(shape, replace(way, gradient_dtype="fp32"), steps=2).events
     model = 2 * shape.numel * 7 / 8
     sent = sum(event.work.get("link", 0.0) for event in events) / model
     first = 1 if way.stage in (1, 2) else 0  # nothing is refreshed before the first step
@@ -146,17 +147,16 @@ def test_memory_that_gradients_move() -> None:
     """One rank of two; a block of N elements in 32 bits, two micro-batches."""
     numel = 2 * 4096
     shape = replace(LLAMA_13B, blocks=((Line(numel, 4, trained=True),),), leaves=(), whole=(), world_size=2, itemsize=4)
-    moved = {
-        event.name: event.work["hbm"] for event in script(shape, Way(state="host"), 2).events if event.work.get("hbm")
-    }
+    way = Strategy.of(state="host", accumulation=2)
+    moved = {event.name: event.work["hbm"] for event in script(shape, way).events if event.work.get("hbm")}
     assert moved == {"collect backward 0": 2 * 4 * numel, "sum backward 0": 3 * 4 * numel / 2, "norm": 4 * numel / 2}
-    whole = [event for event in script(shape, Way(stage=1, state="host"), 2).events if "collect" in event.name]
+    whole = [event for event in script(shape, replace(way, stage=1)).events if "collect" in event.name]
     assert [event.work["hbm"] for event in whole] == [2 * 4 * numel, 3 * 4 * numel], "the second is added to the first"
 
 
 def test_products_of_the_head() -> None:
     def head(shape: Shape) -> float:
-        (event,) = [event for event in script(shape, HOST, 1).events if event.name == "loss"]
+        (event,) = [event for event in script(shape, HOST).events if event.name == "loss"]
         return event.work["compute"] / (2 * 2 * 2048 * shape.vocabulary * shape.hidden)
 
     frozen = replace(LLAMA_13B, leaves=tuple(replace(line, trained=False) for line in LLAMA_13B.leaves))
@@ -167,9 +167,9 @@ def test_products_of_the_head() -> None:
 def test_gradients_below_the_device_are_summed_there() -> None:
     numel = 2 * 4096
     block = (Line(numel, 2, trained=True),)
-    shape = replace(LLAMA_13B, blocks=(block,), leaves=(), whole=(), world_size=2, gradient_itemsize=4)
-    way = Way(state="host", gradients="nvme", deferred=True)
-    events = [event for event in script(shape, way, 2).events if event.stream in ("down", "nvme drain", "host update")]
+    shape = replace(LLAMA_13B, blocks=(block,), leaves=(), whole=(), world_size=2)
+    way = Strategy.of(state="host", gradients="nvme", update="deferred", accumulation=2, gradient_dtype="fp32")
+    events = [event for event in script(shape, way).events if event.stream in ("down", "nvme drain", "host update")]
     moved = [(event.name, dict(event.work)) for event in events]
     shard = numel // 2
     assert moved[:4] == [
@@ -181,7 +181,7 @@ def test_gradients_below_the_device_are_summed_there() -> None:
 
 
 def test_every_rank_of_stage_0_updates_all() -> None:
-    def updated(way: Way) -> float:
+    def updated(way: Strategy) -> float:
         return sum(event.work["dram"] for event in script(LLAMA_13B, way, 1).events if event.stream == "host update")
 
     assert updated(replace(HOST, stage=0)) == pytest.approx(8 * updated(HOST), rel=0.001)

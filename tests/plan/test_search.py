@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from ftkit.plan.candidates import order
 from ftkit.plan.choice import make_plan
 from ftkit.plan.hardware import boxes
+from ftkit.plan.limits import shortages
 from ftkit.plan.memory import GIB, memory
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.schedule import speed
-from ftkit.plan.search import ALIKE, Candidate, bound, fastest, seconds
-from ftkit.plan.shape import Way
-from ftkit.plan.ways import Forced, order, shortages, with_gradients
+from ftkit.plan.search import ALIKE, bound, fastest, seconds
+from ftkit.spec.strategy import Strategy
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
 V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
@@ -24,13 +25,9 @@ SHORT = llama(5120, 13824, 6, 32000)
 """13B's blocks, six of them: each way is simulated in no time."""
 
 
-def candidates(shape, limits, forced=Forced(), sequences=8):  # noqa: B008 - frozen
-    found = []
-    for way in order(limits, forced, sequences, 2):
-        settled = with_gradients(shape, forced, sequences // way.micro_batch)
-        if not shortages(memory(settled, way, cpu=False), limits):
-            found.append(Candidate(settled, way, sequences // (way.micro_batch * way.parts) or 1))
-    return found
+def candidates(shape, limits, sequences=8):
+    found = order(limits, Strategy(), sequences, 2)
+    return [each for each in found if not shortages(memory(shape, each, cpu=False), limits)]
 
 
 @pytest.mark.slow
@@ -47,15 +44,15 @@ def test_it_finds_what_simulating_all_finds(rates):
     limits = on("8xv100-16gb", device_bytes=6 * GIB, nvme_bytes=1 << 40)
     ways = candidates(SHORT, limits)
     assert len(ways) > 50
-    took = {each: speed(each.shape, each.way, rates, accumulation=each.accumulation).seconds for each in ways}
-    assert all(bound(each, rates) <= taken * (1 + 1e-9) for each, taken in took.items())
+    took = {each: speed(SHORT, each, rates).seconds for each in ways}
+    assert all(bound(SHORT, each, rates) <= taken * (1 + 1e-9) for each, taken in took.items())
     for each in ways:  # rounds are alike at once, but for sums in host memory, which wait for the update before
-        close = 1e-9 if each.way.gradients == "device" else ALIKE / 4
-        assert seconds(each, rates) == pytest.approx(took[each], rel=close), each.way
-    (first, _), (second, _) = fastest(ways, rates)
+        close = 1e-9 if each.gradients == "device" else ALIKE / 4
+        assert seconds(SHORT, each, rates) == pytest.approx(took[each], rel=close), each
+    (first, _), (second, _) = fastest(ways, SHORT, rates)
     best = min(took.values())
     assert first == next(each for each in ways if took[each] <= best * (1 + ALIKE))
-    others = [each for each in ways if replace(each.way, activations="keep") != replace(first.way, activations="keep")]
+    others = [each for each in ways if replace(each, activations="keep") != replace(first, activations="keep")]
     assert second in others
     assert took[second] <= min(took[each] for each in others) * (1 + ALIKE)
 
@@ -64,39 +61,39 @@ def test_ways_that_are_alike_give_the_cheapest():
     limits = on("8xv100-16gb")
     compute_only = replace(V100, link=1e15, pcie=1e15, dram=1e18, hbm=1e15, collective_s=0.0)
     plan = make_plan(SHORT, limits, sequences=4, preferred=2, rates=compute_only)
-    assert plan.way == make_plan(SHORT, limits, sequences=4, preferred=2).way, "nothing but arithmetic takes time"
+    assert plan.strategy == make_plan(SHORT, limits, sequences=4, preferred=2).strategy, "nothing but arithmetic takes time"
 
 
 @pytest.mark.slow
 def test_as_many_blocks_are_kept_as_fit():
     limits = on("8xv100-16gb")
     plan = make_plan(LLAMA_13B, limits, sequences=8, preferred=2, rates=V100)
-    kept = plan.way.activations
+    kept = plan.strategy.activations
     assert isinstance(kept, int)
     assert 0 < kept < len(LLAMA_13B.blocks)
     assert plan.speed is not None
-    without = make_plan(LLAMA_13B, limits, Forced(activations="recompute"), sequences=8, preferred=2, rates=V100)
-    assert without.way.activations == "recompute"
+    without = make_plan(LLAMA_13B, limits, Strategy(activations="recompute"), sequences=8, preferred=2, rates=V100)
+    assert without.strategy.activations == "recompute"
     assert without.speed is not None
     assert plan.speed.tokens_per_s > 1.03 * without.speed.tokens_per_s
-    more = replace(plan.way, activations=kept * 10 // 9 + 2)
+    more = replace(plan.strategy, activations=kept * 10 // 9 + 2)
     assert shortages(memory(plan.shape, more, cpu=False), limits), "a tenth is left, not more"
     assert plan.runner_up is not None
-    assert replace(plan.runner_up[0], activations=kept) != plan.way, "of another kind"
+    assert replace(plan.runner_up[0], activations=kept) != plan.strategy, "of another kind"
     assert plan.runner_up[1].seconds >= plan.speed.seconds * (1 - ALIKE)
     assert plan.why[0].startswith("the fastest of ")
 
 
 def test_the_next_best_way_is_of_another_kind():
-    way = Way(state="host", deferred=True, activations=10)
-    now = replace(way, deferred=False)
-    ways = [Candidate(LLAMA_13B, each, 8) for each in (now, way, replace(way, activations=8))]
-    assert bound(ways[0], V100) == bound(ways[1], V100), "only simulation tells them apart"
-    assert [best.way for best, _ in fastest(ways, V100)] == [way, now]
+    way = Strategy.of(state="host", update="deferred", activations=10, accumulation=8)
+    now = replace(way, update="now")
+    ways = [now, way, replace(way, activations=8)]
+    assert bound(LLAMA_13B, now, V100) == bound(LLAMA_13B, way, V100), "only simulation tells them apart"
+    assert [best for best, _ in fastest(ways, LLAMA_13B, V100)] == [way, now]
 
 
 def test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again():
-    way = make_plan(LLAMA_13B, on("8xv100-16gb"), sequences=8, preferred=1).way
+    way = make_plan(LLAMA_13B, on("8xv100-16gb"), sequences=8, preferred=1).strategy
     assert way.activations == "recompute"
     blocks = len(LLAMA_13B.blocks)
     sizes = [memory(LLAMA_13B, replace(way, activations=n), cpu=False).peak("device") for n in (1, 11, 21)]
@@ -110,7 +107,7 @@ def test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again():
 def test_without_rates_of_a_drive_nothing_is_said_of_it():
     limits = on("8xv100-16gb", host_bytes=40 * GIB, nvme_bytes=1 << 42)
     plan = make_plan(LLAMA_13B, limits, sequences=8, rates=V100)
-    assert plan.way.state == "nvme"
+    assert plan.strategy.state == "nvme"
     assert plan.speed is plan.runner_up is None
     known = make_plan(LLAMA_13B, limits, sequences=8, rates=WITH_NVME)
     assert known.speed is not None
@@ -124,10 +121,9 @@ def test_what_fits_nothing_is_refused_alike():
 
 def test_a_way_with_the_state_on_nvme_is_worth_it_where_it_keeps_more_graphs():
     fast = replace(V100, nvme_read=1e12, nvme_write=1e12)
-    shape = with_gradients(SHORT, Forced(), 4)
-    host = Way(state="host", gradients="host", deferred=True, micro_batch=2)
-    rounds = 2
+    places = {"state": "host", "gradients": "host", "update": "deferred"}
+    host = Strategy.of(**places, micro_batch=2, accumulation=2, gradient_dtype="fp32")
     lower, more = replace(host, state="nvme"), replace(host, state="nvme", activations=5)
-    assert [each.way for each, _ in fastest([Candidate(shape, way, rounds) for way in (host, lower)], fast)] == [host]
-    found = [each.way for each, _ in fastest([Candidate(shape, way, rounds) for way in (host, lower, more)], fast)]
+    assert [each for each, _ in fastest([host, lower], SHORT, fast)] == [host]
+    found = [each for each, _ in fastest([host, lower, more], SHORT, fast)]
     assert found == [more, host], "fewer products are worth more than a drive costs that is as fast"

@@ -12,10 +12,11 @@ from rich.console import Console
 from ftkit.engine.trace import Trace
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.schedule import Rates, speed
-from ftkit.plan.shape import Line, Shape, Way
+from ftkit.plan.shape import Line, Shape
 from ftkit.report import live
 from ftkit.report.live import RunReport
 from ftkit.report.timeline import from_chrome
+from ftkit.spec.strategy import Strategy
 
 
 class Run:
@@ -114,7 +115,7 @@ def test_a_run_that_breaks_ended_early(tmp_path, monkeypatch):
 def test_the_simulated_step_is_a_timeline_from_its_beginning_to_its_end():
     line = (Line(1 << 20, 2, trained=True),)
     shape = Shape((line,) * 4, line, line, 32, 97, 100, 100, 8, 2, 2)
-    told = speed(shape, Way(stage=3), Rates({1: 1e12}, link=1e9, pcie=1e9, dram=1e10, hbm=1e11), accumulation=2)
+    told = speed(shape, Strategy.of(stage=3, accumulation=2), Rates({1: 1e12}, link=1e9, pcie=1e9, dram=1e10, hbm=1e11))
     timeline = from_chrome(live.simulated(told))
     assert timeline.seconds == told.seconds
     assert all(0 <= part.start_s < part.end_s <= told.seconds * 1.001 for part in timeline.parts)

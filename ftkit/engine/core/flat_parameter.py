@@ -28,7 +28,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -39,64 +38,10 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.collected import collect
 from ftkit.engine.core.resharded import guard, plain_class, resharded_class
 from ftkit.engine.files.finite import is_finite
-from ftkit.engine.memory.tiers import MemoryStore, Placement, Store, Tiers
+from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
+from ftkit.spec.strategy import LineKind, Strategy
 from ftkit.spec.tiers import DEVICE
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How the flat parameters of one model are held. The plan or the user's `engine:` block decides.
-
-    Args:
-        stage: 0 replicates everything as DDP does; 1 shards the optimizer state; 2 the gradients too; 3 the weights too.
-        activations: 'recompute' a block in backward, or 'keep' its graph; n: keep those of the last n blocks only.
-        weights: at stage 3, 'free' a block's weights after its forward, or 'hold' them until its backward.
-        compute_dtype: dtype of weights in use and of gradients on the wire; None keeps each parameter's own.
-        gradient_dtype: dtype in which a step's micro-batches are summed; None means the compute dtype. With `parts` the sum
-            is made before the reduction, and sent in this dtype.
-        prefetch: gather the neighbour's weights while a block computes.
-        placement: the tier of each kind of tensor.
-        deferred_update: make the update while the next forward runs, unit by unit.
-        parts: micro-batches into which a block divides what it is given: all of them pass it before the next block's
-            weights are gathered ("layer-major" accumulation).
-        debug: fill every freed buffer with NaN, and compare among ranks what each gather and reduction is for.
-    """
-
-    stage: int = 3
-    activations: str | int = "recompute"
-    weights: str = "free"
-    compute_dtype: torch.dtype | None = None
-    gradient_dtype: torch.dtype | None = None
-    prefetch: bool = True
-    placement: Placement = field(default_factory=Placement)
-    deferred_update: bool = False
-    parts: int = 1
-    debug: bool = False
-
-    def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage is {self.stage!r}, one of 0, 1, 2, 3 is needed")
-        counted = type(self.activations) is int and self.activations > 0
-        if self.activations not in ("recompute", "keep") and not counted:
-            raise ValueError(f"activations is {self.activations!r}, 'recompute', 'keep' or a number of blocks is needed")
-        if self.weights not in ("free", "hold"):
-            raise ValueError(f"weights is {self.weights!r}, 'free' or 'hold' is needed")
-        if self.placement.parameters != DEVICE and self.stage < 3:
-            raise ValueError(f"parameters on the {self.placement.parameters} tier need stage 3, not {self.stage}")
-        if self.placement.gradients != DEVICE and self.stage < 2:
-            raise ValueError(f"gradients on the {self.placement.gradients} tier need stage 2 or 3, not {self.stage}")
-        if self.parts < 1:
-            raise ValueError(f"parts is {self.parts}, at least 1 is needed")
-
-    def keeps(self, number: int, blocks: int) -> bool:
-        """Whether block `number` of so many keeps its graph from forward to backward.
-
-        The last ones do, if not all: their backward comes first, so their graphs live shortest.
-        """
-        if isinstance(self.activations, str):
-            return self.activations == "keep"
-        return number >= blocks - self.activations
 
 
 def is_absent(parameter: Tensor) -> bool:
@@ -145,11 +90,8 @@ class FlatParameter:
         parameters: (name in the model, parameter) in model order.
         comm: the ranks that share it.
         dtype: compute dtype of the line.
-        policy: see `Policy`.
-        resident: keep all weights on every rank.
-        deferred: reduce the gradient once, at the end of the step, instead of after each use. (On one rank, where there is
-            nothing to reduce, autograd's gradients are added straight into `full_grad` as long as they stay on the device.)
-        replicated: every rank owns the whole line (stage 0).
+        strategy: how it is held; nothing in it is "auto".
+        kind: where its parameters stand in the model; see `LineKind`.
     """
 
     weights: Store
@@ -161,25 +103,21 @@ class FlatParameter:
         parameters: Sequence[tuple[str, nn.Parameter]],
         comm: Communicator,
         dtype: torch.dtype,
-        policy: Policy,
-        *,
-        resident: bool,
-        deferred: bool,
-        replicated: bool,
+        strategy: Strategy,
+        kind: LineKind,
     ) -> None:
         self.name = name
         self.comm = comm
         self.dtype = dtype
         self.parameters = [parameter for _, parameter in parameters]
         self.trainable = self.parameters[0].requires_grad
-        self.owners = 1 if replicated else comm.world_size
-        self.rank = 0 if replicated else comm.rank
+        self.owners = strategy.owners(comm.world_size)
+        self.rank = comm.rank if self.owners > 1 else 0
         self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
-        alone = self.owners == 1
-        self.resident = resident or (alone and policy.placement.parameters == DEVICE)
-        self.deferred = deferred or (alone and policy.placement.gradients == DEVICE)
-        self.grad_dtype = policy.gradient_dtype or dtype
-        self.slot_dtype = self.grad_dtype if policy.parts > 1 else dtype  # where several are summed before the reduction
+        self.resident = strategy.resident(kind, comm.world_size)
+        self.deferred = strategy.reduced_late(kind, comm.world_size)
+        self.grad_dtype = torch.float32 if strategy.sums_in_fp32 else dtype
+        self.slot_dtype = self.grad_dtype if strategy.parts > 1 else dtype  # where several are summed before the reduction
         self.version = 0  # of the weights: +1 an update
         self.touched = [False] * len(self.parameters)  # which tensors got a gradient since zero_grad
         self.grad: Tensor | None = None  # on the device

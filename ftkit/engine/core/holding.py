@@ -72,7 +72,7 @@ def _hold_leaves(units: Units, leaves: list[Leaf], stack: ExitStack) -> None:
     def give_back() -> None:
         for leaf in leaves:
             leaf.whole = None
-        if units.policy.debug:
+        if units.strategy.debug:
             whole.fill_(math.nan)
 
     stack.callback(give_back)

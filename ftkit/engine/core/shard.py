@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import FlatParameter, Policy, absent
+from ftkit.engine.core.dtypes import compute_dtype
+from ftkit.engine.core.flat_parameter import FlatParameter, absent
 from ftkit.engine.core.gradient_offload import Drain
 from ftkit.engine.core.instance_class import specialise
 from ftkit.engine.core.root_parameters import Leaf, Running, receive, refuse_gradients
@@ -40,6 +41,7 @@ from ftkit.engine.kernels.device_kernels import FlatKernels
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
+from ftkit.spec.strategy import LineKind, Strategy
 from ftkit.spec.tiers import DEVICE
 
 WHOLE_SHARE = 0.002
@@ -71,7 +73,7 @@ class SaveInFlight(Protocol):
 class Units:
     """A sharded model: its units, its other flat parameters, and what concerns all of them.
 
-    Made by `shard`. Attributes: model, comm, policy, units (in order of execution), flats (all flat parameters in model
+    Made by `shard`. Attributes: model, comm, strategy, units (in order of execution), flats (all flat parameters in model
     order), aliases (tied names to the name under which the tensor stands on its line).
     """
 
@@ -81,13 +83,14 @@ class Units:
         self,
         model: nn.Module,
         comm: Communicator,
-        policy: Policy,
+        strategy: Strategy,
         tiers: Tiers,
         host_loops: Callable[[int], HostLoops] = HostLoops,
     ) -> None:
         self.model = model
         self.comm = comm
-        self.policy = policy
+        self.strategy = strategy
+        self.compute_dtype = compute_dtype(strategy)  # of weights in use; None: each parameter's own
         self.tiers = tiers
         self.host_loops = host_loops
         self.drain: Drain | None = None
@@ -159,7 +162,7 @@ class Units:
         Cost: one all-gather a resident line.
         """
         self.transfer.note_update()
-        if not self.policy.deferred_update:
+        if not self.strategy.deferred:
             self.transfer.refresh([flat for flat in self.trainable if flat.resident])
             self._await_outside()  # anybody may look at what is outside blocks
 
@@ -368,7 +371,7 @@ def shard(
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     comm: Communicator,
-    policy: Policy,
+    strategy: Strategy,
     entries: Sequence[nn.Module] = (),
     whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
     wide: Callable[[str], bool] = lambda name: False,
@@ -385,14 +388,14 @@ def shard(
         model: on CPU, on the device, or on meta (then its weights are zeros until a loader writes the shards).
         blocks: (name, module) of the blocks to recompute, in order of execution.
         comm: the ranks.
-        policy: how the flat parameters are held.
+        strategy: how the model is held; nothing that a plan decides is "auto" (`Strategy.of`).
         entries: modules whose calls count as "the model runs"; the model itself always is one.
         whole: parameters to replicate in any case (LoRA adapters).
         wide: parameters, by name, that stay fp32 whatever the compute dtype is.
         arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
         fingerprint: from a block to its switches that must not change between forward and backward.
-        tiers: where shards lie; None opens what `policy.placement` says, which then must not name NVMe.
-        split: says which of a block's arguments hold the batch, where `policy.parts` divides it.
+        tiers: where shards lie; None opens what `strategy` says, which then must not name NVMe.
+        split: says which of a block's arguments hold the batch, where `strategy.parts` divides it.
         host_loops: from a number of threads to the arithmetic on shards in host memory.
         units_class: class of the returned units; a caller passes a subclass to keep its own facts with the model.
 
@@ -406,15 +409,15 @@ def shard(
     """
     refuse_failed(model)
     inside = {id(each) for _, block in blocks for each in block.modules()}
-    units = units_class(model, comm, policy, tiers or Tiers.open(comm, policy.placement), host_loops)
+    units = units_class(model, comm, strategy, tiers or Tiers.open(comm, strategy), host_loops)
     bindings = _bindings(model)
-    alone = comm.world_size == 1 and policy.placement.parameters == DEVICE
-    refuse_wrapped(model, blocks, gathers=policy.stage == 3 and not alone)
-    _refuse(model, blocks, policy)
+    alone = comm.world_size == 1 and strategy.parameters == DEVICE
+    refuse_wrapped(model, blocks, gathers=strategy.stage == 3 and not alone)
+    _refuse(model, blocks, units)
     units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
-    outside = _make_lines(units, _sort(model, blocks, bindings, whole, wide, policy), owners)
+    outside = _make_lines(units, _sort(model, blocks, bindings, whole, wide, units.compute_dtype), owners)
     _refuse_values(units)
     with changing(model):
         for flat in outside:
@@ -438,21 +441,18 @@ def _make_lines(
     units: Units, sorted_: dict[_Key, list[tuple[str, nn.Parameter]]], owners: dict[str, list[FlatParameter]]
 ) -> list[FlatParameter]:
     """Make the flat parameters: those of blocks go to their owner, the others are returned."""
-    policy = units.policy
+    strategy = units.strategy
     outside: list[FlatParameter] = []
     for (kind, owner, trainable, dtype, _), members in sorted_.items():
         several = len({other for k, o, t, other, _ in sorted_ if (k, o, t) == (kind, owner, trainable)}) > 1
         suffix = ("" if trainable else ".frozen") + (f".{str(dtype).removeprefix('torch.')}" if several else "")
-        resident = policy.stage < 3 or kind == "whole"
         flat = FlatParameter(
             f"{_file_name(owner)}{suffix}",
             members,
             units.comm,
             dtype,
-            policy,
-            resident=resident,
-            deferred=policy.stage < 2 or kind == "whole",
-            replicated=policy.stage == 0,
+            strategy,
+            kind,
         )
         units.flats.append(flat)
         units.places.update({id(p): (flat, i) for i, p in enumerate(flat.parameters)})
@@ -524,10 +524,18 @@ def _bindings(model: nn.Module) -> dict[int, list[Binding]]:
     return found
 
 
-def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], policy: Policy) -> None:
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is a sharded model, or one of its blocks."""
+    return isinstance(getattr(type(module), "_ftkit", None), (Unit, Units))
+
+
+def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Units) -> None:
     """Raise for what would train wrongly."""
+    strategy = units.strategy
+    if problem := strategy.problem(cpu=units.comm.device.type == "cpu"):
+        raise UserError(problem)
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and policy.stage == 3:
+        if isinstance(module, nn.RNNBase) and strategy.stage == 3:
             raise UserError(
                 f"{name} is a {type(module).__name__}: RNN modules flatten their own weights, which stage 3 cannot gather; "
                 "set ftkit={'stage': 1}"
@@ -541,7 +549,7 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], policy: P
             raise UserError(
                 f"{name} has sparse=True: gradients are summed in shards, where none is sparse; set {name}.sparse = False"
             )
-        if isinstance(getattr(type(module), "_ftkit", None), (Unit, Units)):
+        if is_sharded(module):
             raise UserError(f"{name} is sharded already: use what the first ftkit.shard() returned (ftkit.units_of(model))")
     for name, block in blocks:
         if "forward" in vars(block):
@@ -555,7 +563,7 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], policy: P
                 f"{name} has dtype {parameter.dtype}: only floating-point parameters are sharded. Register indices and the "
                 "like as a buffer (register_buffer), complex values as real ones; quantised weights are not supported"
             )
-        if parameter.requires_grad and (policy.compute_dtype or parameter.dtype) not in COMPUTED:
+        if parameter.requires_grad and (units.compute_dtype or parameter.dtype) not in COMPUTED:
             raise UserError(
                 f"{name} has dtype {parameter.dtype}: fp32, bf16 and fp16 can be trained here. Cast the model before it is "
                 "sharded (model.float()), or set dtype (ftkit={'dtype': 'fp32'})"
@@ -592,7 +600,7 @@ def _file_name(owner: str) -> str:
     return f"{name.encode()[: LONGEST_NAME // 2].decode(errors='ignore')}~{sha256(owner.encode()).hexdigest()[:16]}"
 
 
-_Key = tuple[str, str, bool, torch.dtype, int]
+_Key = tuple[LineKind, str, bool, torch.dtype, int]
 
 
 def _sort(
@@ -601,7 +609,7 @@ def _sort(
     bindings: dict[int, list[Binding]],
     whole: Callable[[str, nn.Parameter], bool],
     wide: Callable[[str], bool],
-    policy: Policy,
+    computed: torch.dtype | None,
 ) -> dict[_Key, list[tuple[str, nn.Parameter]]]:
     """Return the lines to make: (kind, owner, trainable, dtype, serial) to (name, parameter), in model order."""
     whole_ones = {id(parameter) for name, parameter in model.named_parameters() if whole(name, parameter)}
@@ -611,8 +619,9 @@ def _sort(
     for name, parameter in model.named_parameters():
         homes = {block_of.get(id(place.module)) for place in bindings[id(parameter)]}
         home = homes.pop() if len(homes) == 1 else None
-        dtype = policy.compute_dtype or parameter.dtype
+        dtype = computed or parameter.dtype
         dtype = torch.float32 if wide(name) and dtype.itemsize < 4 else dtype
+        key: _Key
         if whole(name, parameter):
             key = ("whole", "whole", parameter.requires_grad, dtype, 0)
         elif home is not None:
@@ -647,12 +656,12 @@ def lines_of(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     *,
-    compute_dtype: torch.dtype | None,
+    dtype: torch.dtype | None,
     whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
     wide: Callable[[str], bool] = lambda name: False,
 ) -> list[Members]:
     """Return the lines that `shard` would make, without making them: for the plan. Arguments as there."""
-    sorted_ = _sort(model, blocks, _bindings(model), whole, wide, Policy(compute_dtype=compute_dtype))
+    sorted_ = _sort(model, blocks, _bindings(model), whole, wide, dtype)
     return [
         Members(kind, owner, trained, dtype, sum(parameter.numel() for _, parameter in members))
         for (kind, owner, trained, dtype, _), members in sorted_.items()
@@ -694,7 +703,7 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         units.outside.append(flat)
         if flat.trainable:
             receive(flat)
-        if units.policy.deferred_update:
+        if units.strategy.deferred:
             for place in (place for parameter in flat.parameters for place in bindings[id(parameter)]):
                 if id(place.module) not in inside:
                     _specialise_outside(units, place.module)
@@ -715,24 +724,24 @@ def _make_units(
     fingerprint: Callable[[nn.Module], Hashable],
     split: Split | None,
 ) -> None:
-    policy = units.policy
+    strategy = units.strategy
     units.units = [
         Unit(
             number,
             name,
             block,
             owners[name],
-            keep=policy.keeps(number, len(blocks)),
-            hold=policy.weights == "hold",
+            keep=number >= len(blocks) - strategy.graphs(len(blocks)),  # the last ones
+            hold=strategy.weights == "hold",
             arguments=arguments,
             fingerprint=fingerprint,
-            parts=policy.parts,
+            parts=strategy.parts,
             split=split,
         )
         for number, (name, block) in enumerate(blocks)
     ]
     groups = [unit.flats for unit in units.units]
-    units.transfer = Transfer(groups, units.comm, units.tiers, prefetch=policy.prefetch, debug=policy.debug)
+    units.transfer = Transfer(groups, units.comm, units.tiers, prefetch=strategy.prefetch, debug=strategy.debug)
     row = [None, *units.units, None]
     for unit, before, after in zip(units.units, row, row[2:]):
         unit.connect(units.transfer, before, after)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -33,37 +32,11 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.files.flat_file import PIECE_NUMEL, FlatFile, Request
 from ftkit.engine.memory.disk import BLOCK_BYTES, DEPTHS, Disk
 from ftkit.errors import UserError
-from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS, Tier
+from ftkit.spec.strategy import Strategy, decided
+from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
 
 WORTH_MEASURING_BYTES = 1 << 30
 """Less than this on NVMe is there and back in a second, whatever the block size and depth."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The tier of each kind of tensor. See [Note: what lies where].
-
-    Args:
-        parameters: tier of the weight shards: 'device', 'host' or 'nvme', as for the others.
-        gradients: tier of the gradient shards.
-        state: tier of the optimizer state.
-        kept: tier of the inputs of blocks that are kept for backward.
-    """
-
-    parameters: Tier = DEVICE
-    gradients: Tier = DEVICE
-    state: Tier = DEVICE
-    kept: Tier = DEVICE
-
-    def __post_init__(self) -> None:
-        for kind, tier in vars(self).items():
-            if tier not in TIERS:
-                raise ValueError(f"the tier of {kind} is {tier!r}, one of {', '.join(TIERS)} is needed")
-
-    @property
-    def uses_disk(self) -> bool:
-        """Whether anything lies on NVMe."""
-        return NVME in vars(self).values()
 
 
 class Store(Protocol):
@@ -166,60 +139,47 @@ class Tiers:
 
     Args:
         device: where the rank computes.
-        placement: the tier of each kind.
+        strategy: says the tier of each kind.
         disk: disk of the NVMe tier, where anything is placed there.
-        state_host_bytes: bytes of this rank's state that stay in host memory where the state is placed on NVMe.
     """
 
-    def __init__(
-        self, device: torch.device, placement: Placement, disk: Disk | None = None, *, state_host_bytes: int = 0
-    ) -> None:
-        if placement.uses_disk and disk is None:
+    def __init__(self, device: torch.device, strategy: Strategy, disk: Disk | None = None) -> None:
+        if strategy.uses_nvme and disk is None:
             raise ValueError("something is placed on NVMe and no folder is given")
-        below = {placement.parameters, placement.gradients} - {DEVICE}
-        if device.type != "cpu" and placement.state == DEVICE and below:
-            raise UserError(
-                "the optimizer state is on the device and what it updates is not: place the state where the lowest of "
-                f"parameters ({placement.parameters}) and gradients ({placement.gradients}) lies"
-            )
         self.device = device
-        self.placement = placement
+        self.strategy = strategy
         self.disk = disk
-        self.state_host_bytes = state_host_bytes
         self.arenas: dict[str, Arena] = {}
 
     @classmethod
     def open(
         cls,
         comm: Communicator,
-        placement: Placement,
+        strategy: Strategy,
         nvme_dir: str | Path | None = None,
         expected_bytes: int | None = None,
-        *,
-        state_host_bytes: int = 0,
     ) -> Tiers:
-        """Open the tiers that `placement` names; every rank calls this.
+        """Open the tiers that a strategy names; every rank calls this.
 
         Args:
             comm: the ranks.
-            placement: the tier of each kind.
+            strategy: says the tier of each kind.
             nvme_dir: folder of the NVMe tier.
             expected_bytes: roughly the bytes that this rank will keep there; the drive is measured only where that is worth
                 its two seconds. None always measures.
-            state_host_bytes: see the class.
 
         Raises:
             UserError: if something is placed on NVMe and the folder is missing or cannot be written.
         """
-        if not placement.uses_disk:
-            return cls(comm.device, placement)
+        if not strategy.uses_nvme:
+            return cls(comm.device, strategy)
         if nvme_dir is None:
             raise UserError("something is placed on the NVMe tier and no folder is named: set memory.nvme_dir")
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs of one seed must not meet
         little = expected_bytes is not None and expected_bytes < WORTH_MEASURING_BYTES
         likely = {"depth": DEPTHS[0], "block_bytes": BLOCK_BYTES[0]} if little else {}
         disk = Disk(Path(nvme_dir), f"{run}-rank{comm.rank}", **likely)
-        return cls(comm.device, placement, disk, state_host_bytes=state_host_bytes)
+        return cls(comm.device, strategy, disk)
 
     def arena(self, size_bytes: int, *, huge: bool = True) -> Arena:
         """Return new host memory; all that the engine's shards and staging have of it comes through here. See `Arena`."""
@@ -231,8 +191,7 @@ class Tiers:
 
     def tier(self, kind: str) -> Tier:
         """Return the tier of a kind of tensor."""
-        tier: Tier = getattr(self.placement, kind)
-        return tier
+        return self.strategy.tier(kind)
 
     def state_tiers(self, sizes: Sequence[int]) -> list[Tier]:
         """Return the tier of each line's state: of a state on NVMe, lines stay in host memory as far as they fit.
@@ -245,7 +204,7 @@ class Tiers:
         tier = self.tier("state")
         if tier != NVME:
             return [tier] * len(sizes)
-        left = self.state_host_bytes
+        left = decided(self.strategy.state_host_bytes)
         tiers: list[Tier] = []
         for size in sizes:
             tiers.append(HOST if size <= left else NVME)
@@ -256,9 +215,9 @@ class Tiers:
         """Take the room for all stores of a kind, exactly: one arena, or bytes of the disk.
 
         Args:
-            kind: a kind of `Placement`.
+            kind: one of `ftkit.spec.tiers.KINDS`.
             sizes: (elements, dtype) of each store that will be made.
-            tier: the tier that gives the room; None takes the one where `placement` has the kind.
+            tier: the tier that gives the room; None takes the one where the strategy has the kind.
 
         Raises:
             UserError: if the disk has less room.
@@ -276,11 +235,11 @@ class Tiers:
         """Return a new store of zeros; its room was reserved.
 
         Args:
-            kind: a kind of `Placement`.
+            kind: one of `ftkit.spec.tiers.KINDS`.
             name: name of the store, unique on this rank.
             numel: elements of the store.
             dtype: dtype of the store.
-            tier: the tier on which its room was reserved; None takes the one where `placement` has the kind.
+            tier: the tier on which its room was reserved; None takes the one where the strategy has the kind.
         """
         tier = tier or self.tier(kind)
         if tier == HOST:

@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             units.tiers,
             update_piece=self.update_piece,
             moment_names=self.rule.moments,
-            deferred=units.policy.deferred_update,
+            deferred=units.strategy.deferred,
             trace=units.transfer.trace,
         )
 

@@ -39,7 +39,7 @@ from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.models.weight_holding import cache_bytes, held
 from ftkit.hf.sharding import units_of
 from ftkit.hf.weights.nonfinite import at_hand_not_finite
-from ftkit.plan.ways import Limits
+from ftkit.plan.limits import Limits
 
 logger = logging.getLogger(__name__)
 

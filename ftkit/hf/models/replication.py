@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ftkit.errors import UserError
-from ftkit.hf.models.settings import EngineSettings
+from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import DEVICE
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ def named_block_classes(model: nn.Module) -> set[str]:
     return named
 
 
-def replicated(settings: EngineSettings, model: nn.Module, *, say: bool) -> EngineSettings:
-    """Return the settings of a model without blocks: stage 1 unless the user chose 0 or 2.
+def replicated(strategy: Strategy, model: nn.Module, *, say: bool) -> Strategy:
+    """Return the strategy of a model without blocks: stage 1 unless the user chose 0 or 2.
 
     Args:
-        settings: the settings that the user gave.
+        strategy: what the user decided.
         model: a model without blocks.
         say: whether the notice is logged; on one rank.
 
@@ -66,27 +66,27 @@ def replicated(settings: EngineSettings, model: nn.Module, *, say: bool) -> Engi
         UserError: for settings that need blocks.
     """
     kind = type(model).__name__
-    if settings.stage == 3:
+    if strategy.stage == 3:
         raise UserError(
             f"stage 3 shards weights block by block, and {kind} has no blocks (no GradientCheckpointingLayer, no "
             f"_no_split_modules): {NAME_THEM}; or leave stage to 'auto', which keeps its weights on every rank"
         )
     for tier in ("parameters", "gradients"):
-        if getattr(settings, tier) not in ("auto", DEVICE):
+        if getattr(strategy, tier) not in ("auto", DEVICE):
             raise UserError(
-                f"{tier}={getattr(settings, tier)!r} needs blocks, and {kind} has none: {NAME_THEM}; or leave {tier} to "
+                f"{tier}={getattr(strategy, tier)!r} needs blocks, and {kind} has none: {NAME_THEM}; or leave {tier} to "
                 "'auto'"
             )
-    if settings.stage == "auto":
-        settings = replace(settings, stage=1)
+    if strategy.stage == "auto":
+        strategy = replace(strategy, stage=1)
     if say:
-        ignored = " Nothing is recomputed." if settings.activations == "recompute" else ""
+        ignored = " Nothing is recomputed." if strategy.activations == "recompute" else ""
         logger.warning(
             "%s has no blocks, so every rank keeps all weights%s.%s The memory plan does not count its activations. "
             "To shard the weights, %s.",
             kind,
-            "" if settings.stage == 0 else f" and its share of the optimizer state (ZeRO stage {settings.stage})",
+            "" if strategy.stage == 0 else f" and its share of the optimizer state (ZeRO stage {strategy.stage})",
             ignored,
             NAME_THEM,
         )
-    return settings
+    return strategy

@@ -18,10 +18,11 @@ from typing import Any
 
 from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.plan.choice import Plan, make_plan
+from ftkit.plan.limits import Limits
 from ftkit.plan.memory import Memory
 from ftkit.plan.shape import Line, Shape
-from ftkit.plan.ways import Forced, Limits
-from ftkit.spec.tiers import DEVICE, KINDS, TIERS
+from ftkit.spec.strategy import AUTO
+from ftkit.spec.tiers import DEVICE, TIERS
 
 RUNTIME = "runtime"
 """The purpose of bytes that a process takes once, however many models it has."""
@@ -69,19 +70,10 @@ def planned_for_training(plan: Plan, shape: Shape) -> Plan:
     Raises:
         DoesNotFit: if gradients and state do not fit in that form.
     """
-    way, asked = plan.way, plan.asked
+    asked = plan.asked
     assert asked is not None
-    forced = Forced(
-        stage=way.stage,
-        activations=way.activations,
-        weights=way.weights,
-        **{kind: getattr(way, kind) for kind in KINDS},
-        deferred=way.deferred,
-        micro_batch=way.micro_batch,
-        unit_accumulation=way.parts > 1,
-        gradient_dtype=asked.forced.gradient_dtype,
-    )
-    return make_plan(shape, asked.limits, forced, sequences=asked.sequences)
+    wanted = replace(plan.strategy, gradient_dtype=asked.wanted.gradient_dtype, state_host_bytes=AUTO)
+    return make_plan(shape, asked.limits, wanted, sequences=asked.sequences)
 
 
 def _taken_bytes(units: ShardedModel, memory: Memory, tier: str, limits: Limits) -> int:

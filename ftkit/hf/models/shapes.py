@@ -23,19 +23,20 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ftkit.config.engine import EngineSettings
 from ftkit.data.packing import ATTENTION
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.shard import Members, lines_of
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import REPEATED
 from ftkit.hf.models.fake import graph_bytes
-from ftkit.hf.models.settings import EngineSettings
 from ftkit.plan.attention import Attention
 from ftkit.plan.box_memory import MACHINE, BoxMemory
+from ftkit.plan.limits import Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape
-from ftkit.plan.ways import Forced, Limits
-from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
+from ftkit.spec.strategy import AUTO
+from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def shape_of(
         checkpoints: number of checkpoints kept on disk; None: none are saved.
         chunked_loss: see `Shape`.
     """
-    members = lines_of(model, blocks, compute_dtype=dtype, whole=whole, wide=wide)
+    members = lines_of(model, blocks, dtype=dtype, whole=whole, wide=wide)
     widest = max((block for _, block in blocks), key=_linear_elements, default=None)
     text = _text_config(model)
     heads = getattr(text, "num_attention_heads", 0) or 0
@@ -144,24 +145,6 @@ def fused_attention(config: Any) -> Attention | None:
     return Attention(heads, getattr(config, "num_key_value_heads", None) or heads, dim, value)
 
 
-def forced_of(settings: EngineSettings, micro_batch: int | None) -> Forced:
-    """Return what a user's settings leave no choice about.
-
-    Args:
-        settings: the engine's settings.
-        micro_batch: sequences of a rank in one forward; None leaves it to the plan.
-    """
-    told = {key: getattr(settings, key) for key in ("stage", "activations", "weights", *KINDS)}
-    return Forced(
-        **{key: None if value == "auto" else value for key, value in told.items()},
-        deferred=None if settings.update == "auto" else settings.update == "deferred",
-        micro_batch=micro_batch,
-        unit_accumulation={"auto": None, "step": False, "unit": True}[settings.accumulate_in],
-        gradient_dtype=settings.gradient_dtype,
-        state_host_bytes=None if settings.state_host_gib is None else int(settings.state_host_gib * GIB),
-    )
-
-
 def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: int) -> Limits:
     """Return what may be used on this box: what is granted, else what is free less a reserve.
 
@@ -173,41 +156,43 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
     Raises:
         UserError: if the NVMe folder is not there, or none is named and something is said of it.
     """
+    memory = settings.memory
     own = ranks_per_box * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
     cpu = device.type == "cpu"
     usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
     host, host_name = usable + own, f"what is free of {source}"
-    asked = {"memory.host_gib": settings.host_gib}
-    if cpu and settings.device_gib:
-        asked["memory.device_gib"] = settings.device_gib * ranks_per_box
+    asked = {"memory.host_gib": memory.host_gib}
+    if cpu and memory.device_gib:
+        asked["memory.device_gib"] = memory.device_gib * ranks_per_box
     said = min(((int(gib * GIB), name) for name, gib in asked.items() if gib), default=None)
     if said is not None:
         most = free + own  # by number the user may have all that is there
         host, host_name = said if said[0] <= most else (most, f"what is free of {source} ({said[1]} says more)")
     granted, device_name = None, "memory.device_gib"
-    if not cpu and settings.device_gib:
-        granted = int(settings.device_gib * GIB)
+    if not cpu and memory.device_gib:
+        granted = int(memory.device_gib * GIB)
     elif not cpu:
         open_, total = torch.cuda.mem_get_info(device)
         part, all_ = DEVICE_SHARE
         granted, device_name = open_ - total * part // all_ + CONTEXT_BYTES, "what is free"
-    if settings.nvme_dir is None and settings.nvme_gib is not None:
+    if memory.nvme_dir is None and memory.nvme_gib is not None:
         raise UserError("memory.nvme_gib: it is of a drive, and none is named; set memory.nvme_dir to a folder on it")
-    if settings.nvme_dir is None and settings.state_host_gib:
-        raise UserError("engine.state_host_gib: it is of a state on NVMe; set memory.nvme_dir to a folder on a drive")
-    if settings.nvme_dir is not None and not os.path.isdir(settings.nvme_dir):
-        raise UserError(f"memory.nvme_dir: {settings.nvme_dir} is no folder; make it, or name another")
-    if settings.nvme_dir is not None and not os.access(settings.nvme_dir, os.W_OK | os.X_OK):
-        raise UserError(f"memory.nvme_dir: {settings.nvme_dir} cannot be written by this user; name another folder")
-    nvme = disk_free(settings.nvme_dir)
-    if nvme is not None and settings.nvme_gib is not None:
-        nvme = min(nvme, int(settings.nvme_gib * GIB))
+    if memory.nvme_dir is None and settings.strategy.state_host_bytes not in (AUTO, 0):
+        raise UserError("engine.state_host_bytes: it is of a state on NVMe; set memory.nvme_dir to a folder on a drive")
+    if memory.nvme_dir is not None and not os.path.isdir(memory.nvme_dir):
+        raise UserError(f"memory.nvme_dir: {memory.nvme_dir} is no folder; make it, or name another")
+    if memory.nvme_dir is not None and not os.access(memory.nvme_dir, os.W_OK | os.X_OK):
+        raise UserError(f"memory.nvme_dir: {memory.nvme_dir} cannot be written by this user; name another folder")
+    nvme = disk_free(memory.nvme_dir)
+    if nvme is not None and memory.nvme_gib is not None:
+        nvme = min(nvme, int(memory.nvme_gib * GIB))
     return Limits(
         granted,
         host,
         nvme,
         ranks_per_box=ranks_per_box,
         cpu=cpu,
+        nvme_dir=memory.nvme_dir,
         names=((DEVICE, device_name), (HOST, host_name), (NVME, "memory.nvme_dir")),
     )
 
@@ -236,7 +221,7 @@ def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
     device, host, nvme = (_least(told, tier) for tier in (DEVICE, HOST, NVME))
     names = tuple((tier, least.name(tier)) for tier, least in ((DEVICE, device), (HOST, host), (NVME, nvme)))
     bytes_ = (device.device_bytes, host.host_bytes, nvme.nvme_bytes)
-    return Limits(*bytes_, ranks_per_box=own.ranks_per_box, cpu=own.cpu, names=names)
+    return Limits(*bytes_, ranks_per_box=own.ranks_per_box, cpu=own.cpu, nvme_dir=own.nvme_dir, names=names)
 
 
 def _least(told: list[Limits], tier: str) -> Limits:

@@ -11,29 +11,29 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from ftkit.hf.models.settings import EngineSettings
+from ftkit.spec.strategy import AUTO, Strategy
 from ftkit.spec.tiers import HOST
 
 logger = logging.getLogger(__name__)
 
 
-def strict_settings(settings: EngineSettings, ranks: int, *, say: bool) -> EngineSettings:
-    """Return the settings with everything that is "auto" as a large model would have it, and with debug checks.
+def strict(strategy: Strategy, ranks: int, *, say: bool) -> Strategy:
+    """Return the strategy with everything that is "auto" as a large model would have it, and with debug checks.
 
     On one rank shards are whole; there weights, gradients and state go to host memory, so that weights come and go too.
 
     Args:
-        settings: the settings that the user gave.
+        strategy: what the user decided.
         ranks: number of ranks.
         say: whether what is forced is logged; on one rank.
     """
     wanted: dict[str, Any] = {"stage": 3, "activations": "recompute", "weights": "free"}
     if ranks == 1:
         wanted |= {"parameters": HOST, "gradients": HOST, "state": HOST}
-    if settings.stage not in ("auto", 3):
+    if strategy.stage not in (AUTO, 3):
         wanted = {"activations": "recompute"}
-    forced = {key: value for key, value in wanted.items() if getattr(settings, key) == "auto"}
+    forced = {key: value for key, value in wanted.items() if getattr(strategy, key) == AUTO}
     if say:
         listed = ", ".join(f"{key} {value}" for key, value in forced.items())
         logger.warning("FTKIT_STRICT=1: %s; debug checks are on. Slower; for trials.", listed or "nothing more is forced")
-    return replace(settings, **forced, debug=True)
+    return replace(strategy, **forced, debug=True)

@@ -25,8 +25,8 @@ from ftkit.engine.core.holding import gathered_bytes, hold
 from ftkit.errors import UserError
 from ftkit.hf.models.shapes import CPU_SHARE, DEVICE_SHARE, usable_host
 from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.plan.limits import Limits
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
-from ftkit.plan.ways import Limits
 from ftkit.spec.tiers import DEVICE, HOST
 
 HOLDS = ("auto", True, False)

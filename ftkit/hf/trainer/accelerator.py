@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
+from ftkit.config.engine import EngineSettings
 from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
@@ -31,7 +32,6 @@ from ftkit.engine.files.durable import all_ranks, rank_zero
 from ftkit.engine.files.finite import refuse_not_finite
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
 from ftkit.errors import UserError
-from ftkit.hf.models.settings import EngineSettings
 from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.sharding import let_train, shard, units_of
 from ftkit.hf.trainer.accelerator_states import (
@@ -46,6 +46,7 @@ from ftkit.hf.trainer.checkpoint_files import read_plain, readable
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 from ftkit.hf.weights.base_digest import BASE, check_base, note_of
 from ftkit.plan.choice import Plan
+from ftkit.spec.strategy import AUTO, UNIT
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
@@ -136,15 +137,21 @@ class Accelerator(accelerate.Accelerator):
         kwargs: arguments of accelerate's class. `mixed_precision` gives the compute dtype; autocast itself stays off.
 
     Raises:
-        UserError: where DeepSpeed, FSDP, Megatron or fp8 is asked for as well.
+        UserError: where DeepSpeed, FSDP, Megatron or fp8 is asked for as well, or `accumulate_in: unit`.
     """
 
     def __init__(self, *, ftkit: EngineSettings | Mapping[str, Any] | str = "auto", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.adopt(EngineSettings.of(ftkit))
+        settings = EngineSettings.of(ftkit)
+        if settings.strategy.accumulate_in == UNIT:
+            raise UserError(
+                "accumulate_in: unit needs the micro-batches of a step as one batch, which the Trainer gives its model: use "
+                "ftkit.Trainer, or leave accumulate_in to 'auto'"
+            )
+        self.adopt(settings)
 
     def adopt(
-        self, settings: EngineSettings, *, micro_batch_tokens: int = 2048, accumulation_steps: int = 0, parts: int = 1
+        self, settings: EngineSettings, *, micro_batch_tokens: int = 2048, accumulation_steps: int = 0
     ) -> None:
         """Take over an accelerator that accelerate (or a Trainer) has built.
 
@@ -152,7 +159,6 @@ class Accelerator(accelerate.Accelerator):
             settings: the engine's settings.
             micro_batch_tokens: see `ftkit.shard`.
             accumulation_steps: see `ftkit.shard`; 0 takes this accelerator's `gradient_accumulation_steps`.
-            parts: see `ftkit.shard`.
         """
         kind = self.distributed_type.value
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
@@ -166,8 +172,8 @@ class Accelerator(accelerate.Accelerator):
         if precision not in ("no", "bf16", "fp16"):
             raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
         _refuse_handlers(self)
-        if settings.dtype == "auto" and precision != "no":
-            settings = EngineSettings(**{**vars(settings), "dtype": precision})
+        if settings.strategy.dtype == AUTO and precision != "no":
+            settings = settings.choosing(dtype=precision)
         self.native_amp = False
         self.scaler = None
         self.settings = settings
@@ -175,7 +181,6 @@ class Accelerator(accelerate.Accelerator):
         self.shard_options = {
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
-            "parts": parts,
         }
         self.rule = ADAMW  # of the optimizer to come
 

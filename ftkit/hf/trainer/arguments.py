@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import transformers
 
-from ftkit.hf.models.settings import EngineSettings
+from ftkit.config.engine import EngineSettings
 from ftkit.hf.trainer.in_place import check_order, check_reader
 
 

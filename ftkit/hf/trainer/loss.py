@@ -25,14 +25,15 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from ftkit.config.engine import EngineSettings
 from ftkit.hf.models.head import adds_to_loss, only_loss, usable_loss
-from ftkit.hf.models.settings import EngineSettings
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.trainer.accelerator import Accelerator
 from ftkit.hf.trainer.loss_scaling import COUNTED, RANKS, ROWS, SUM, TOKENS, Scaling, Trial
 from ftkit.hf.trainer.row_parts import IGNORED, can_split, rows_of, selected, token_labels, with_labels
 from ftkit.hf.trainer.seeding import STEPS, SeededCollator, seeded
 from ftkit.hf.trainer.untouched import untouched
+from ftkit.spec.strategy import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class LossMixin(_Beside):
 
     def _found(self, batch: Any) -> Scaling | None:
         """Return how the loss scales; None where this batch cannot tell, because no row of any rank has a label."""
-        settings = EngineSettings.of(self.args.ftkit)
+        reduction = EngineSettings.of(self.args.ftkit).strategy.loss_reduction
         units = self.accelerator.sharded(self.model)
         comm = units.comm
         stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
@@ -208,7 +209,7 @@ class LossMixin(_Beside):
             return Scaling(RANKS)
         if not any(comm.all(_may_have_a_label(given))):
             return None
-        dtype = units.policy.compute_dtype or next(iter(units.dtypes.values()))
+        dtype = units.compute_dtype or next(iter(units.dtypes.values()))
         shifts = bool(getattr(self, "_loss_shifts_labels", False))
         counting = bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
         trial = Trial(self._tried_loss, comm, self.label_names, shifts, counting, dtype)
@@ -218,12 +219,12 @@ class LossMixin(_Beside):
             counted, multiplied, partly = trial.counts(given)
             if counted and stock and added:  # which may be less than a trial can tell
                 multiplied, partly = False, True
-            if counted and settings.loss_reduction in ("auto", COUNTED):
+            if counted and reduction in (AUTO, COUNTED):
                 return Scaling(COUNTED, multiplied=multiplied, partly=partly and averaged)
         else:
             multiplied = before.multiplied
-        if settings.loss_reduction != "auto":
-            found = Scaling(settings.loss_reduction, shifted=shifts)
+        if reduction != AUTO:
+            found = Scaling(reduction, shifted=shifts)
         else:
             self._trial_problem = ""
             found = trial.kind(given)
@@ -234,7 +235,7 @@ class LossMixin(_Beside):
             self._hides_count = True
             if self.loss_is_scaled_for_ga is None:
                 self.loss_is_scaled_for_ga = False
-        if found.kind == RANKS and settings.loss_reduction == "auto" and comm.world_size > 1 and comm.rank == 0:
+        if found.kind == RANKS and reduction == AUTO and comm.world_size > 1 and comm.rank == 0:
             logger.warning(
                 "the loss of this batch is no sum or mean of the losses of its parts (negatives from the batch, class "
                 "weights, inputs that cannot be split): the loss of %d ranks is the mean of theirs, as under DDP. If it is "

@@ -49,7 +49,7 @@ class Scaling:
     """How a loss scales.
 
     Args:
-        kind: one of `ftkit.hf.models.settings.REDUCTIONS`.
+        kind: one of `loss_reduction` in `ftkit.spec.strategy.Strategy`, but "auto".
         shifted: whether label tokens are counted without the first of each row.
         multiplied: whether a rank's loss comes multiplied by the number of ranks already.
         certain: whether no later batch can change the verdict.

@@ -36,6 +36,7 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import HubStrategy, has_length, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ftkit.config.engine import EngineSettings
 from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving
 from ftkit.engine.files.durable import rank_zero
@@ -52,7 +53,6 @@ from ftkit.hf.models.fp32_modules import (
 )
 from ftkit.hf.models.islands import Islands
 from ftkit.hf.models.overflow import began_in, first_overflow
-from ftkit.hf.models.settings import EngineSettings
 from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharding import units_of
@@ -71,6 +71,7 @@ from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, made_no_update
 from ftkit.hf.weights.saving import save_arguments, save_config, save_model
 from ftkit.output.ownership import is_rotated
 from ftkit.plan.choice import Plan
+from ftkit.spec.strategy import AUTO, STEP, UNIT
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
 logger = logging.getLogger(__name__)
@@ -154,14 +155,13 @@ class TrainerMixin(LossMixin):
         _refuse(self.args)
         check_arguments(self.args, type(self))
         settings = EngineSettings.of(self.args.ftkit)
-        if self.args.activation_checkpointing and settings.activations == "auto":
-            settings = EngineSettings(**{**vars(settings), "activations": "recompute"})
+        if self.args.activation_checkpointing and settings.strategy.activations == AUTO:
+            settings = settings.choosing(activations="recompute")
         self.accelerator.__class__ = Accelerator
         self.accelerator.adopt(
-            settings,
+            settings.choosing(accumulate_in=UNIT if parts > 1 else STEP),
             micro_batch_tokens=self.args.per_device_train_batch_size * _sequence_tokens(self.args, self.model) // parts,
-            accumulation_steps=self.args.gradient_accumulation_steps,
-            parts=parts,
+            accumulation_steps=self.args.gradient_accumulation_steps * parts,
         )
 
     def _take_whole_steps(self) -> int:
@@ -173,8 +173,8 @@ class TrainerMixin(LossMixin):
         micro_batches = self.args.gradient_accumulation_steps
         if settings is None or micro_batches == 1:
             return 1
-        together = EngineSettings.of(settings).accumulate_in == "unit" if self.plan is None else self.plan.way.parts > 1
-        if not together:
+        strategy = EngineSettings.of(settings).strategy if self.plan is None else self.plan.strategy
+        if strategy.accumulate_in != UNIT:
             return 1
         self.args = copy(self.args)
         self.args.gradient_accumulation_steps = 1
@@ -365,8 +365,8 @@ class TrainerMixin(LossMixin):
     def _update_before_callbacks(self) -> None:
         """Leave deferred updates out of the plan where code of the user's may read weights before the next forward."""
         settings, names = self.accelerator.settings, self._readers_after_an_update()
-        if names and settings.update == "auto":
-            self.accelerator.settings = EngineSettings(**{**vars(settings), "update": "now"})
+        if names and settings.strategy.update == AUTO:
+            self.accelerator.settings = settings.choosing(update="now")
             logger.info("%s may read weights after a step: updates are made in the step", ", ".join(names))
 
     def _readers_after_an_update(self) -> list[str]:
@@ -377,8 +377,8 @@ class TrainerMixin(LossMixin):
     def tell_late_readers(self) -> None:
         """Say which callbacks that may read weights after a step came once the model was sharded with deferred updates."""
         names = self._readers_after_an_update()
-        chosen = self.plan is None and self.accelerator.settings.update == "auto"
-        if names and chosen and self.engine.policy.deferred_update and self.engine.comm.rank == 0:
+        chosen = self.plan is None and self.accelerator.settings.strategy.update == AUTO
+        if names and chosen and self.engine.strategy.deferred and self.engine.comm.rank == 0:
             logger.warning(
                 "%s came after the model was sharded, and updates are deferred: weights that it reads after a step may be "
                 "those of the step before. Add it before the first training or evaluation, or let it read within "
@@ -408,7 +408,7 @@ class TrainerMixin(LossMixin):
         mask: Any = inputs.get("attention_mask")
         if is_packed(mask):
             inputs = {**inputs, "attention_mask": mask.cpu()}  # attention chooses its launches on the host
-        dtype = self.engine.policy.compute_dtype if self.units is not None else None
+        dtype = self.engine.compute_dtype if self.units is not None else None
         if dtype is None or dtype == torch.float32:
             return inputs
         cast = {key: narrowed(value, dtype) for key, value in inputs.items() if key not in self.label_names}
@@ -440,7 +440,7 @@ class TrainerMixin(LossMixin):
 
     def _needs_islands(self) -> bool:
         """Whether the model computes in fp16."""
-        return self.engine_is_on and self.units is not None and self.engine.policy.compute_dtype == torch.float16
+        return self.engine_is_on and self.units is not None and self.engine.compute_dtype == torch.float16
 
     _looked = False  # whether the run's first batches were looked at, or those of the run that it continues
 

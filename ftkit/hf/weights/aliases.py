@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.core.resharded import Guard
+from ftkit.engine.core.shard import is_sharded
 from ftkit.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ def refuse_aliases(model: nn.Module, trained: Mapping[str, nn.Parameter], shares
     """
     if not any(_has_more_owners(parameter) for parameter in trained.values()):
         return
+    if any(map(is_sharded, model.modules())):
+        return  # its parameters are views; the engine refuses to shard it again
     memory = _Memory(trained, shares)
     own = {id(parameter) for parameter in model.parameters()}
     seen: set[int] = set()

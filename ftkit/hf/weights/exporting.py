@@ -26,13 +26,13 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.export import cut, publish
 from ftkit.engine.core.buffers import BUFFERS, may_be_infinite, persistent_buffers
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.files.checked_file import Places, open_files
 from ftkit.engine.files.manifest import read_manifest
 from ftkit.engine.files.piece_reader import PieceBuffers
 from ftkit.engine.files.sealed_files import CONTENTS, BrokenCheckpoint, check_contents
 from ftkit.engine.files.storage import PIECE_BYTES, TensorFile, create_file
 from ftkit.errors import UserError
-from ftkit.hf.models.settings import DTYPES
 from ftkit.hf.weights.loading import load_model
 from ftkit.hf.weights.new_folder import new_folder
 from ftkit.hf.weights.saving import SHARD_BYTES, hub_names

@@ -39,8 +39,8 @@ from ftkit.errors import UserError
 from ftkit.hf.models.adapter_targets import check_kinds, check_names
 from ftkit.hf.models.adapting import with_adapter
 from ftkit.hf.models.config_names import check_changes, check_generation
+from ftkit.hf.models.dtypes import named_dtype
 from ftkit.hf.models.model_config import base_of_adapter, check_buffers, check_layers, config_file, read_config, reading
-from ftkit.hf.models.settings import named_dtype
 from ftkit.hf.models.tasks import build, check_task, task_of
 from ftkit.hf.weights.initialising import fill_weights, initialise
 from ftkit.hf.weights.marks import mark_initialised

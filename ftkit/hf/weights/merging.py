@@ -25,11 +25,11 @@ from peft.tuners.lora.variants import QALoraLinearVariant
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 from torch import Tensor
 
+from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.files.sealed_files import CONTENTS, check_contents
 from ftkit.engine.files.storage import PIECE_BYTES, TensorFile
 from ftkit.errors import UserError
 from ftkit.hf.models.model_config import reading
-from ftkit.hf.models.settings import DTYPES
 from ftkit.hf.weights.base_digest import BASE_FILE, check_base, config_note, digests_of, read_base
 from ftkit.hf.weights.exporting import (
     CONFIG,

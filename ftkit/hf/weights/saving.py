@@ -35,8 +35,8 @@ from ftkit.engine.files.durable import all_ranks, rank_zero
 from ftkit.engine.files.finite import is_finite, refuse_not_finite
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
+from ftkit.hf.models.dtypes import named_dtype
 from ftkit.hf.models.hooks import LIBRARIES, home_of, name_of
-from ftkit.hf.models.settings import named_dtype
 from ftkit.hf.weights.loading import adapter_names, every_buffer, names_only
 
 logger = logging.getLogger(__name__)

@@ -439,7 +439,7 @@ FAULTS = (
     _fault(
         "micro-batches that pass a block together are summed in 16 bits",
         "ftkit/engine/core/flat_parameter.py",
-        "self.grad_dtype if policy.parts > 1 else dtype",
+        "self.grad_dtype if strategy.parts > 1 else dtype",
         "dtype",
         "tests/engine/test_precision.py::test_16_bits_train_as_in_plain_pytorch",
     ),
@@ -874,9 +874,9 @@ FAULTS = (
     ),
     _fault(
         "a number of kept blocks keeps the first ones",
-        "ftkit/engine/core/flat_parameter.py",
-        "        return number >= blocks - self.activations",
-        "        return number < self.activations",
+        "ftkit/engine/core/shard.py",
+        "keep=number >= len(blocks) - strategy.graphs(len(blocks)),",
+        "keep=number < strategy.graphs(len(blocks)),",
         "tests/plan/test_order.py::test_blocks_whose_graphs_are_kept_compute_once[1-1]",
     ),
     _fault(
@@ -896,8 +896,8 @@ FAULTS = (
     _fault(
         "graphs of kept blocks take no memory",
         "ftkit/plan/memory.py",
-        '    yield Item("workspace", DEVICE, way.parts * graphs * graph_bytes(shape, way), ("train",))',
-        '    yield Item("workspace", DEVICE, 0 * graph_bytes(shape, way), ("train",))',
+        '    yield Item("workspace", DEVICE, strategy.parts * graphs * graph_bytes(shape, strategy), ("train",))',
+        '    yield Item("workspace", DEVICE, 0 * graph_bytes(shape, strategy), ("train",))',
         "tests/plan/test_search.py::test_kept_blocks_take_what_their_graphs_take_and_are_not_computed_again",
     ),
     _fault(
@@ -1001,28 +1001,28 @@ FAULTS = (
     _fault(
         "whole copies come back for nothing in the plan's seconds",
         "ftkit/plan/schedule.py",
-        "        stale = (each.line for each in lines if each.line.trained and self.way",
-        "        stale = (each.line for each in lines if each.line.trained and not self.way",
+        "        stale = (each.line for each in lines if each.line.trained and self.strategy",
+        "        stale = (each.line for each in lines if each.line.trained and not self.strategy",
         "tests/plan/test_schedule.py::test_bytes_between_ranks",
     ),
     _fault(
         "the next best way is the best one with a block less",
         "ftkit/plan/search.py",
         "        if kind not in seen:",
-        "        if known[number].way != way:",
+        "        if known[number] != strategy:",
         "tests/plan/test_search.py::test_the_next_best_way_is_of_another_kind",
     ),
     _fault(
         "what stays of a state need not fit where the user decided the rest",
         "ftkit/hf/sharding.py",
-        "        stays = with_spare_host(plan.way, plan.shape, free, forced).state_host_bytes",
+        "        stays = with_spare_host(plan.strategy, plan.shape, free, wanted).state_host_bytes",
         "        stays = 1 << 30",
         "tests/plan/test_live_bytes.py::test_what_stays_of_a_state_fits_what_is_free_though_the_user_decided_the_rest",
     ),
     _fault(
         "a way on NVMe is left out though it keeps more graphs",
         "ftkit/plan/search.py",
-        " and each.way.graphs(blocks) <= one.graphs(blocks) for one",
+        " and each.graphs(blocks) <= one.graphs(blocks) for one",
         " for one",
         "tests/plan/test_search.py::test_a_way_with_the_state_on_nvme_is_worth_it_where_it_keeps_more_graphs",
     ),

@@ -17,8 +17,8 @@ FAULTS = (
     fault(
         "a model without blocks is left at the stage that the plan chooses",
         "ftkit/hf/models/replication.py",
-        'if settings.stage == "auto":\n        settings = replace(settings, stage=1)',
-        'if settings.stage == "auto":\n        settings = replace(settings, stage="auto")',
+        'if strategy.stage == "auto":\n        strategy = replace(strategy, stage=1)',
+        'if strategy.stage == "auto":\n        strategy = replace(strategy, stage="auto")',
         _WITHOUT + "test_a_model_without_blocks_trains_replicated[2-Vectors]",
     ),
     fault(
@@ -50,11 +50,11 @@ FAULTS = (
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
     ),
     fault(
-        "blocks divide a batch into the parts of the whole step",
+        "blocks divide a batch though micro-batches pass the model one after another",
         "ftkit/hf/sharding.py",
-        "prefetch=settings.prefetch, parts=parts, debug=settings.debug)",
-        "prefetch=settings.prefetch, debug=settings.debug)",
-        "tests/hf/test_planned_once.py::test_blocks_divide_a_batch_into_the_parts_asked_for_and_not_into_those_of_the_whole_step",
+        "    together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in",
+        "    together = \"unit\" if strategy.accumulate_in == AUTO else strategy.accumulate_in",
+        "tests/hf/test_planned_once.py::test_blocks_divide_a_batch_into_the_micro_batches_of_a_step_where_they_accumulate",
     ),
     fault(
         "frozen weights in another dtype are passed over in silence",
