@@ -187,7 +187,10 @@ def test_a_fault_that_names_what_is_no_text_is_one_line_and_a_file(capsys, monke
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("FTKIT_STRCT", "FTKIT_STRICT"), ("ftkit_strict", "FTKIT_STRICT"), ("FTKIT_THREADS", "OMP_NUM_THREADS")],
+    [
+        *((name, "FTKIT_STRICT") for name in ("FTKIT_STRCT", "FTKITSTRICT", "FTKT_STRICT", "ftkit_strict")),
+        ("FTKIT_THREADS", "OMP_NUM_THREADS"),
+    ],
 )
 def test_a_variable_that_nobody_reads_is_named(name, meant, capsys, monkeypatch):
     monkeypatch.setenv(name, "1")

@@ -17,6 +17,8 @@ STRICT = "FTKIT_STRICT"
 """Set to 1: a small model is sharded as a large one would be."""
 
 PREFIX = "FTKIT_"
+LIKE_OURS, LIKE_ANY = 0.8, 0.9
+"""How alike a name must be to one of ours: with our prefix, and without."""
 
 
 def check_names(environ: Mapping[str, str]) -> None:
@@ -27,8 +29,9 @@ def check_names(environ: Mapping[str, str]) -> None:
     """
     known = {STRICT: STRICT, OWN_THREADS: "OMP_NUM_THREADS"}  # the second is a mark among processes of ftkit
     for name in sorted(environ):
-        # A user's own FTKIT_RUNS is their business.
-        near = difflib.get_close_matches(name.upper(), known, 1, cutoff=0.8) if name.upper().startswith(PREFIX) else []
+        # A user's own FTKIT_RUNS is their business; a slip may be in the prefix, too.
+        alike = LIKE_OURS if name.upper().startswith(PREFIX) else LIKE_ANY
+        near = difflib.get_close_matches(name.upper(), known, 1, cutoff=alike)
         if near and name not in known:
             meant = known[near[0]]
             raise UserError(f"the environment has {name}, which nobody reads; did you mean {meant}? Rename or unset it")

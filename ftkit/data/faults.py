@@ -39,6 +39,8 @@ FAULTS = {
     "beside its calls. Some templates drop the reasoning of all answers but the last; rows of one answer each keep it",
     "unwritten": "a value beside what turns say (a name, an argument of a call, an item of a list) that the chat template "
     "reads and does not write in full. Compare with the texts that `ftkit data` shows",
+    "renamed": "a turn whose role the chat template gets under another name: developer as system, function and observation "
+    "as tool. Write the role as the template has it",
     "glued": "a system text right before the prompt, with nothing between them: there is no chat template to part them. End "
     "the system text with a blank or a line break",
     "call_as_text": "a call whose arguments are JSON text, which the chat template puts in quotes once more. Write them as "
@@ -161,6 +163,7 @@ class Marks:
             found["left_out"] = bool(rendered.text) and self._left_out(rendered.text, conversation)
             found["half_read"] = bool(rendered.text) and self._half_read(rendered.text, conversation)
             found["unwritten"] = bool(rendered.text) and unwritten(conversation, Text(rendered.text, self.template))
+            found["renamed"] = bool(rendered.text) and conversation.renamed
             found["glued"] = not rendered.text and _glued(conversation)
             found["call_as_text"] = any(quoted in rendered.text for quoted in _quoted_arguments(conversation))
             found["special_in_text"] = self.texts is not None and any(
@@ -198,8 +201,14 @@ class Marks:
         return any(first == second == bos for first, second in pairwise(ids))
 
     def _left_out(self, text: str, conversation: Conversation) -> bool:
-        """Return whether the last words of a system, user or tool turn are missing from a text."""
-        return any(is_missing(turn["content"], text) for turn in conversation.turns if turn["role"] != "assistant")
+        """Return whether the last words of a system, user or tool turn are missing from a text, also beside their like."""
+        said = [turn["content"] for turn in conversation.turns if not is_missing(turn["content"], text)]
+        for turn in conversation.turns:
+            words = turn["content"].strip()[-CLOSING_CHARACTERS:]
+            missing = words not in text or text.count(words) < sum(each.count(words) for each in said)
+            if turn["role"] != "assistant" and words and missing:
+                return True
+        return False
 
     def _half_read(self, text: str, conversation: Conversation) -> bool:
         """Return whether a part of an answer that is to be learned is missing from a text; blanks and signs aside."""

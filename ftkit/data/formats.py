@@ -21,7 +21,7 @@ import json
 from dataclasses import dataclass
 
 from ftkit.data.columns import hint, says_nothing
-from ftkit.data.turns import BadRowError, kind_of, mutes, object_of, text_of, turn_of, unread_parts
+from ftkit.data.turns import BadRowError, kind_of, mutes, object_of, role_key, text_of, turn_of, unread_parts
 from ftkit.errors import UserError
 
 FORMATS = {
@@ -47,6 +47,7 @@ class Conversation:
         muted: numbers of the assistant turns, from 0, that are read and not learned
         column: the column with the turns, for the names of their keys
         unread: names of keys that were read by nobody while the row was parsed
+        renamed: whether a turn has a role, in OpenAI's words, for which `turns` have another name
     """
 
     turns: tuple[dict, ...]
@@ -55,6 +56,7 @@ class Conversation:
     muted: frozenset[int] = frozenset()
     column: str = "messages"
     unread: tuple[str, ...] = ()
+    renamed: bool = False
 
 
 def parse_record(record: str) -> dict:
@@ -225,10 +227,11 @@ def chat(row: dict, column: str) -> Conversation:
     if not isinstance(turns, list) or not turns:
         raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else kind_of(turns)}")
     muted, unread = set(), []
-    read = []
+    read, renamed = [], False
     for number, turn in enumerate(turns):
         where = f"`{column}`, turn {number + 1}"
         read.append(turn_of(turn, where))
+        renamed |= role_key(turn) == "role" and turn["role"].lower() != read[-1]["role"]
         unread += unread_parts(turn, column)
         if mutes(turn, read[-1]["role"], where):
             muted.add(number)
@@ -237,4 +240,6 @@ def chat(row: dict, column: str) -> Conversation:
     whole = with_system(row, read)
     if len(whole) > len(read):
         muted = {number + 1 for number in muted}
-    return Conversation(tuple(whole), tools_of(row), muted=frozenset(muted), column=column, unread=tuple(unread))
+    return Conversation(
+        tuple(whole), tools_of(row), muted=frozenset(muted), column=column, unread=tuple(unread), renamed=renamed
+    )

@@ -65,6 +65,7 @@ def test_a_field_of_a_file_that_is_nearly_one_stops(tmp_path, fields, meant):
     [
         ({"rms_norm_epss": 0.1}, "did you mean 'rms_norm_eps'"),
         ({"attention_dropot": 0.5}, "did you mean 'attention_dropout'"),
+        ({"rms_norm_epss": 0.1, "rms_norm_eps": 0.1}, "read by nobody: rms_norm_epss"),
         ({"n_ctx": 8}, ""),
     ],
 )

@@ -156,6 +156,23 @@ def test_a_value_that_a_template_compares_is_no_fault(ready):
     assert prepared.faults(tokenizer) == []
 
 
+@pytest.mark.parametrize(("role", "kinds"), [("developer", {"renamed"}), ("system", set()), ("System", set())])
+def test_a_role_under_another_name_is_told(ready, role, kinds):
+    row = {"messages": [{"role": role, "content": "be short"}, *GOOD["messages"][1:]]}
+    tokenizer, prepared = ready([row])
+    assert {fault.kind for fault in prepared.faults(tokenizer)} == kinds
+
+
+@pytest.mark.parametrize("second", ["be brief", "brief", "be long"])
+def test_a_turn_that_is_left_out_is_told_though_its_words_stand_elsewhere(ready, second):
+    first_system = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' or loop.first %}")
+    turns = [*chat("1+1?", "two", "be brief")["messages"], *chat("2+2?", "four", second)["messages"]]
+    tokenizer, prepared = ready([{"messages": turns}], first_system, sequence_tokens=200)
+    assert {fault.kind for fault in prepared.faults(tokenizer)} == {"left_out"}
+    tokenizer, prepared = ready([{"messages": turns}], sequence_tokens=200, name="all.jsonl")
+    assert prepared.faults(tokenizer) == []
+
+
 @pytest.mark.parametrize(("system", "kinds"), [("be short", {"glued"}), ("be short\n", set()), ("be short ", set())])
 def test_a_system_text_that_runs_into_the_prompt_is_told(ready, system, kinds):
     tokenizer, prepared = ready([{"prompt": "2+2?", "completion": "four", "system": system}], None)
@@ -304,7 +321,8 @@ def test_lengths_fall_into_round_classes(ready):
 
 
 def test_every_kind_has_a_planted_row():
-    assert set(FAULTS) == {*PLANTED, "unknown", "glued", "earlier_answers"}  # the last one in test_names_in_rows.py
+    by_themselves = {"unknown", "glued", "renamed", "earlier_answers"}  # the last one in test_names_in_rows.py
+    assert set(FAULTS) == PLANTED.keys() | by_themselves
 
 
 def without(part):

@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 from ftkit.errors import Diverged
+from ftkit.hf.inference.generation import evaluating
 from ftkit.hf.models.head import proven_head_loss
 from ftkit.hf.trainer.row_parts import can_split, rows_of, selected
 from ftkit.hf.trainer.seeding import SeededCollator, seeded
@@ -160,6 +161,52 @@ def test_a_trial_leaves_statistics_counters_and_random_numbers_alone(ranks, worl
     theirs = worlds[ranks].run(train, "stock", str(tmp_path / "stock"), run)[0].after
     assert ours[:4] == theirs[:4]
     assert ours[4] == pytest.approx(theirs[4])
+
+
+class Merging(nn.Linear):
+    """A head as of loralib: `eval` adds the adapter's product to the weight, `train` takes it out again."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, bias=False)
+        torch.manual_seed(2)
+        self.weight.data = head.weight.data.clone()
+        self.weight.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(4, head.in_features) * 0.1)
+        self.up = nn.Parameter(torch.randn(head.out_features, 4) * 0.1)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.up @ self.down).detach()
+            self.merged = not mode
+        return self
+
+    def forward(self, given):
+        plain = nn.functional.linear(given, self.weight)
+        return plain if self.merged else plain + given @ self.down.t() @ self.up.t()
+
+
+def merging() -> nn.Module:
+    model = runs.llama()
+    model.lm_head = Merging(model.lm_head)
+    return model
+
+
+def test_a_trial_does_not_call_a_models_own_eval(world2, stock, tmp_path):
+    run = case(merging, 24, arguments={**TEN, "max_steps": 3})
+    ours = world2.run(train, "ours", str(tmp_path), run)[0]
+    assert_same_history(ours, stock(run))
+
+
+def test_what_a_models_own_eval_does_is_undone_after_answers():
+    model = merging().train()
+    before = model.lm_head.weight.clone()
+    with evaluating(model):
+        assert model.lm_head.merged
+    assert not model.lm_head.merged
+    assert model.training
+    assert torch.allclose(model.lm_head.weight, before, atol=1e-6)
 
 
 # --- random numbers

@@ -137,6 +137,7 @@ def test_an_adapter_of_another_kind_is_named(name, tmp_path):
     ("options", "told"),
     [
         ({"modules_to_save": ["embed_tokens"]}, r"changes (lm_head|model\.embed_tokens)\.weight, which the base ties"),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"changes lm_head\.weight, which the base ties"),
         ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight cannot be merged"),
         ({"alora_invocation_tokens": [7, 8]}, r"a LoRA of another kind \(ALoraLinearVariant\)"),
     ],
@@ -144,9 +145,8 @@ def test_an_adapter_of_another_kind_is_named(name, tmp_path):
 def test_an_adapter_that_would_give_something_else_is_refused(options, told, tmp_path):
     runs.llama(num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)).save_pretrained(
-        tmp_path / "adapter"
-    )
+    chosen = {"target_modules": ["q_proj"], **options}
+    get_peft_model(base, LoraConfig(r=2, task_type="CAUSAL_LM", **chosen)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=told):
         merge_adapter(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()

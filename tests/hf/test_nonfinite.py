@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ftkit
 from ftkit.engine.files.finite import is_finite
+from ftkit.engine.optim.optimizer import LEAST_SCALE, LossScale
 from ftkit.errors import Diverged
 from ftkit.hf.inference.generation import generate_everywhere
 from ftkit.hf.weights.exporting import Outgoing, write_model
@@ -586,6 +587,14 @@ class NaNGradients:
 
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs) + (self.model.model.norm.weight * 0).sum().sqrt()
+
+
+def test_in_fp16_a_loss_scale_that_cannot_come_down_further_is_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(LossScale, "for_dtype", classmethod(lambda cls, dtype: cls(2 * LEAST_SCALE, dynamic=True)))
+    run = Run(mixin=NaNGradients, arguments={"max_steps": 1}, ftkit={**SETTINGS, "dtype": "fp16"})
+    with pytest.raises(Diverged):
+        runs.make_trainer("ours", str(tmp_path), run).train()
+    assert "the loss scale is at its least, so this is no overflow" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -100,6 +100,11 @@ def head_of_values(model: Any) -> None:
     model.lm_head = head
 
 
+def hook_of_several(model: Any) -> None:
+    several = [model.model.layers[0].mlp.up_proj.weight, model.lm_head.weight]
+    torch.autograd.graph.register_multi_grad_hook(several, lambda gradients: None)
+
+
 def sparse(model: Any) -> None:
     model.model.embed_tokens.sparse = True
 
@@ -116,6 +121,7 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
     (buffer_of_a_weight, "model.norm.old shares memory with the parameter model.norm.weight"),
     (attribute_of_a_weight, "model.layers.1.mlp.parts shares memory with the parameter model.layers.1.mlp.up_proj.weight"),
     (head_of_values, "lm_head.weight shares memory with the parameter model.embed_tokens.weight"),
+    (hook_of_several, "model.embed_tokens.weight has a hook of register_multi_grad_hook"),
     (sparse, "model.embed_tokens has sparse=True"),
     (sparse_parameter, "model.norm.mask has the layout torch.sparse_coo"),
     (in_fp64, "model.norm.weight has dtype torch.float64"),

@@ -338,3 +338,16 @@ def test_an_adapter_is_added_without_warnings_of_names_inside_peft(recwarn):
     assert not [each for each in recwarn if "is_gradient_checkpointing" in str(each.message)]
     get_peft_model(runs.llama(), lora())
     assert [each for each in recwarn if "is_gradient_checkpointing" in str(each.message)], "else there is nothing to do"
+
+
+def test_weights_trained_beside_an_adapter_are_named_when_it_is_saved(tmp_path, caplog):
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if name.endswith("model.norm.weight"):
+            parameter.requires_grad_(True)
+    units = ftkit.shard(model, {"stage": 3})
+    ftkit.save_model(units, tmp_path / "a")
+    assert "trained beside the adapter, and not in its folder: base_model.model.model.norm.weight" in caplog.text
+    caplog.clear()
+    ftkit.save_model(ftkit.shard(adapted(), {"stage": 3}), tmp_path / "b")
+    assert "beside the adapter" not in caplog.text

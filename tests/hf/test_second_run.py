@@ -495,6 +495,23 @@ def with_the_stores_penalty(model: Any, rows: Tensor) -> Tensor:
     return loss + store.penalty + store.seen[-1]
 
 
+def reading_outside(model: Any) -> Any:
+    """Let the MLPs of all blocks add a tensor with a graph that the root has."""
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        model.outside = torch.tanh(model.model.embed_tokens(kwargs["input_ids"])).mean(1, keepdim=True)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, result: result + model.outside)
+    return model
+
+
+def test_blocks_that_read_one_tensor_with_a_graph_from_outside_are_refused():
+    with pytest.raises(UserError, match="read a tensor with a graph that is no argument of theirs"):
+        compare(reading_outside, loss_of)
+
+
 @pytest.mark.parametrize("kind", [Adds, AddsFromList])
 def test_a_block_that_reads_what_another_left_with_a_graph_is_refused(kind):
     with pytest.raises(UserError, match=r"a block reads a tensor with a graph in Module\.(penalty|seen), which another"):

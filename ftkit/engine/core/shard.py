@@ -412,8 +412,9 @@ def shard(
     units = units_class(model, comm, strategy, tiers or Tiers.open(comm, strategy), host_loops)
     bindings = _bindings(model)
     alone = comm.world_size == 1 and strategy.parameters == DEVICE
-    refuse_wrapped(model, blocks, gathers=strategy.stage == 3 and not alone)
-    _refuse(model, blocks, units)
+    gathers = strategy.stage == 3 and not alone
+    refuse_wrapped(model, blocks, gathers=gathers)
+    _refuse(model, blocks, units, gathers=gathers)
     units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
@@ -529,7 +530,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(getattr(type(module), "_ftkit", None), (Unit, Units))
 
 
-def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Units) -> None:
+def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Units, *, gathers: bool) -> None:
     """Raise for what would train wrongly."""
     strategy = units.strategy
     if problem := strategy.problem(cpu=units.comm.device.type == "cpu"):
@@ -557,11 +558,19 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
                 f"the forward of block {name} is replaced on the instance, and would go around the engine: change it on a "
                 f"subclass ({name}.__class__ = YourBlock), in a module inside the block, or in a forward hook"
             )
+    plain = not gathers and strategy.graphs(len(blocks)) == len(blocks)  # blocks run by plain autograd
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise UserError(
                 f"{name} has dtype {parameter.dtype}: only floating-point parameters are sharded. Register indices and the "
                 "like as a buffer (register_buffer), complex values as real ones; quantised weights are not supported"
+            )
+        hooks = getattr(parameter, "_backward_hooks", None) or {}
+        if not plain and any(getattr(hook, "__qualname__", "").startswith(OF_SEVERAL) for hook in hooks.values()):
+            raise UserError(
+                f"{name} has a hook of {OF_SEVERAL}, which waits for nodes of the graph that a sharded weight, and one of a "
+                "recomputed block, does not have: it would not be called. Give each parameter a hook of its own "
+                "(register_hook), before the model is sharded"
             )
         if parameter.requires_grad and (units.compute_dtype or parameter.dtype) not in COMPUTED:
             raise UserError(
@@ -569,6 +578,9 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
                 "sharded (model.float()), or set dtype (ftkit={'dtype': 'fp32'})"
             )
 
+
+OF_SEVERAL = "register_multi_grad_hook"
+"""torch.autograd.graph's, whose hooks on tensors have its name in front of theirs."""
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which a parameter can be trained."""

@@ -776,8 +776,17 @@ def _walk_back(graph: _Graph, gradients: Sequence[Tensor | None]) -> list[Tensor
     """Return the gradients of a graph's inputs; those of parameters go where their hooks put them."""
     inputs, results = graph
     pairs = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
-    if pairs:
-        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    try:
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise UserError(
+            "blocks that are computed again in backward read a tensor with a graph that is no argument of theirs (an "
+            "attribute outside of them, a list in a closure): each of them would walk back through its graph. Hand it over "
+            "as an argument of the block, read it with detach(), or set ftkit={'stage': 1, 'activations': 'keep'}"
+        ) from error
     return [tensor.grad for tensor in inputs]
 
 

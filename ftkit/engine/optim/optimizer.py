@@ -46,6 +46,10 @@ PIECE_NUMEL = 1 << 18
 """Elements that torch's own operations update at a time on a CPU: gradient, master and moments stay in cache meanwhile."""
 
 
+LEAST_SCALE = 2.0**-24
+"""The smallest loss scale: what is not finite under it is no overflow."""
+
+
 @dataclass
 class LossScale:
     """A dynamic loss scale: doubles after `growth_steps` clean steps, halves on overflow, never gives up.
@@ -80,7 +84,7 @@ class LossScale:
             return
         self.clean_steps = 0 if overflow else self.clean_steps + 1
         if overflow:
-            self.value = max(self.value / 2, 2.0**-24)
+            self.value = max(self.value / 2, LEAST_SCALE)
         elif self.clean_steps >= self.growth_steps:
             self.value, self.clean_steps = min(self.value * 2, self.limit), 0
 

@@ -495,14 +495,16 @@ def unanswerable(base: Any, prompts: Sequence[Sequence[int]], numbers: Sequence[
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off in the body."""
-    training = [module for module in model.modules() if module.training]
+    """Switch dropout off in the body, by the model's own `eval` and `train`: some merge weights there, and undo it."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        if model.training != modes[0][1]:
+            model.train()
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager

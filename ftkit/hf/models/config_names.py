@@ -1,8 +1,8 @@
 """Names that a user gives to transformers: fields of a configuration, fields and special tokens of a tokenizer.
 
 transformers takes any field and adds any token, so that a misspelled one changes nothing, or trains a token that no
-vocabulary has. Here each must match. Configurations of model folders are read as they are, and of their fields the first
-one is named that is spelled nearly as one that is not there. Of a file that replaces a model's
+vocabulary has. Here each must match. Configurations of model folders are read as they are, and those of their fields
+are named that are spelled nearly as one that is read. Of a file that replaces a model's
 configuration such fields are refused that are spelled nearly as one that it lacks, and the others named: such a file may
 be older than transformers. Of a tokenizer's folder those fields are refused that are spelled nearly as one that is read, and
 what its files say twice and differently; of a tokenizer without `tokenizer.json` the vocabulary is not known.
@@ -83,15 +83,17 @@ def check_file(fields: Mapping[str, Any], model_type: str, file: str, *, replace
     Raises:
         UserError: a field that the class does not know, and that is spelled nearly as one which the file lacks.
     """
-    unread: list[str] = []
+    unread, config = list[str](), AutoConfig.for_model(model_type)
+    known = [*config.to_dict()]
     try:
-        _check(fields, AutoConfig.for_model(model_type), file, unread)
+        _check(fields, config, file, unread)
     except UserError as error:
         if replaces:
             raise
         logger.warning("%s", error)
-    if unread and replaces:
-        logger.warning("%s: read by nobody: %s", file, ", ".join(unread))
+    alike = [name for name in unread if replaces or difflib.get_close_matches(name, known, 1, cutoff=LIKE_A_FIELD)]
+    if alike:
+        logger.warning("%s: read by nobody: %s", file, ", ".join(alike))
 
 
 def check_generation(config: GenerationConfig | str | os.PathLike[str], revision: str | None = None) -> None:

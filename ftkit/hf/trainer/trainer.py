@@ -41,7 +41,7 @@ from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving
 from ftkit.engine.files.durable import rank_zero
 from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.optimizer import LEAST_SCALE, ShardedOptimizer
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.models.attention import is_packed
 from ftkit.hf.models.fp32_modules import (
@@ -280,7 +280,8 @@ class TrainerMixin(LossMixin):
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
         broken = [name for name in ("eval_loss", *(f"eval_{each}_loss" for each in sets)) if not _finite(metrics.get(name))]
         if self.engine_is_on and broken:
-            logger.warning("step %d: %s is not finite: it is no best model", self.state.global_step, broken[0])
+            step = self.state.global_step
+            logger.warning("step %d: %s is not finite: no best model, and not counted by early stopping", step, broken[0])
             return False
         return super()._determine_best_metric(metrics, trial)
 
@@ -432,7 +433,15 @@ class TrainerMixin(LossMixin):
         self.overflows.append((self.state.global_step, told))
         if self.engine.comm.rank == 0:
             text = "step %d: overflow %s; it is skipped, the loss scale is %g now"
-            logger.warning(text, self.state.global_step, told, optimizer.loss_scale.value)
+            scale = optimizer.loss_scale
+            logger.warning(text, self.state.global_step, told, scale.value)
+            if scale.value <= LEAST_SCALE:
+                logger.warning(
+                    "step %d: the loss scale is at its least, so this is no overflow: no scale makes gradients finite, "
+                    "and later ones vanish in fp16 until it has grown again, in %d clean steps for each doubling",
+                    self.state.global_step,
+                    scale.growth_steps,
+                )
         if known and self._needs_islands() and not self.find_islands(batches) and self.engine.comm.rank == 0:
             logger.warning("fp16: that forward is not finite in fp32 either")
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftkit.hf.inference.generation import evaluating
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 
 MOST_VALUES = 4096
@@ -40,7 +39,7 @@ def untouched(model: nn.Module, device: torch.device, *things: Any) -> Iterator[
     buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in _buffers(model)]
     attributes = [_Attributes(thing) for thing in (*things, *model.modules()) if hasattr(thing, "__dict__")]
     try:
-        with evaluating(model), torch.no_grad():
+        with _without_dropout(model), torch.no_grad():
             yield
     finally:
         for module, name, buffer, content in buffers:
@@ -50,6 +49,19 @@ def untouched(model: nn.Module, device: torch.device, *things: Any) -> Iterator[
         for each in attributes:
             each.restore()
         set_random_state(random, device)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Take the modules out of training in the body, without their `eval`, which may be the user's and merge weights."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -206,6 +206,8 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
                 f"{own.path}: {name} has a LoRA of another kind ({kind}), which is no change of its matrix alone"
             )
         delta = Delta(first, second, float(layer.scaling[active]), bool(getattr(layer, "fan_in_fan_out", False)))
+        if f"{name}.weight" not in names:  # of two tied weights the second has no name of its own
+            raise _tied(own, f"{name}.weight")
         deltas.update(dict.fromkeys(names[f"{name}.weight"], delta))
         left -= set(parts)
     whole = {hub: key for key in left for hub in names.get(key.removeprefix(PREFIX), ())}
@@ -214,11 +216,16 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in sorted({*tied, *tied.values()}):
         if any(hub in deltas or hub in whole for hub in names.get(name, (name,))):
-            raise UserError(
-                f"{own.path}: changes {name}, which the base ties to another weight. The adapter left that one as it was, "
-                "and a folder with tied weights cannot hold both. Untie the base before training (tie_word_embeddings=False)"
-            )
+            raise _tied(own, name)
     return deltas, whole
+
+
+def _tied(own: TensorFile, name: str) -> UserError:
+    """Return the error that names a tied weight which the adapter changes."""
+    return UserError(
+        f"{own.path}: changes {name}, which the base ties to another weight. The adapter left that one as it was, and a "
+        "folder with tied weights cannot hold both. Untie the base before training (tie_word_embeddings=False)"
+    )
 
 
 def _read(file: TensorFile, name: str) -> Tensor:

@@ -287,6 +287,14 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
             wanted.update(*(adapter_names(model, names, adapter) for adapter in model.peft_config))
     saved_buffers = {name: buffers[name].detach().cpu() for name in wanted & buffers.keys()}
     wanted = comm.same(wanted - buffers.keys())
+    trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
+    if (left := sorted(trained - {line_names[name] for name in wanted})) and comm.rank == 0:
+        logger.warning(
+            "%s: trained beside the adapter, and not in its folder: %s. PEFT saves adapters and modules_to_save; name the "
+            "modules there before training",
+            path,
+            ", ".join(left[:8]),
+        )
     whole, narrowed = {}, {}
     for name, tensor in _whole(units, optimizer, {line_names[name] for name in wanted}):
         if comm.rank == 0:

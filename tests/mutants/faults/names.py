@@ -135,6 +135,20 @@ FAULTS = (
         "tests/hf/test_faults.py::test_a_value_that_a_template_reads_and_does_not_write_is_told[a number]",
     ),
     _fault(
+        "a turn that is left out goes unnoticed beside one with the same words",
+        "ftkit/data/faults.py",
+        "words not in text or text.count(words) < sum(each.count(words) for each in said)",
+        "words not in text",
+        "tests/hf/test_faults.py::test_a_turn_that_is_left_out_is_told_though_its_words_stand_elsewhere[be brief]",
+    ),
+    _fault(
+        "weights trained beside an adapter are lost in silence",
+        "ftkit/hf/weights/saving.py",
+        "    if (left := sorted(trained - {line_names[name] for name in wanted})) and",
+        "    if (left := []) and",
+        "tests/hf/test_peft.py::test_weights_trained_beside_an_adapter_are_named_when_it_is_saved",
+    ),
+    _fault(
         "a misspelt field in the configuration of a model folder is passed over",
         "ftkit/hf/models/model_config.py",
         '        if fields and type(loaded).__module__.startswith("transformers."):\n',
