@@ -150,7 +150,7 @@ def main() -> None:
         if chosen.purposes:
             tier = summary["plan"]["tiers"]["host"]
             sizes = {name: round(size / case.ranks / MIB) for name, size in tier["purposes"].items()}
-            print(f"{'':26}to {tier['peak_moment']}: {sizes}; {summary['plan']['way']['says']}", flush=True)
+            print(f"{'':26}to {tier['peak_moment']}: {sizes}; {summary['plan']['strategy']['says']}", flush=True)
     print("all within" if not failed else f"{failed} outside")
     sys.exit(failed > 0)
 
