@@ -112,7 +112,7 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     sequences = f"{micro_batch} sequence{'s' * (micro_batch > 1)}"
     yield "micro-batch", (
         f"{sequences} of {tokens:,} tokens, {plan.strategy.accumulation} a step; "
-        + (f"at most {largest} fit so" if largest > micro_batch else "no more fit so")
+        + (f"at most {largest} fit" if largest > micro_batch else "no more fit")
     )
     yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
     written = plan.as_dict()["nvme_wear"]
