@@ -1,4 +1,4 @@
-"""What a user says of the engine: its strategy, and the memory it may use.
+"""The engine's settings: a strategy, and the memory that it may use.
 
 A recipe has the two as its sections `engine:` and `memory:`; `TrainingArguments(ftkit=...)` and
 `ftkit.Accelerator(ftkit=...)` give the same keys in one mapping. Both are read by the same two classes, so keys, defaults

@@ -166,7 +166,9 @@ def _section(path: KeyPath, root: type[BaseModel]) -> type | None:
 
 def keys_of(section: type) -> dict[str, FieldInfo]:
     """Return the keys of a section, or of a class of choices."""
-    found: dict[str, FieldInfo] = getattr(section, "model_fields", None) or section.__pydantic_fields__  # type: ignore[attr-defined]
+    if issubclass(section, BaseModel):
+        return section.model_fields
+    found: dict[str, FieldInfo] = section.__pydantic_fields__  # type: ignore[attr-defined]  # of a pydantic dataclass
     return found
 
 

@@ -90,7 +90,7 @@ class Strategy:
     )
     state_host_bytes: Auto | Bytes = Field(
         default=AUTO,
-        description="of each rank's state on NVMe, what stays in host memory (4GiB); auto = what is left, or two units'",
+        description="part of each rank's NVMe state kept in host memory: bytes, or 4GiB; auto = what is free, or two units",
     )
     prefetch: Switch = Field(default=True, description="gather the neighbour while a unit computes")
     kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(

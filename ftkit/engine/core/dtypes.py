@@ -1,4 +1,4 @@
-"""torch's dtypes of the names that a strategy has for them."""
+"""The dtype names of a strategy, as torch dtypes."""
 
 from __future__ import annotations
 

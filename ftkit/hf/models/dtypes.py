@@ -1,4 +1,4 @@
-"""The dtype that a user names: what it is in torch, and whether the hardware has it."""
+"""Compute dtypes by name, and whether the hardware has them."""
 
 from __future__ import annotations
 
