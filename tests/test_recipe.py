@@ -119,12 +119,20 @@ optimizer:
         ("a: &x [*x]", "an alias refers to a section that contains it"),
         ("- a", "found a list, needs sections"),
         ("a: 2024-13-45", "not readable as YAML"),
+        ("train: {max_steps: 010}", "r.yaml:1: train.max_steps: found 010; YAML 1.1 reads a leading zero as base 8"),
+        ("train:\n  max_steps: 1:30", "r.yaml:2: train.max_steps: found 1:30; YAML 1.1"),
+        ("data: {sources: [{name: a, weight: 07}]}", "data.sources.0.weight: found 07"),
         ("", "model: is missing"),
     ],
 )
 def test_refusals(text, words):
     found = problems(text)
     assert any(words in problem for problem in found), found
+
+
+def test_numbers_of_base_8_in_an_override_stop_and_quoted_ones_are_text():
+    assert problems(SMALL, "train.max_steps=0100")[0].startswith("--set train.max_steps=0100: train.max_steps: found 0100; ")
+    assert parse(SMALL, "r.yaml", ["model.name='010'", "optimizer.lr=0.5", "train.seed=0"], check_files=False).model.name == "010"
 
 
 def test_a_key_given_twice_in_an_override_stops():

@@ -66,6 +66,11 @@ class Document:
         return f"{self.source}:1"
 
 
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+ODD_NUMBER = re.compile(r"[-+]?0[0-9_]+$|.*:")
+"""What PyYAML takes for a number and most people for another number, or for text."""
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `2e-5` as a number."""
 
@@ -168,8 +173,9 @@ def read_value(text: str, place: str, document: Document, path: KeyPath = ()) ->
         _count(root, {})
         inside = Document(place)
         _walk(root, path, inside)
-        twice = (Problem(place, problem.key, "given twice; keep one of the two") for problem in inside.problems)
-        document.problems += twice
+        for problem in inside.problems:
+            text = "given twice; keep one of the two" if problem.message.startswith("given twice") else problem.message
+            document.problems.append(Problem(place, problem.key, text))
         return loader.construct_document(root)
     except (yaml.YAMLError, *UNREADABLE) as error:
         first_line = (str(error) or type(error).__name__).splitlines()[0]
@@ -232,3 +238,7 @@ def _walk(node: yaml.Node, path: KeyPath, document: Document) -> None:
         for index, value in enumerate(node.value):
             document.places[(*path, index)] = f"{document.source}:{value.start_mark.line + 1}"
             _walk(value, (*path, index), document)
+    elif node.tag in NUMBERS and not node.style and ODD_NUMBER.match(node.value):
+        meant = "YAML 1.1 reads a leading zero as base 8, and colons as base 60; write a decimal number, or quote the text"
+        place = document.places.get(path, f"{document.source}:{node.start_mark.line + 1}")
+        document.problems.append(Problem(place, dotted(path), f"found {node.value}; {meant}"))

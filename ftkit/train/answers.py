@@ -28,7 +28,7 @@ from ftkit.engine.files.sealed_files import CONTENTS
 from ftkit.errors import UserError
 from ftkit.hf.inference.generation import generate
 from ftkit.hf.models.adapting import with_trained_adapter
-from ftkit.hf.models.config_names import check_generation
+from ftkit.hf.models.config_names import check_generation, check_tokenizer_fields
 from ftkit.hf.models.model_config import check_folder, check_layers, read_config, reading
 from ftkit.hf.sharding import shard
 from ftkit.hf.weights.loading import load_model
@@ -79,6 +79,7 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
     model = load_model(folder, task="seq2seq" if config.is_encoder_decoder else "causal-lm")
     with reading(folder, "cannot be loaded", advice=NEEDED):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    check_tokenizer_fields(folder)
     model.requires_grad_(False)  # then there is neither gradient nor state to shard
     old = cuda and torch.cuda.get_device_capability()[0] < 8 and model.dtype == torch.bfloat16
     shard(
@@ -115,6 +116,7 @@ def load(folder: str) -> tuple[Any, Any]:
             model = with_trained_adapter(model, folder)
         named = folder if _has_tokenizer(folder) else base
         tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
+    check_tokenizer_fields(named)
     return model.to(device).eval(), tokenizer
 
 

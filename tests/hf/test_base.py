@@ -326,6 +326,20 @@ def test_a_base_inside_a_users_module_is_compared(change, adapted, tmp_path):
         check_base(before, noted(), "a checkpoint")
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a user's module"])
+def test_a_scale_that_was_set_by_hand_is_compared(inside):
+    def noted(scale: float) -> Any:
+        model = get_peft_model(small(), adapter())
+        model.model.model.layers[0].self_attn.q_proj.set_scale("default", scale)
+        return note_of(ftkit.shard(Around(model) if inside else model, {"affinity": False}))
+
+    before = json.loads(json.dumps(noted(1.0)))
+    assert check_base(before, noted(1.0), "a checkpoint")
+    with pytest.raises(UserError, match=r"the adapter's scale in \S*layers\.0\.self_attn\.q_proj\.default: 4\.0 then, 8\.0 now"):
+        check_base(before, noted(2.0), "a checkpoint")
+    assert check_base({key: each for key, each in before.items() if key != "scales"}, noted(2.0), "of an earlier version")
+
+
 class Taught(nn.Module):
     """A student and its frozen teacher."""
 
@@ -352,7 +366,7 @@ def test_every_model_of_a_users_module_is_compared(adapted):
     if adapted:
         with pytest.raises(UserError, match=r"the adapter of teacher\.default\.lora_alpha"):
             check_base(before, noted(alpha=64), "a checkpoint")
-    earlier = {key: value for key, value in before.items() if key not in ("configs", "adapters", "versions")}
+    earlier = {key: value for key, value in before.items() if key not in ("configs", "adapters", "scales", "versions")}
     assert check_base(earlier, noted(rms_norm_eps=1e-2, alpha=64), "of an earlier version")
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import peft
 import transformers
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -60,6 +61,7 @@ FIELDS = {
     "configs": ("the configuration of ", "transformers"),
     "adapter": ("the adapter's ", "peft"),
     "adapters": ("the adapter of ", "peft"),
+    "scales": ("the adapter's scale in ", "peft"),
 }
 """Parts of a note that are fields: how a message names one, and whose they are; of further models under their names."""
 VERSIONS = "versions"
@@ -105,11 +107,22 @@ def _described(model: nn.Module) -> tuple[Note, nn.Module]:
     if adapters:
         note["adapter"] = adapters[0][1]
         note["adapters"] = {f"{name}.{key}": fields for name, told in adapters[1:] for key, fields in told.items()}
+        note["scales"] = _scales_note(model)
     return note, inner[first]
 
 
 def _adapters_note(model: PeftModel) -> Note:
     return {name: _plain(each.to_dict(), NO_MATTER_OF_ADAPTERS) for name, each in model.peft_config.items()}
+
+
+def _scales_note(model: nn.Module) -> Note:
+    """Return the scale of each adapter in each layer: `set_scale` changes it, and PEFT's configuration does not say so."""
+    found = {}
+    for name, layer in model.named_modules():
+        scales = getattr(layer, "scaling", None) if isinstance(layer, BaseTunerLayer) else None
+        if isinstance(scales, dict):  # of LoRA and its kin
+            found |= {f"{name}.{key}": float(each) for key, each in scales.items() if isinstance(each, int | float)}
+    return found
 
 
 def config_note(model: nn.Module) -> Note:

@@ -135,6 +135,20 @@ FAULTS = (
         "tests/hf/test_base.py::test_every_model_of_a_users_module_is_compared",
     ),
     fault(
+        "an adapter's scale that was set by hand is not noted",
+        "ftkit/hf/weights/base_digest.py",
+        'note["scales"] = _scales_note(model)',
+        'note["scales"] = {}',
+        "tests/hf/test_base.py::test_a_scale_that_was_set_by_hand_is_compared",
+    ),
+    fault(
+        "a number in base 8 is read in silence",
+        "ftkit/config/yaml_lines.py",
+        "elif node.tag in NUMBERS and",
+        "elif node.tag in () and",
+        "tests/test_recipe.py::test_numbers_of_base_8_in_an_override_stop_and_quoted_ones_are_text",
+    ),
+    fault(
         "a configuration that cannot be written costs every checkpoint",
         _CHECKPOINTS,
         "            self._try_small_files()\n",
