@@ -57,7 +57,8 @@ class Ftkit:
     @property
     def unit_bytes(self) -> int:
         """Bytes of the weights of one block, the widest, as they are gathered."""
-        return max(sum(flat.layout.padded_numel * flat.dtype.itemsize for flat in unit.flats) for unit in self.units.units)
+        groups = [unit.weights.flats for unit in self.units.units]
+        return max(sum(flat.layout.padded_numel * flat.dtype.itemsize for flat in group) for group in groups)
 
     def step(self, ids: Tensor) -> Tensor:
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -131,8 +131,10 @@ def test_refusals(text, words):
 
 
 def test_numbers_of_base_8_in_an_override_stop_and_quoted_ones_are_text():
-    assert problems(SMALL, "train.max_steps=0100")[0].startswith("--set train.max_steps=0100: train.max_steps: found 0100; ")
-    assert parse(SMALL, "r.yaml", ["model.name='010'", "optimizer.lr=0.5", "train.seed=0"], check_files=False).model.name == "010"
+    (found,) = problems(SMALL, "train.max_steps=0100")
+    assert found.startswith("--set train.max_steps=0100: train.max_steps: found 0100; ")
+    read = parse(SMALL, "r.yaml", ["model.name='010'", "optimizer.lr=0.5", "train.seed=0"], check_files=False)
+    assert read.model.name == "010"
 
 
 def test_a_key_given_twice_in_an_override_stops():

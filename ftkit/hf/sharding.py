@@ -471,7 +471,7 @@ def _refuse(model: nn.Module, world_size: int) -> None:
 
 def _cuts_gradients(units: ShardedModel) -> bool:
     """Return whether a tensor that leaves a block other than as its result loses its gradient: not by plain autograd."""
-    return bool(units.trainable) and any(not unit.keep or unit.gathered or unit.reduced for unit in units.units)
+    return bool(units.trainable) and any(unit.is_cut_out for unit in units.units)
 
 
 PLAIN = "set ftkit={'stage': 1, 'activations': 'keep'} (engine: in a recipe), where blocks run by plain autograd"

@@ -218,7 +218,7 @@ def train(plan: Plan, units: Units, optimizer: ShardedOptimizer, *, packed: bool
     units.finish_gradients()
     optimizer.zero_grad()
     if reduced:
-        units.transfer.open_gradients([])
+        units.transfer.gradient_slot()
     passes = PASSES if reduced and plan.strategy.gradients == DEVICE else 1
     steps = 1 if plan.strategy.rounds > 1 else passes
     rows, tokens = plan.strategy.sequences, plan.shape.sequence_tokens
@@ -383,13 +383,12 @@ def _permanent(units: Units, optimizer: ShardedOptimizer) -> Iterator[tuple[str,
 
     for flat in units.flats:
         yield "parameters", [flat.full] if flat.full is not None else of(flat.weights)
-        yield "gradients", [t for t in (flat.full_grad, flat.grad) if t is not None] + of(flat.gradient)
+    for gradient in units.gradients:
+        yield "gradients", gradient.tensors()
     for state in optimizer.lines.values():
         yield "optimizer state", of(state.master, *state.moments.values())
-    transfer = units.transfer
-    yield "slots", [slot.buffer for slot in transfer.slots]
-    yield "slots", [] if transfer._gradient_slot is None else [transfer._gradient_slot]
-    yield "staging", [] if units.drain is None else units.drain.buffers
+    yield "slots", units.transfer.buffers()
+    yield "staging", [] if units.offload is None else units.offload.buffers
     yield "staging", [buffer for slot in optimizer.updater.slots for buffer in slot.buffers.values()]
 
 

@@ -99,13 +99,13 @@ def given_back() -> tuple[int, int, list[bool]]:
     model = families.build("qwen3")
     units = shard_model(model, Strategy.of(debug=True))
     with hold(units):
-        slots = [unit.whole.buffer for unit in units.units]
+        slots = [unit.weights._whole.buffer for unit in units.units]
         leaf = units.leaves[0].whole
         assert all(each.whole is leaf for each in units.leaves)  # a tied weight is held once
         numel = sum(flat.layout.padded_numel for flat in units.flats if not flat.resident)
-    lines = [(slot.view(torch.float32), unit.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
+    lines = [(slot.view(torch.float32), unit.weights.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
     poisoned = [bool(values[:length].isnan().all()) for values, length in lines]
-    gone = [unit.whole is None for unit in units.units] + [each.whole is None for each in units.leaves]
+    gone = [not unit.weights.is_whole for unit in units.units] + [each.whole is None for each in units.leaves]
     return gathered_bytes(units), 4 * numel, [*poisoned, bool(leaf.isnan().all()), *gone, units.held_since is None]
 
 

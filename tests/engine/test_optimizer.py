@@ -1,7 +1,7 @@
 """The update alone: sharded AdamW and SGD against torch's own, on gradients made here, without a model that computes.
 
 A line of five tensors of uneven sizes, cut by shards in the middle of tensors. Gradients come through the same door as in
-training (`contribute` and `touched`), so that groups, step counts, clipping and overflow can be given to it one at a time.
+training (`Gradient`), so that groups, step counts, clipping and overflow can be given to it one at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ftkit.engine.optim.optimizer import LossScale, Run, ShardedAdamW, ShardedOp
 from ftkit.errors import UserError
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
 from ftkit.spec.strategy import Strategy
+from tests.engine import gradients
 
 SHAPES = {"a": (67, 50), "b": (50,), "c": (90, 61), "d": (), "e": (3001,)}
 STEPS = 4
@@ -57,18 +58,14 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
 
 
 def give(units: Units, step: int, names: str = "abcde", scale: float = 1.0) -> None:
-    """Contribute this rank's gradients of some tensors."""
+    """Give this rank's gradients of some tensors."""
     (flat,) = units.flats
-    full = torch.zeros(flat.layout.padded_numel, dtype=flat.dtype)
-    for index, segment in enumerate(flat.layout.segments):
-        name = segment.name[-1]
-        if name in names:
-            full[segment.start : segment.stop] = gradient(name, step, units.comm.rank).reshape(-1) * scale
-            flat.touched[index] = True
-    if flat.deferred:
-        flat.full_grad, flat._has_gradient = full, True
-    else:
-        flat.contribute(full)
+    named = {segment.name[-1]: index for index, segment in enumerate(flat.layout.segments)}
+    rank = units.comm.rank
+    gradients.give(
+        units.gradient_of[flat],
+        {index: gradient(name, step, rank) * scale for name, index in named.items() if name in names},
+    )
 
 
 def two_groups(model: OneBlock) -> list[dict[str, Any]]:
@@ -156,8 +153,8 @@ def clips_what_is_not_finite(scale: float) -> None:
     plain, ours = OneBlock(), ShardedSGD(units, None, lr=0.5)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
     give(units, 0)
-    (flat,) = units.flats
-    flat.full_grad[: plain.block["a"].numel()] *= scale
+    (given,) = units.gradients
+    given.full[: plain.block["a"].numel()] *= scale
     for name, parameter in plain.block.items():
         parameter.grad = gradient(name, 0, 0) * (scale if name == "a" else 1.0)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -303,13 +300,8 @@ def masters(units: Units, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
 
 def give_ones(units: Units) -> None:
     """Give every line a gradient of ones."""
-    for flat in units.trainable:
-        flat.touched = [True] * len(flat.parameters)
-        full = torch.ones(flat.layout.padded_numel, dtype=flat.dtype)
-        if flat.deferred:
-            flat.full_grad, flat._has_gradient = full, True
-        else:
-            flat.contribute(full)
+    for each in units.gradients:
+        gradients.give(each, {index: torch.ones(parameter.shape) for index, parameter in enumerate(each.flat.parameters)})
 
 
 def edits_in_place(strategy: Strategy, folder: str, steps_before: int) -> None:

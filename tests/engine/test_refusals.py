@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
+from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.shard import shard
 from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
 from ftkit.errors import UserError
@@ -42,18 +44,26 @@ def everywhere(world, case, *args):
 # --- before
 
 
-def no_room(threads):
+def no_room(*_):
     raise MemoryError("no room")
 
 
 def test_a_model_that_was_left_half_sharded_says_so():
     model = families.build("llama")
     strategy = Strategy.of(gradients="host", state="host")
-    with pytest.raises(MemoryError, match="no room"):
-        shard_model(model, strategy, host_loops=no_room)
+    with mock.patch.object(FlatParameter, "allocate", no_room), pytest.raises(MemoryError, match="no room"):
+        shard_model(model, strategy)
     for each in (strategy, Strategy.of(stage=1)):
         with pytest.raises(UserError, match="failed before, and left it half sharded: make the model again"):
             shard_model(model, each)
+
+
+def test_a_failure_before_the_model_is_changed_leaves_it_as_it_was():
+    model = families.build("llama")
+    strategy = Strategy.of(gradients="host", state="host")
+    with pytest.raises(MemoryError, match="no room"):
+        shard_model(model, strategy, host_loops=no_room)
+    shard_model(model, strategy)
 
 
 # --- use
@@ -73,7 +83,7 @@ def gradients_of_chosen_inputs(activations):
     embedded = torch.randn(2, 5, HIDDEN, requires_grad=True)
     with pytest.raises(RuntimeError, match="gradients of chosen inputs"):
         torch.autograd.grad(model(inputs_embeds=embedded).logits.sum(), embedded)
-    assert not any(flat.has_gradient for unit in units.units for flat in unit.flats)
+    assert not any(gradient.there for gradient in units.gradients)
 
 
 def backward_twice(activations):

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files.flat_file import FlatFile
@@ -26,6 +25,7 @@ from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
+from tests.engine.gradients import give
 
 PIECE = 4096
 NUMEL = 40 * PIECE + 77
@@ -65,23 +65,13 @@ def made(folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferre
     return model, units, ShardedAdamW(units, None, lr=1e-2)
 
 
-def give(flat: FlatParameter, full: torch.Tensor) -> None:
-    """Let `full` (W*S,) be the gradient of a step, where the backward would have put it."""
-    flat.touched = [True]
-    if flat.deferred:
-        flat.full_grad, flat._has_gradient = full, True
-    else:
-        flat.contribute(full)
-
-
 def train(folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferred: bool, steps: int = 4) -> torch.Tensor:
     """Return the weights after a few steps on given gradients."""
     _, units, optimizer = made(folder, placement, dtype, deferred=deferred)
     (flat,) = units.flats
     for step in range(steps):
-        full = torch.zeros(flat.layout.padded_numel, dtype=flat.dtype)
-        full[:NUMEL] = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
-        give(flat, full)
+        values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))
+        give(units.gradient_of[flat], {0: values.to(flat.dtype)})
         optimizer.step()
         optimizer.zero_grad()
     (weights,) = units.state_dict().values()
@@ -169,7 +159,7 @@ def test_state_is_read_when_it_has_been_written(tmp_path, monkeypatch):
     for name, placement in (("memory", {}), ("files", {"state": "nvme"})):
         _, units, optimizer = made(tmp_path, placement, torch.bfloat16, deferred=True)
         (flat,) = units.flats
-        give(flat, torch.ones(flat.layout.padded_numel, dtype=flat.dtype))
+        give(units.gradient_of[flat], {0: torch.ones(NUMEL)})
         optimizer.step()
         optimizer.settle()
         store = optimizer.lines[flat.name].moments["exp_avg"]
@@ -189,7 +179,7 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
         with open(moment.path, "r+b") as file:  # as a failing drive would
             file.seek(flatfile.DATA_START + 5 * PIECE * 4)
             file.write(b"\x01")
-        give(flat, torch.ones(flat.layout.padded_numel, dtype=flat.dtype))
+        give(units.gradient_of[flat], {0: torch.ones(NUMEL)})
 
         def step_and_look() -> None:
             optimizer.step()
@@ -201,7 +191,6 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
             with pytest.raises(UserError, match="update of block failed"):
                 later()
         optimizer.zero_grad()
-        flat.touched, flat._has_gradient = [True], True
         with pytest.raises(UserError, match="failed"):
-            optimizer.step()
+            give(units.gradient_of[flat], {0: torch.ones(NUMEL)})
         units.tiers.close()

@@ -335,7 +335,8 @@ def test_a_scale_that_was_set_by_hand_is_compared(inside):
 
     before = json.loads(json.dumps(noted(1.0)))
     assert check_base(before, noted(1.0), "a checkpoint")
-    with pytest.raises(UserError, match=r"the adapter's scale in \S*layers\.0\.self_attn\.q_proj\.default: 4\.0 then, 8\.0 now"):
+    words = r"the adapter's scale in \S*layers\.0\.self_attn\.q_proj\.default: 4\.0 then, 8\.0 now"
+    with pytest.raises(UserError, match=words):
         check_base(before, noted(2.0), "a checkpoint")
     assert check_base({key: each for key, each in before.items() if key != "scales"}, noted(2.0), "of an earlier version")
 

@@ -538,7 +538,7 @@ def load_and_measure(folder: str) -> dict[str, int]:
     return {
         "peak": status("VmHWM") - start,
         "shard": units.state_bytes()["parameters"],
-        "unit": max(sum(flat.layout.numel * flat.dtype.itemsize for flat in unit.flats) for unit in units.units),
+        "unit": max(sum(flat.layout.numel * flat.dtype.itemsize for flat in unit.weights.flats) for unit in units.units),
         "read": units.model._ftkit_source.report.bytes_read,
     }
 

@@ -88,7 +88,7 @@ def state(trainer: Any) -> dict[str, Any]:
     trained = [flat for flat in units.flats if flat.trainable]
     return {
         "trained": sorted(segment.name for flat in trained for segment in flat.layout.segments),
-        "frozen gradients": sum(f.grad is not None or f.full_grad is not None for f in units.flats if not f.trainable),
+        "frozen gradients": sum(flat in units.gradient_of for flat in units.flats if not flat.trainable),
         "lines": sorted(optimizer.lines) == sorted(flat.name for flat in trained),
         "state bytes": optimizer.state_bytes(),
         "expected bytes": sum(2 * 4 * flat.layout.shard_numel for flat in trained),  # two moments; fp32 is its own master

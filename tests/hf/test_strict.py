@@ -24,7 +24,7 @@ def choices(value: str, settings: dict[str, Any]) -> dict[str, Any]:
         "activations": strategy.activations,
         "weights": strategy.weights,
         "debug": strategy.debug,
-        "resident": any(flat.resident for unit in units.units for flat in unit.flats),
+        "resident": any(flat.resident for unit in units.units for flat in unit.weights.flats),
     }
 
 

@@ -14,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from ftkit.engine.comm.shared_stage import STAGE_BYTES
 from ftkit.engine.core import activation_offload as kept
-from ftkit.engine.core import gradient_offload as drain
-from ftkit.engine.core import transfer
+from ftkit.engine.core import gradient_offload, transfer
 from ftkit.engine.files import flat_file as flatfile
 from ftkit.engine.files import storage
 from ftkit.engine.optim import updater as update
@@ -33,7 +32,7 @@ DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kep
 def test_the_engines_sizes_are_the_plans():
     assert plan.SLOT_ALIGNMENT_BYTES == transfer.ALIGNMENT_BYTES
     assert plan.READ_AHEAD_BUFFERS == transfer.READ_AHEAD + 1
-    assert plan.DRAIN_BUFFERS == drain.BUFFERS
+    assert plan.DRAIN_BUFFERS == gradient_offload.BUFFERS
     assert plan.UPDATE_SLOTS == update.SLOTS
     assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
     assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL

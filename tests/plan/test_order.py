@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.transfer import Transfer
-from ftkit.engine.core.unit import Unit
 from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.plan.schedule import script
 from ftkit.plan.shape import Line, Shape
@@ -27,7 +27,7 @@ def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
     units = shard_model(model, Strategy.of(stage=stage, weights=weights))
     optimizer = ShardedAdamW(units)
     did: list[str] = []
-    gather, reduce, enter = Transfer.gather, Transfer.reduce, Unit.enter
+    gather, reduce, enter = Transfer.gather, Transfer.reduce, BlockWeights.enter
 
     def gathers(self: Transfer, slot: Any, flats: Any, number: int) -> None:
         before = slot.content
@@ -39,14 +39,14 @@ def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
         did.append(f"reduce backward {number}")
         reduce(self, flats, places, number)
 
-    def enters(self: Unit, *, graph: bool, neighbour: Unit | None) -> None:
+    def enters(self: BlockWeights, *, graph: bool, neighbour: BlockWeights | None) -> None:
         enter(self, graph=graph, neighbour=neighbour)
         did.append(f"{'forward' if graph else 'backward'} {self.number}")
 
     with (
         mock.patch.object(Transfer, "gather", gathers),
         mock.patch.object(Transfer, "reduce", reduces),
-        mock.patch.object(Unit, "enter", enters),
+        mock.patch.object(BlockWeights, "enter", enters),
     ):
         for step in range(STEPS):
             for micro in range(ROUNDS):

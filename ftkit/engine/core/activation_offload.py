@@ -195,6 +195,34 @@ class Keeper:
             return self.stream.record_event()
 
 
+class OffloadedInputs:
+    """The inputs of one block that were moved away: of each forward whose backward is to come.
+
+    Args:
+        keeper: moves them.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self._forwards: list[list[weakref.ref[Ticket]]] = []
+
+    def keep(self, tensors: Sequence[Tensor]) -> list[Ticket | None]:
+        """Move a call's activations away until its backward; None for what stays with autograd."""
+        tickets = self.keeper.keep(tensors)
+        self._forwards.append([weakref.ref(ticket) for ticket in tickets if ticket is not None])
+        return tickets
+
+    def bring(self) -> None:
+        """Start bringing back the inputs of the last forward."""
+        for reference in self._forwards.pop() if self._forwards else ():
+            if (ticket := reference()) is not None:
+                ticket.bring()
+
+    def forget(self) -> None:
+        """Forget forwards whose backward has not come."""
+        self._forwards.clear()
+
+
 def _padded_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, rounded up to what a file of 4-byte elements takes."""
     return -(-tensor.numel() * tensor.dtype.itemsize // 16384) * 16384

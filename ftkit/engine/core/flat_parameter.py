@@ -1,14 +1,12 @@
-"""The flat parameter: one line of bytes that is a unit's weights, gradient and state on this rank.
+"""The flat parameter: tensors of a unit laid end to end, of which each rank holds a part.
 
 [Note: the tensors of a flat parameter]   N elements, W ranks, shards of S elements (layout.py)
 
     weights     (S,)    compute dtype   this rank's part of the weights; permanent; written by the optimizer and the loader
     full        (W*S,)  compute dtype   all weights; permanent ("resident") or lent by a slot (transfer.py)
-    grad        (S,)    gradient dtype  this rank's part of the mean gradient, summed over a step's micro-batches
-    full_grad   (W*S,)  gradient dtype  the local gradient of all weights; only where reduction waits for the step's end
 
-`weights` and the gradient may lie in host memory or on NVMe (tiers.py); what follows reads them through their stores. A
-gradient that leaves the device is moved by gradient_offload.py, which also takes its squared norm while it passes.
+`weights` may lie in host memory or on NVMe (tiers.py), so it is read through its store. Its gradient is a noun of its own
+(gradient.py), and so is its optimizer state (optim/).
 
 The `nn.Parameter` objects of the model stay where they are, under the names they have. While a unit is gathered their
 `.data` are views of `full`. Otherwise they are *absent*: shape, dtype and device stay true (counts, PEFT and Trainer read
@@ -18,24 +16,21 @@ A resident flat parameter (stages 0, 1 and 2, small parameters everywhere, or on
 keeps `full` for good, and `weights` is a view of it. A replicated one (stage 0) is laid out for a world of one although W
 ranks hold it.
 
-While the optimizer updates a line in the background, `update` says so; whoever reads or writes its weights, its gradient
-or its state calls `settle` first.
+While the optimizer updates it in the background, `update` says so. Whoever reads or writes its weights, its gradient or its
+state calls `settle` first.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.collected import collect
 from ftkit.engine.core.resharded import guard, plain_class, resharded_class
 from ftkit.engine.files.finite import is_finite
 from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
@@ -57,13 +52,6 @@ PIECE_NUMEL = 1 << 18
 """Elements of mixed dtypes that are added at a time on a CPU: they stay in cache meanwhile."""
 
 
-class Outflow(Protocol):
-    """What takes reduced gradients off the device (gradient_offload.py)."""
-
-    def take(self, flat: FlatParameter, part: Tensor, *, add: bool) -> None:
-        """Add `part` (S,) to the line's gradient, or put it in its place."""
-
-
 class Update(Protocol):
     """A line's update under way (updater.py)."""
 
@@ -74,12 +62,6 @@ class Update(Protocol):
 def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return a tensor of `parameter`'s shape that holds nothing: one NaN, expanded."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
-
-
-def _has_touched(line: weakref.ref[FlatParameter], index: int) -> bool:
-    """Return whether a line that is still there has a gradient of its tensor `index`."""
-    own = line()
-    return own is not None and own.touched[index]
 
 
 class FlatParameter:
@@ -95,7 +77,6 @@ class FlatParameter:
     """
 
     weights: Store
-    gradient: Store | None = None  # below the device
 
     def __init__(
         self,
@@ -115,14 +96,8 @@ class FlatParameter:
         self.rank = comm.rank if self.owners > 1 else 0
         self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
         self.resident = strategy.resident(kind, comm.world_size)
-        self.deferred = strategy.reduced_late(kind, comm.world_size)
-        self.grad_dtype = torch.float32 if strategy.sums_in_fp32 else dtype
-        self.slot_dtype = self.grad_dtype if strategy.parts > 1 else dtype  # where several are summed before the reduction
+        self.kind = kind
         self.version = 0  # of the weights: +1 an update
-        self.touched = [False] * len(self.parameters)  # which tensors got a gradient since zero_grad
-        self.grad: Tensor | None = None  # on the device
-        self.full_grad: Tensor | None = None
-        self.square: float | None = None  # of a gradient below the device
         self.full: Tensor | None = None
         self.full_version = 0
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
@@ -131,11 +106,7 @@ class FlatParameter:
         self.update: Update | None = None
         self.captured: threading.Event | None = None  # set when a checkpoint that is being written has this line
         self.capture_seconds = 0.0  # that updates have waited for it
-        self.drain: Outflow | None = None
         self.edits_taken = 0  # what `edits` was when the optimizer last looked
-        self._has_gradient = False
-        self._finished = False
-        self.contributions = 0  # counts everything that changes the gradient; a cached norm is of one such count
 
     # --- where it lies
 
@@ -165,7 +136,7 @@ class FlatParameter:
             raise RuntimeError(f"the weights of {self.name} lie on NVMe: read them piece by piece")
         return self.weights.tensor
 
-    def allocate(self, tiers: Tiers, drain: Outflow | None) -> None:
+    def allocate(self, tiers: Tiers) -> None:
         """Lay down this rank's bytes; take over values of parameters that have them (a meta tensor has none).
 
         The parameters are absent afterwards, or views of `full`.
@@ -176,21 +147,15 @@ class FlatParameter:
             self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], DEVICE)
         else:
             self.weights = tiers.make("parameters", f"{self.name}.weights", numel, self.dtype)
-        if self.trainable and not self.deferred and tiers.tier("gradients") != DEVICE:
-            self.gradient = tiers.make("gradients", f"{self.name}.gradient", numel, self.grad_dtype)
-            self.drain = drain
         self._take_over(device)
         for parameter in self.parameters:
             parameter.grad = None
-        own = weakref.ref(self)
         if self.full is not None:
             self.attach(self.full)
             self.edits_taken = self.edits()
-            for index, parameter in enumerate(self.parameters if self.trainable else ()):
-                collect(parameter, self.layout.segments[index].name, partial(_has_touched, own, index))
             return
         for parameter, segment in zip(self.parameters, self.layout.segments):
-            guard(parameter, segment.name, lambda: (line := own()) is not None and line.has_gradient)
+            guard(parameter, segment.name)
         self.detach()
 
     def unusable(self) -> tuple[set[str], dict[str, float]]:
@@ -398,123 +363,10 @@ class FlatParameter:
             self.gather(self.full)
             self.full_version = self.version
 
-    # --- gradients
-
-    def zero_grad(self) -> None:
-        """Forget the step's gradient. Nothing is written: the next contribution overwrites."""
-        self._has_gradient = self._finished = False
-        self.square = None
-        self.contributions += 1
-        self.touched = [False] * len(self.parameters)
-
-    def _changes(self) -> None:
-        """Note that the gradient changes.
-
-        Raises:
-            RuntimeError: if it was reduced and read already: what was reduced cannot be added to.
-        """
-        if self._finished and self.deferred and self.comm.world_size > 1:
-            raise RuntimeError(
-                f"a backward reached {self.name} after its gradient norm was taken or the step was made: call zero_grad() "
-                "between a step and the next backward"
-            )
-        self._finished = False
-        self.contributions += 1
-        self.settle()
-
-    def contribute(self, full: Tensor) -> None:
-        """Add the mean over ranks of a local gradient `full` (W*S,), which is scratch after, to this rank's `grad`.
-
-        Cost: one reduce-scatter of W*S elements.
-        """
-        self._changes()
-        if self.drain is not None:
-            start = self.rank * self.layout.shard_numel
-            part = full[start : start + self.layout.shard_numel]
-            self.comm.reduce_scatter_mean(part, full, self.name)
-            self.drain.take(self, part, add=self._has_gradient)
-            self._has_gradient = True
-            return
-        if self.grad is None:
-            self.grad = torch.empty(self.layout.shard_numel, dtype=self.grad_dtype, device=self.comm.device)
-        if not self._has_gradient and self.grad_dtype == full.dtype:
-            self.comm.reduce_scatter_mean(self.grad, full, self.name)
-        else:
-            part = torch.empty(self.layout.shard_numel, dtype=full.dtype, device=self.comm.device)
-            self.comm.reduce_scatter_mean(part, full, self.name)
-            if self._has_gradient:
-                add_in_pieces(self.grad, part)
-            else:
-                self.grad.copy_(part)
-        self._has_gradient = True
-
-    def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add tensor `index`'s local `gradient` to `full_grad`; `finish` reduces it."""
-        self._changes()
-        if self.full_grad is None:
-            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
-        segment = self.layout.segments[index]
-        place = self.full_grad[segment.start : segment.stop]
-        if self.touched[index]:
-            add_in_pieces(place, gradient.reshape(-1))
-        else:
-            place.copy_(gradient.reshape(-1))
-        self.touched[index] = True
-        self._has_gradient = True
-
-    def finish(self) -> None:
-        """Reduce a deferred gradient: after this, `grad` (S,) is the step's mean gradient on every path.
-
-        Every rank takes part, also one whose part of the batch did not use these tensors.
-        Cost: for deferred gradients one reduce-scatter (stage 1) or all-reduce (stage 0) a step.
-        """
-        if self._finished:
-            return
-        self._finished = True
-        if not self.deferred:
-            return
-        self.settle()
-        if self.full_grad is None:
-            self.full_grad = torch.empty(self.layout.padded_numel, dtype=self.grad_dtype, device=self.comm.device)
-        for index, segment in enumerate(self.layout.segments):
-            if not self.touched[index]:
-                self.full_grad[segment.start : segment.stop].zero_()
-        self.full_grad[self.layout.numel :].zero_()
-        if self.owners == 1:
-            self.comm.all_reduce_mean(self.full_grad, self.name)
-            self.grad = self.full_grad
-        else:
-            start = self.rank * self.layout.shard_numel
-            self.grad = self.full_grad[start : start + self.layout.shard_numel]
-            self.comm.reduce_scatter_mean(self.grad, self.full_grad, self.name)
-        self._has_gradient = True
-
-    def gradient_store(self) -> Store | None:
-        """Return where this rank's part (S,) of the step's gradient lies; None if there is none."""
-        if not self._has_gradient:
-            return None
-        if self.gradient is not None:
-            return self.gradient
-        return None if self.grad is None else MemoryStore(self.grad, DEVICE)
-
     @property
-    def has_gradient(self) -> bool:
-        """Whether this rank holds a gradient for the current step."""
-        return self._has_gradient
-
-    def state_bytes(self) -> dict[str, int]:
-        """Return the bytes of live storages by kind: parameters, gradients (the optimizer adds its own)."""
-        weights = self.full.untyped_storage().nbytes() if self.full is not None else store_bytes(self.weights)
-        gradient = self.full_grad if self.full_grad is not None else self.grad
-        held = gradient.untyped_storage().nbytes() if gradient is not None else 0
-        return {"parameters": weights, "gradients": held + (store_bytes(self.gradient) if self.gradient else 0)}
-
-
-def add_in_pieces(total: Tensor, part: Tensor) -> None:
-    """Add `part` (n,) to `total` (n,): on a CPU in pieces, as torch first widens all of a narrower `part`."""
-    width = PIECE_NUMEL if total.device.type == "cpu" and total.dtype != part.dtype else max(total.numel(), 1)
-    for start in range(0, total.numel(), width):
-        total[start : start + width].add_(part[start : start + width])
+    def size_bytes(self) -> int:
+        """Bytes of live storage on this rank, wherever it lies."""
+        return self.full.untyped_storage().nbytes() if self.full is not None else store_bytes(self.weights)
 
 
 def store_bytes(store: Store) -> int:

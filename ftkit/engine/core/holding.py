@@ -49,11 +49,11 @@ def hold(units: Units) -> Iterator[None]:
     units.freshen()
     transfer = units.transfer
     with ExitStack() as stack:
-        gathered = [unit for unit in units.units if unit.gathered]
-        for number, unit in enumerate(gathered):
+        gathered = [unit.weights for unit in units.units if unit.weights.gathered]
+        for number, weights in enumerate(gathered):
             transfer.read_ahead([other.gathered for other in gathered[number : number + 3]])
-            stack.callback(unit.give_back)
-            unit.hold_whole()
+            stack.callback(weights.give_back)
+            weights.hold_whole()
         lines = dict.fromkeys(leaf.flat for leaf in units.leaves)
         for flat in lines:
             _hold_leaves(units, [leaf for leaf in units.leaves if leaf.flat is flat], stack)

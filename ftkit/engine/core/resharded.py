@@ -126,16 +126,14 @@ def plain_class(parameter: Tensor) -> type:
     return nn.Parameter if kind is Resharded else kind.__bases__[1]
 
 
-def guard(parameter: Tensor, name: str, has_gradient: Callable[[], bool]) -> None:
-    """Note what a parameter's refusals will say.
-
-    Args:
-        parameter: parameter of a sharded model.
-        name: name of the parameter in the model.
-        has_gradient: whether its gradient shard holds something.
-    """
+def guard(parameter: Tensor, name: str) -> None:
+    """Note the name by which a parameter of a sharded model will refuse."""
     parameter.ftkit_name = name  # type: ignore[attr-defined]  # tensors take attributes
-    parameter.ftkit_has_gradient = has_gradient  # type: ignore[attr-defined]  # as above
+
+
+def note_gradient(parameter: Tensor, has_gradient: Callable[[], bool]) -> None:
+    """Let `parameter.grad` raise while `has_gradient` says that its gradient is in shards."""
+    parameter.ftkit_has_gradient = has_gradient  # type: ignore[attr-defined]  # tensors take attributes
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.gradient import Gradient
 from ftkit.engine.core.resharded import on_gradient
 from ftkit.errors import UserError
 
@@ -68,6 +69,7 @@ class Leaf:
 
     Args:
         flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
+        gradient: the gradient of `flat`; None where it is frozen.
         module: the module that reads the parameter.
         attribute: name of the parameter in `module`.
         running: whether the model runs.
@@ -75,9 +77,16 @@ class Leaf:
     """
 
     def __init__(
-        self, flat: FlatParameter, module: nn.Module, attribute: str, running: Running, updates: Callable[[], int]
+        self,
+        flat: FlatParameter,
+        gradient: Gradient | None,
+        module: nn.Module,
+        attribute: str,
+        running: Running,
+        updates: Callable[[], int],
     ) -> None:
         self.flat = flat
+        self.gradient = gradient
         self.module = module
         self.attribute = attribute
         self.running = running
@@ -130,12 +139,12 @@ class Leaf:
 
         All reads in a call share one where a hook wants the gradient: it is given the sum, as of a tied weight.
         """
-        if torch.is_grad_enabled() and self.parameter.requires_grad:
+        if torch.is_grad_enabled() and self.parameter.requires_grad and self.gradient is not None:
             hooks = _hooks_of(self.parameter)
             updates, shared = self.running.shared.get(self.flat, (-1, None))
             if hooks and shared is not None and updates == self.updates():
                 return shared
-            gathered: Tensor = _Gather.apply(self.flat, self.anchor)
+            gathered: Tensor = _Gather.apply(self.gradient, self.anchor)
             for hook in hooks:
                 gathered.register_hook(hook)
             if hooks and self.running.gathers:
@@ -150,30 +159,19 @@ def _hooks_of(parameter: Tensor) -> list[Any]:
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: all-gather of a flat parameter that holds one tensor. Backward: reduce-scatter into its gradient shard."""
+    """Forward: all-gather of a flat parameter that holds one tensor. Backward: its gradient is added up and reduced."""
 
     @staticmethod
-    def forward(ctx: Any, flat: FlatParameter, anchor: Tensor) -> Tensor:
-        ctx.flat = flat
+    def forward(ctx: Any, gradient: Gradient, anchor: Tensor) -> Tensor:
+        ctx.gradient = gradient
         ctx.set_materialize_grads(False)
-        return gather_whole(flat)
+        return gather_whole(gradient.flat)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
-        _bring_home(ctx.flat, 0, gradient)
+        ctx.gradient.add_use(0, gradient)
         return None, None
-
-
-def _bring_home(flat: FlatParameter, index: int, gradient: Tensor | None) -> None:
-    """Put the gradient of tensor `index` onto its line; None where it is cut off on its way here (a `detach` in a block)."""
-    if flat.deferred:
-        if gradient is not None:
-            flat.accumulate(index, gradient)
-    elif gradient is not None:
-        contribute_tensor(flat, gradient)
-    else:  # on this rank; others may have one
-        flat.contribute(torch.zeros(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device))
 
 
 def gather_whole(flat: FlatParameter) -> Tensor:
@@ -181,15 +179,6 @@ def gather_whole(flat: FlatParameter) -> Tensor:
     full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
     flat.gather(full)
     return full[: flat.layout.numel].view(flat.layout.segments[0].shape)
-
-
-def contribute_tensor(flat: FlatParameter, gradient: Tensor) -> None:
-    """Reduce the local `gradient` of the one tensor on `flat`. Cost: one reduce-scatter, one buffer of W*S elements."""
-    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
-    full[: flat.layout.numel].copy_(gradient.reshape(-1))
-    full[flat.layout.numel :].zero_()
-    flat.touched[0] = True
-    flat.contribute(full)
 
 
 def refuse_gradients(flat: FlatParameter) -> None:
@@ -216,23 +205,23 @@ def refuse_gradients(flat: FlatParameter) -> None:
         on_gradient(parameter, refuse)
 
 
-def receive(flat: FlatParameter) -> None:
-    """Collect gradients of a resident flat parameter outside blocks as autograd finishes them.
+def receive(gradient: Gradient) -> None:
+    """Collect the gradient of a resident flat parameter outside blocks as autograd finishes it.
 
-    The hooks do not keep the line alive: autograd holds them where Python's collector does not look, so a line that they
-    held would never go, and its shards with it.
+    The hooks do not keep it alive: autograd holds hooks where Python's collector does not look, so what they held would
+    never go.
     """
-    line = weakref.ref(flat)
+    reference = weakref.ref(gradient)
 
     def receiver(index: int) -> Any:
         def take(parameter: Tensor) -> None:
-            own = line()
+            own = reference()
             if own is None:  # its model is gone: this is a tensor like any other
                 return
-            gradient, parameter.grad = parameter.grad, None
-            _bring_home(own, index, gradient)
+            finished, parameter.grad = parameter.grad, None
+            own.add_use(index, finished)
 
         return take
 
-    for index, parameter in enumerate(flat.parameters):
+    for index, parameter in enumerate(gradient.flat.parameters):
         on_gradient(parameter, receiver(index))

@@ -28,13 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core import block_weights
+from ftkit.engine.core.block_call import Split
+from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.dtypes import compute_dtype
 from ftkit.engine.core.flat_parameter import FlatParameter, absent
-from ftkit.engine.core.gradient_offload import Drain
+from ftkit.engine.core.gradient import DeferredGradient, Gradient, ReducedGradient, reduced_at_once
+from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
 from ftkit.engine.core.root_parameters import Leaf, Running, receive, refuse_gradients
 from ftkit.engine.core.transfer import Transfer
-from ftkit.engine.core.unit import Split, Unit
+from ftkit.engine.core.unit import Unit
 from ftkit.engine.core.wrappers import refuse_compiled, refuse_wrapped, refusing_members
 from ftkit.engine.files.finite import refuse_beyond, refuse_broken
 from ftkit.engine.kernels.device_kernels import FlatKernels
@@ -93,7 +97,8 @@ class Units:
         self.compute_dtype = compute_dtype(strategy)  # of weights in use; None: each parameter's own
         self.tiers = tiers
         self.host_loops = host_loops
-        self.drain: Drain | None = None
+        self.offload: GradientOffload | None = None
+        self.gradient_of: dict[FlatParameter, Gradient] = {}
         self.units: list[Unit] = []
         self.flats: list[FlatParameter] = []
         self.aliases: dict[str, str] = {}
@@ -119,6 +124,11 @@ class Units:
         trainable = [flat for flat in self.flats if flat.trainable]
         return sorted(trainable, key=lambda flat: not (flat.resident and flat in self.outside))
 
+    @property
+    def gradients(self) -> list[Gradient]:
+        """The gradients of the trainable flat parameters, in their order."""
+        return [self.gradient_of[flat] for flat in self.trainable]
+
     def place(self, parameter: Tensor) -> tuple[FlatParameter, int]:
         """Return the flat parameter that `parameter` is on, and its index there.
 
@@ -129,8 +139,8 @@ class Units:
 
     def zero_grad(self) -> None:
         """Forget the step's gradients, and weights held for a backward that never came. Writes nothing."""
-        for flat in self.flats:
-            flat.zero_grad()
+        for gradient in self.gradient_of.values():
+            gradient.zero()
         for unit in self.units:
             unit.forget()
 
@@ -148,12 +158,12 @@ class Units:
             self.unsynced -= 1
 
     def finish_gradients(self) -> None:
-        """Bring every trainable line's `grad` to the mean over ranks. Cost: one reduction a deferred line."""
+        """Bring all gradients to the mean over ranks. Cost: one reduction a deferred gradient."""
         with self.transfer.trace.span("collectives", "finish gradients"):
-            for flat in self.trainable:
-                flat.finish()
-            if self.drain is not None:
-                self.drain.finish()
+            for gradient in self.gradients:
+                gradient.finish()
+            if self.offload is not None:
+                self.offload.finish()
             self.transfer.settle()
 
     def updated(self) -> None:
@@ -184,7 +194,7 @@ class Units:
         self.check_unchanged()
         self.be_ready_outside()
         if self.units:
-            self.transfer.read_ahead([unit.gathered for unit in self.units[:2]])
+            self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
 
     def be_ready_outside(self) -> None:
         """Make whole copies outside blocks ready to be used."""
@@ -358,12 +368,12 @@ class Units:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storages on this rank: parameters, gradients, slots."""
-        staging = self.transfer.staging_bytes + (self.drain.staging_bytes if self.drain is not None else 0)
-        total = {"parameters": 0, "gradients": 0, "slots": self.transfer.slot_bytes, "staging": staging}
-        for flat in self.flats:
-            for kind, size in flat.state_bytes().items():
-                total[kind] += size
-        return total
+        return {
+            "parameters": sum(flat.size_bytes for flat in self.flats),
+            "gradients": sum(gradient.size_bytes for gradient in self.gradient_of.values()),
+            "slots": self.transfer.slot_bytes,
+            "staging": self.transfer.staging_bytes + (self.offload.staging_bytes if self.offload is not None else 0),
+        }
 
 
 def shard(
@@ -420,6 +430,7 @@ def shard(
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
     outside = _make_lines(units, _sort(model, blocks, bindings, whole, wide, units.compute_dtype), owners)
     _refuse_values(units)
+    _make_gradients(units)
     with changing(model):
         for flat in outside:
             _outside(units, flat, bindings, inside)
@@ -468,12 +479,27 @@ def _allocate(units: Units) -> None:
     """Lay down every line's bytes on their tiers."""
     tiers, flats = units.tiers, units.flats
     tiers.reserve("parameters", [(f.layout.shard_numel, f.dtype) for f in flats if not f.resident])
-    leaving = [f for f in flats if f.trainable and not f.deferred and tiers.tier("gradients") != DEVICE]
-    tiers.reserve("gradients", [(f.layout.shard_numel, f.grad_dtype) for f in leaving])
-    if leaving:
-        units.drain = Drain(leaving, tiers, units.host_loops(torch.get_num_threads()))
     for flat in flats:
-        flat.allocate(tiers, units.drain)
+        flat.allocate(tiers)
+        if (gradient := units.gradient_of.get(flat)) is not None:
+            gradient.watch()
+
+
+def _make_gradients(units: Units) -> None:
+    """Make the gradients of what is trained, each in its form; lay down the stores of those that leave the device."""
+    tiers, strategy = units.tiers, units.strategy
+    reduced = OffloadedGradient if tiers.tier("gradients") != DEVICE else ReducedGradient
+    for flat in units.flats:
+        if flat.trainable:
+            late = strategy.reduced_late(flat.kind, units.comm.world_size)
+            units.gradient_of[flat] = (DeferredGradient if late else reduced)(flat, strategy)
+    leaving = [each for each in units.gradient_of.values() if isinstance(each, OffloadedGradient)]
+    tiers.reserve("gradients", [(each.flat.layout.shard_numel, each.dtype) for each in leaving])
+    if leaving:
+        units.offload = offload = GradientOffload(leaving, tiers, units.host_loops(torch.get_num_threads()))
+        for each in leaving:
+            name, numel = f"{each.flat.name}.gradient", each.flat.layout.shard_numel
+            each.connect(offload, tiers.make("gradients", name, numel, each.dtype))
 
 
 def _refuse_values(units: Units) -> None:
@@ -714,7 +740,7 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
     if flat.resident:
         units.outside.append(flat)
         if flat.trainable:
-            receive(flat)
+            receive(units.gradient_of[flat])
         if units.strategy.deferred:
             for place in (place for parameter in flat.parameters for place in bindings[id(parameter)]):
                 if id(place.module) not in inside:
@@ -723,7 +749,8 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
     if flat.trainable:
         refuse_gradients(flat)
     for place in bindings[id(flat.parameters[0])]:
-        leaf = Leaf(flat, place.module, place.attribute, units.running, lambda: units.transfer.updates)
+        gradient = units.gradient_of.get(flat)
+        leaf = Leaf(flat, gradient, place.module, place.attribute, units.running, lambda: units.transfer.updates)
         units.leaves.append(leaf)
         _specialise_leaf(place.module, leaf, place.attribute)
 
@@ -737,26 +764,35 @@ def _make_units(
     split: Split | None,
 ) -> None:
     strategy = units.strategy
-    units.units = [
-        Unit(
-            number,
-            name,
+    groups = list(owners.values())
+    gradients = [[units.gradient_of[flat] for flat in group if flat.trainable] for group in groups]
+    units.transfer = transfer = Transfer(
+        groups,
+        list(map(reduced_at_once, gradients)),
+        units.comm,
+        units.tiers,
+        prefetch=strategy.prefetch,
+        debug=strategy.debug,
+    )
+    weights = [
+        BlockWeights(number, name, flats, hold=strategy.weights == "hold", transfer=transfer)
+        for number, (name, flats) in enumerate(owners.items())
+    ]
+    block_weights.connect(weights)
+    for number, (_, block) in enumerate(blocks):
+        unit = Unit(
             block,
-            owners[name],
+            weights[number],
+            gradients[number],
             keep=number >= len(blocks) - strategy.graphs(len(blocks)),  # the last ones
-            hold=strategy.weights == "hold",
             arguments=arguments,
             fingerprint=fingerprint,
             parts=strategy.parts,
             split=split,
         )
-        for number, (name, block) in enumerate(blocks)
-    ]
-    groups = [unit.flats for unit in units.units]
-    units.transfer = Transfer(groups, units.comm, units.tiers, prefetch=strategy.prefetch, debug=strategy.debug)
-    row = [None, *units.units, None]
-    for unit, before, after in zip(units.units, row, row[2:]):
-        unit.connect(units.transfer, before, after)
+        if units.units:
+            unit.before, units.units[-1].after = units.units[-1], unit
+        units.units.append(unit)
         _specialise_block(unit)
 
 
@@ -785,7 +821,7 @@ def _specialise_block(unit: Unit) -> None:
 
     forward.__signature__ = inspect.signature(block_forward)  # type: ignore[attr-defined]  # functions may carry one
     _specialise(unit.module, unit, forward=forward)
-    if unit.gathered:
+    if unit.weights.gathered:
         unit.module.register_state_dict_pre_hook(_refuse_state_dict)
 
 

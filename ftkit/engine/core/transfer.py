@@ -31,6 +31,7 @@ from ftkit.engine.arena import arena_bytes
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.activation_offload import Keeper
 from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.gradient import ReducedGradient
 from ftkit.engine.memory.tiers import FileStore, Tiers
 from ftkit.engine.trace import Trace
 from ftkit.spec.tiers import NVME
@@ -157,6 +158,7 @@ class Transfer:
 
     Args:
         groups: for each unit, in order of execution, its flat parameters.
+        gradients: for each unit, its gradients that are reduced after each use.
         comm: the ranks.
         tiers: where the shards lie.
         prefetch: whether units gather their neighbour while they compute.
@@ -164,7 +166,14 @@ class Transfer:
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[FlatParameter]], comm: Communicator, tiers: Tiers, *, prefetch: bool, debug: bool
+        self,
+        groups: Sequence[Sequence[FlatParameter]],
+        gradients: Sequence[Sequence[ReducedGradient]],
+        comm: Communicator,
+        tiers: Tiers,
+        *,
+        prefetch: bool,
+        debug: bool,
     ) -> None:
         self.comm = comm
         self.prefetch = prefetch
@@ -172,14 +181,12 @@ class Transfer:
         self.trace = Trace(comm.device)
         self.debug = debug
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
-        reduced = [[flat for flat in group if flat.trainable and not flat.deferred] for group in groups]
-        weights = max((_layout(group, gradients=False)[1] for group in gathered), default=0)
-        gradients = max((_layout(group, gradients=True)[1] for group in reduced), default=0)
+        weights = max((_layout(_of_weights(group))[1] for group in gathered), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
         self.keeper = Keeper(tiers)
         self.ahead = ReadAhead(gathered, tiers) if weights and tiers.tier("parameters") == NVME else None
-        self.gradient_bytes = gradients
-        self._gradient_slot: Tensor | None = None  # allocated by the first backward: evaluation needs none
+        self.gradient_bytes = max((_layout(_of_gradients(group))[1] for group in gradients), default=0)
+        self._gradient_slot: Tensor | None = None
         self.reduced: torch.cuda.Event | None = None  # when the last reduction has read the gradient slot
         self.updated = self.side.now()  # when the shards were last written
         self.updates = 0  # how often that happened
@@ -196,7 +203,7 @@ class Transfer:
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
         """Return a slot of its own for a unit that holds its weights until backward."""
-        return WeightSlot(_layout(flats, gradients=False)[1], self.comm.device)
+        return WeightSlot(_layout(_of_weights(flats))[1], self.comm.device)
 
     def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Start filling `slot` with the weights of `flats`; nothing if they are there already.
@@ -215,7 +222,7 @@ class Transfer:
             if self.debug:
                 self._same("gather", number)
             with self.trace.span("collectives", f"gather {number}"):
-                for flat, place, part in zip(flats, _views(slot.buffer, flats), read):
+                for flat, place, part in zip(flats, _views(slot.buffer, _of_weights(flats)), read):
                     flat.gather(place, part)
             if self.ahead is not None and buffer is not None:
                 self.ahead.give_back(buffer)
@@ -232,7 +239,7 @@ class Transfer:
         """Make unit `number`'s weights usable by the computing stream: the parameters become views of `slot`."""
         self.gather(slot, flats, number)
         self.side.wait(slot.filled)
-        for flat, place in zip(flats, _views(slot.buffer, flats)):
+        for flat, place in zip(flats, _views(slot.buffer, _of_weights(flats))):
             flat.attach(place)
 
     def free(self, slot: WeightSlot, flats: Sequence[FlatParameter], *, for_good: bool) -> None:
@@ -247,24 +254,53 @@ class Transfer:
         for flat in flats:
             flat.detach()
         if self.debug and for_good:
-            for place in _views(slot.buffer, flats):
+            for place in _views(slot.buffer, _of_weights(flats)):
                 place.fill_(math.nan)
             slot.content = ()
         slot.read = self.side.now()
 
-    def open_gradients(self, flats: Sequence[FlatParameter]) -> list[Tensor]:
-        """Return the gradient slot as buffers (W*S,) for `flats`, free to be written by the computing stream."""
-        self.side.wait(self.reduced)
+    @contextmanager
+    def gradients(self, gradients: Sequence[ReducedGradient], number: int) -> Iterator[None]:
+        """Let the backward of unit `number` add to its gradients in the body; reduce them afterwards.
+
+        They lie in the gradient slot meanwhile.
+        """
+        if not gradients:
+            yield
+            return
+        places = self._open(gradients)
+        try:
+            yield
+        except BaseException:
+            for gradient in gradients:
+                gradient.drop()
+            raise
+        for gradient in gradients:
+            gradient.end()
+        self.reduce(gradients, places, number)
+
+    def gradient_slot(self) -> Tensor:
+        """Return the gradient slot, allocated at first use: evaluation needs none."""
         if self._gradient_slot is None:
             self._gradient_slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
-        places = _views(self._gradient_slot, flats, gradients=True)
-        if self.debug:
-            for place in places:
+        return self._gradient_slot
+
+    def buffers(self) -> list[Tensor]:
+        """Return the slots that are allocated."""
+        return [slot.buffer for slot in self.slots] + ([] if self._gradient_slot is None else [self._gradient_slot])
+
+    def _open(self, gradients: Sequence[ReducedGradient]) -> list[Tensor]:
+        """Return the places (W*S,) of gradients in their slot, once the computing stream may write to it."""
+        self.side.wait(self.reduced)
+        places = _views(self.gradient_slot(), _of_gradients(gradients))
+        for gradient, place in zip(gradients, places):
+            if self.debug:
                 place.fill_(math.nan)
+            gradient.begin(place)
         return places
 
-    def reduce(self, flats: Sequence[FlatParameter], places: Sequence[Tensor], number: int) -> None:
-        """Reduce-scatter unit `number`'s gradient slot into the flats' gradient shards, on the side stream.
+    def reduce(self, gradients: Sequence[ReducedGradient], places: Sequence[Tensor], number: int) -> None:
+        """Reduce unit `number`'s gradients from their places (W*S,), on the side stream.
 
         Raises:
             RuntimeError: in debug mode, if the ranks do something else at this point.
@@ -273,8 +309,8 @@ class Transfer:
             if self.debug:
                 self._same("reduce", number)
             with self.trace.span("collectives", f"reduce backward {number}"):
-                for flat, place in zip(flats, places):
-                    flat.contribute(place)
+                for gradient, place in zip(gradients, places):
+                    gradient.reduce(place)
         self.reduced = self.side.mark()
 
     def note_update(self) -> None:
@@ -318,18 +354,29 @@ def _parts(buffer: Tensor, flats: Sequence[FlatParameter]) -> Iterator[Tensor]:
         start += arena_bytes([(flat.layout.shard_numel, flat.dtype)])
 
 
-def _layout(flats: Sequence[FlatParameter], *, gradients: bool) -> tuple[list[tuple[int, int, torch.dtype]], int]:
-    """Return (first byte, bytes, dtype) of each whole line (W*S,) in a slot, and the bytes that they need together."""
+_Lines = list[tuple[int, torch.dtype]]
+"""Elements and dtype of what lies in a slot, one after the other."""
+
+
+def _of_weights(flats: Sequence[FlatParameter]) -> _Lines:
+    return [(flat.layout.padded_numel, flat.dtype) for flat in flats]
+
+
+def _of_gradients(gradients: Sequence[ReducedGradient]) -> _Lines:
+    return [(each.flat.layout.padded_numel, each.slot_dtype) for each in gradients]
+
+
+def _layout(lines: _Lines) -> tuple[list[tuple[int, int, torch.dtype]], int]:
+    """Return (first byte, bytes, dtype) of each line in a slot, and the bytes that they need together."""
     places, end = [], 0
-    for flat in flats:
-        dtype = flat.slot_dtype if gradients else flat.dtype
-        size = flat.layout.padded_numel * dtype.itemsize
+    for numel, dtype in lines:
+        size = numel * dtype.itemsize
         places.append((end, size, dtype))
         end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return places, end
 
 
-def _views(buffer: Tensor, flats: Sequence[FlatParameter], *, gradients: bool = False) -> list[Tensor]:
-    """Return the places (W*S,) of lines in a slot."""
-    places, _ = _layout(flats, gradients=gradients)
+def _views(buffer: Tensor, lines: _Lines) -> list[Tensor]:
+    """Return the places of lines in a slot."""
+    places, _ = _layout(lines)
     return [buffer[start : start + size].view(dtype) for start, size, dtype in places]

@@ -35,6 +35,7 @@ from torch.optim.adamw import adamw
 from ftkit.engine.arena import arena_bytes
 from ftkit.engine.core.buffers import CommonBuffers
 from ftkit.engine.core.flat_parameter import FlatParameter, store_bytes
+from ftkit.engine.core.gradient import Gradient
 from ftkit.engine.core.shard import Units
 from ftkit.engine.kernels.device_kernels import FlatKernels
 from ftkit.engine.memory.tiers import Store
@@ -140,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._left_out = False
         self._norm: float | None = None
         self._written: list[float] = []  # sums over ranks of `CommonBuffers.written`
-        self._norm_of: tuple[int, ...] = ()  # the contributions that the norm is of
+        self._norm_of: tuple[int, ...] = ()  # the changes of the gradients up to which the norm is theirs
         self._clip = 1.0
         self.hyper_parameters = frozenset(defaults)  # `defaults` may have more: those of an optimizer that this one replaces
         super().__init__(params if params is not None else _trainable(units), defaults)
@@ -395,29 +396,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: at the first call in a step, the reductions that waited, one collective of a few floats, one host wait.
         """
-        contributions = tuple(flat.contributions for flat in self.units.trainable)
-        if self._norm is not None and self._norm_of == contributions:
+        gradients = self.units.gradients
+        changes = tuple(each.changes for each in gradients)
+        if self._norm is not None and self._norm_of == changes:
             return self._norm
-        self._clip, self._norm_of = 1.0, contributions
+        self._clip, self._norm_of = 1.0, changes
         self.units.finish_gradients()
-        flats = self.units.trainable
-        device = self.units.comm.device
-        squares = torch.zeros(len(flats), dtype=torch.float64, device=device)
-        for number, flat in enumerate(flats):
-            share = self.units.comm.world_size if flat.owners == 1 else 1
-            if flat.square is not None:  # taken while the gradient left the device
-                squares[number] = flat.square / share
-            elif flat.has_gradient and flat.grad is not None:
-                squares[number] = self._square(flat.grad[: flat.own_numel]) / share
-        touched = [float(t) for flat in flats for t in flat.touched] + self.buffers.written()
+        squares = torch.zeros(len(gradients), dtype=torch.float64, device=self.units.comm.device)
+        for number, gradient in enumerate(gradients):
+            if (square := gradient.square(self._square)) is not None:
+                squares[number] = square
+        touched = [float(t) for each in gradients for t in each.touched] + self.buffers.written()
         with self.units.transfer.trace.span("collectives", "norm"):
             told = self.units.comm.totals(torch.cat([squares, squares.new_tensor(touched)]), "the gradient norm")
-        marks: Iterator[float] = iter(told[len(flats) :])
-        for flat in flats:
-            flat.touched = [next(marks) > 0 for _ in flat.parameters]
+        marks: Iterator[float] = iter(told[len(gradients) :])
+        for each in gradients:
+            each.agree([next(marks) > 0 for _ in each.touched])
         self._written = list(marks)
-        self.overflowed = tuple(flat.name for flat, square in zip(flats, told) if not math.isfinite(square))
-        self._norm = math.sqrt(sum(told[: len(flats)])) / self.loss_scale.value
+        self.overflowed = tuple(each.flat.name for each, square in zip(gradients, told) if not math.isfinite(square))
+        self._norm = math.sqrt(sum(told[: len(gradients)])) / self.loss_scale.value
         if self.loss_scale.dynamic and math.isnan(self._norm):
             self._norm = math.inf  # inf - inf on the way: an overflow all the same
         return self._norm
@@ -478,23 +475,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped, self._left_out = overflow or self._left_out, False
         if not self.step_was_skipped:
             noted = [_noted(group) for group in self.param_groups]
-            steps = [self._line_step(flat, noted, factor) for flat in self.units.trainable]
+            steps = [self._line_step(gradient, noted, factor) for gradient in self.units.gradients]
             self.updater.submit([step for step in steps if step is not None])
             self.units.updated()
         self.buffers.send(self._written)
         self._norm, self._clip = None, 1.0
 
-    def _line_step(self, flat: FlatParameter, noted: list[Hyperparameters], factor: float) -> LineStep | None:
+    def _line_step(self, gradient: Gradient, noted: list[Hyperparameters], factor: float) -> LineStep | None:
         """Return what this step, with the groups' hyper-parameters as `noted`, does to a line; None if nothing."""
+        flat = gradient.flat
         state = self.line(flat)
         groups = self.group_of[flat.name]
-        due = [touched and group is not None for touched, group in zip(flat.touched, groups)]
-        gradient = flat.gradient_store()
-        if not any(due) or gradient is None:
+        due = [touched and group is not None for touched, group in zip(gradient.touched, groups)]
+        store = gradient.store()
+        if not any(due) or store is None:
             return None
         state.steps = [count + now for count, now in zip(state.steps, due)]
         runs = list(_runs(flat, [g if d else None for g, d in zip(groups, due)], state.steps))
-        return LineStep(flat, state, gradient, runs, noted, factor)
+        return LineStep(flat, state, store, runs, noted, factor)
 
     def update_piece(
         self,

@@ -53,7 +53,7 @@ def hooks_inside(units: Units) -> list[tuple[str, str]]:
 
     A block's own hooks are none: they are given what leaves it, with its gradient.
     """
-    cutting = [unit for unit in units.units if not unit.keep or unit.gathered or unit.reduced]
+    cutting = [unit for unit in units.units if unit.is_cut_out]
     return [
         (f"{unit.name}.{name}", name_of(hook))
         for unit in cutting

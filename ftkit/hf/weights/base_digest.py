@@ -117,7 +117,7 @@ def _adapters_note(model: PeftModel) -> Note:
 
 def _scales_note(model: nn.Module) -> Note:
     """Return the scale of each adapter in each layer: `set_scale` changes it, and PEFT's configuration does not say so."""
-    found = {}
+    found: Note = {}
     for name, layer in model.named_modules():
         scales = getattr(layer, "scaling", None) if isinstance(layer, BaseTunerLayer) else None
         if isinstance(scales, dict):  # of LoRA and its kin

@@ -315,7 +315,7 @@ def _write(units: Units, places: Places, missing: set[str], optimizer: ShardedOp
 
 def _refuse_holes(units: Units, initialised: list[str], files: list[Path]) -> None:
     """Raise if blocks lack weights: a new head may begin at random, a block of a pretrained model may not."""
-    inside = {segment.name for unit in units.units for flat in unit.flats for segment in flat.layout.segments}
+    inside = {segment.name for unit in units.units for flat in unit.weights.flats for segment in flat.layout.segments}
     holes = [name for name in initialised if name in inside]
     if holes:
         more = f" and {len(holes) - 1} more" if len(holes) > 1 else ""

@@ -213,8 +213,8 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
     whole = {hub: key for key in left for hub in names.get(key.removeprefix(PREFIX), ())}
     if odd := left - set(whole.values()):
         raise UserError(
-            f"{own.path}: {min(odd)} cannot be merged: no tensor in the base's files belongs to it alone. It may be the head "
-            "of another task, or one of two tied weights. Use the adapter on its base, peft.PeftModel.from_pretrained("
+            f"{own.path}: {min(odd)} cannot be merged: no tensor in the base's files belongs to it alone. It may be the "
+            "head of another task, or one of two tied weights. Use the adapter on its base, peft.PeftModel.from_pretrained("
             "base, folder)"
         )
     tied = getattr(model, "all_tied_weights_keys", {})

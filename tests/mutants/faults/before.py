@@ -66,7 +66,7 @@ FAULTS = (
     ),
     fault(
         "a recomputed block counts its batch twice",
-        "ftkit/engine/core/unit.py",
+        "ftkit/engine/core/block_call.py",
         "            stack.enter_context(as_before(self.noted))\n",
         "",
         "tests/hf/test_own_memory.py::test_a_recomputed_block_counts_its_batch_once",

@@ -125,8 +125,8 @@ FAULTS = (
     fault(
         "a gradient norm whose square fp32 does not hold is no number",
         "ftkit/engine/optim/optimizer.py",
-        "torch.zeros(len(flats), dtype=torch.float64, device=device)",
-        "torch.zeros(len(flats), dtype=torch.float32, device=device)",
+        "torch.zeros(len(gradients), dtype=torch.float64, device=self.units.comm.device)",
+        "torch.zeros(len(gradients), dtype=torch.float32, device=self.units.comm.device)",
         _OPTIMIZER + "test_a_norm_whose_square_no_float_holds_clips_exactly",
     ),
     fault(
