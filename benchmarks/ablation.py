@@ -66,7 +66,7 @@ def asked(dtype: str = "fp16", blocks: int = 78) -> Asked:
 def ours() -> Iterator[tuple[str, Asked]]:
     """Yield each technique that is forced off: its name, and what is planned without it."""
     whole = asked()
-    on_device = Strategy(parameters="device", gradients="device", state="device", kept="device")
+    on_device = Strategy(parameters="device", gradients="device", state="device", activation_offload="device")
     yield "all techniques", whole
     yield "one micro-batch a step (all 16 sequences of a rank at once)", replace(
         whole, wanted=Strategy(micro_batch=whole.sequences)

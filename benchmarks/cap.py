@@ -89,7 +89,7 @@ def recipe(folder: Path, options: argparse.Namespace) -> dict:
         "engine": {
             "stage": 3,
             "activations": "recompute",
-            "weights": "free",
+            "reshard_after_forward": True,
             **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
             "state_host_bytes": 0,
         },

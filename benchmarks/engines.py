@@ -91,7 +91,7 @@ def _zero3_nvme_all(folder: str) -> dict[str, Any]:
     )
 
 
-_LEAN = {"stage": 3, "activations": "recompute", "weights": "free"}
+_LEAN = {"stage": 3, "activations": "recompute", "reshard_after_forward": True}
 _DEEPSPEED = {"peer": True, "environment": {"DS_ACCELERATOR": "cpu"}}
 
 ENGINES = {

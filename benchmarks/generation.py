@@ -65,7 +65,7 @@ def rank(stop: launch.Stop, asked: dict[str, Any]) -> dict[str, list[tuple[float
     torch.manual_seed(0)
     sharded = LlamaForCausalLM(config).to(dtype).requires_grad_(False).eval()
     units = ftkit.shard(
-        sharded, {"stage": 3, "activations": "recompute", "weights": "free", "kernels": "off", "affinity": False}
+        sharded, {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "kernels": "off", "affinity": False}
     )
     random = torch.Generator().manual_seed(stop.rank)
     lengths = range(16 + 8 * stop.rank, 16 + 8 * stop.rank + asked["prompts"])

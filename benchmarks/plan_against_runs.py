@@ -55,7 +55,7 @@ class Case:
         return f"{self.llama} x{self.ranks} {self.dtype} {self.micro_batch}x{self.sequence_tokens} {said or 'auto'}"
 
 
-NVME = {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "kept": "nvme"}
+NVME = {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "activation_offload": "nvme"}
 CASES = (
     Case("13M", 1, "fp32", 256, 4),
     Case("34M", 2, "fp32", 256, 2, save=True),
@@ -64,8 +64,16 @@ CASES = (
     Case("34M", 2, "bf16", 256, 2, {"stage": 3, "activations": "recompute", "state": "nvme"}, save=True),
     Case("70M", 2, "bf16", 256, 1, {"stage": 3, "activations": "recompute", **NVME}),
     Case("70M", 3, "bf16", 128, 1, {"stage": 1, "activations": "keep"}, accumulation=2),
-    Case("34M", 3, "fp32", 256, 1, {"stage": 3, "activations": "keep", "weights": "hold"}),
-    Case("70M", 2, "bf16", 256, 1, {"stage": 2, "activations": "recompute", "gradients": "host", "kept": "host"}, 2),
+    Case("34M", 3, "fp32", 256, 1, {"stage": 3, "activations": "keep", "reshard_after_forward": False}),
+    Case(
+        "70M",
+        2,
+        "bf16",
+        256,
+        1,
+        {"stage": 2, "activations": "recompute", "gradients": "host", "activation_offload": "host"},
+        2,
+    ),
     Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}),
 )
 
@@ -150,7 +158,7 @@ def main() -> None:
         if chosen.purposes:
             tier = summary["plan"]["tiers"]["host"]
             sizes = {name: round(size / case.ranks / MIB) for name, size in tier["purposes"].items()}
-            print(f"{'':26}to {tier['peak_moment']}: {sizes}; {summary['plan']['strategy']['says']}", flush=True)
+            print(f"{'':26}to {tier['peak_phase']}: {sizes}; {summary['plan']['strategy']['says']}", flush=True)
     print("all within" if not failed else f"{failed} outside")
     sys.exit(failed > 0)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
-LEAN = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16"}
+LEAN = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": "bf16"}
 
 
 class Pending(Protocol):

@@ -31,7 +31,7 @@ RECOMPUTE = {"stage": 3, "activations": "recompute"}
 CASES = (
     Case("34M", 2, "fp32", 512, 1, RECOMPUTE),
     Case("70M", 2, "fp32", 256, 2, {"stage": 2, "activations": "keep"}),
-    Case("134M", 2, "fp32", 256, 1, {**RECOMPUTE, "weights": "hold"}, accumulation=2),
+    Case("134M", 2, "fp32", 256, 1, {**RECOMPUTE, "reshard_after_forward": False}, accumulation=2),
     Case("70M", 1, "fp32", 512, 1, {"activations": "recompute"}),
     Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}, accumulation=2),
 )

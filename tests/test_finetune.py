@@ -305,7 +305,7 @@ def test_fp16_of_a_model_that_overflows(home, worlds):
     """The look comes before the first evaluation, and the summary names what is computed in fp32."""
     base = make_overflowing_base(home / "overflowing")
     summary = worlds[2].run(job, recipe(home, "overflows"), ("train.dtype=fp16", f"model.name={base}"))[0]
-    assert summary["fp16"]["islands"]["found"] == dict.fromkeys(
+    assert summary["fp16"]["fp32_modules"]["found"] == dict.fromkeys(
         ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"), "projection"
     )
     assert "model.layers.0.mlp.down_proj (reached 5e+04)" in summary["fp16"]["told"]

@@ -21,9 +21,18 @@ ROWS = [
     Row("llama", world=2),
     Row("llama", world=2, stage=1, groups=2),
     Row("llama", world=2, stage=2, activations="keep", gradients="host", state="host"),
-    Row("llama", world=2, activations="keep", weights="hold", accumulation=2),
-    Row("llama", world=2, parameters="nvme", gradients="nvme", state="nvme", kept="nvme", deferred=True, debug=True),
-    Row("gpt2", world=2, kept="host", parts=2),
+    Row("llama", world=2, activations="keep", reshard_after_forward=False, accumulation=2),
+    Row(
+        "llama",
+        world=2,
+        parameters="nvme",
+        gradients="nvme",
+        state="nvme",
+        activation_offload="nvme",
+        deferred=True,
+        debug=True,
+    ),
+    Row("gpt2", world=2, activation_offload="host", parts=2),
     Row("t5", world=2),
 ]
 

@@ -95,7 +95,7 @@ optimizer:
         ("model: {config: {model_type: llama, quantization_config: {}}, tokenizer: t}", "quantised bases"),
         ("model: {tokenizer: t}", "model: needs `name`"),
         ("memory: {nvme_dir: /nowhere}", "memory.nvme_dir: no such file or folder: /nowhere"),
-        ("engine: {kept: disk}", "engine.kept"),
+        ("engine: {activation_offload: disk}", "engine.activation_offload"),
         ("model: {config: {model_type: llama}}", "needs a `tokenizer`"),
         ("model: {config: c.json, tokenizer: t}", "model.config: no such file or folder: c.json"),
         ("model: {name: ./nowhere}", "model.name: no such file or folder: ./nowhere"),

@@ -7,7 +7,7 @@ machine reproduces what others measured, its seconds for the engine's own order 
 
     forward     [fetch from host] [gather] compute, [checkpoint to host]                  block by block
     loss        the head's product; its two gradients open the backward
-    backward    [checkpoint back] [fetch] [gather] recompute and walk back, [reduce], [drain to host]
+    backward    [checkpoint back] [fetch] [gather] recompute and walk back, [reduce], [offload to host]
     update      unscale, Adam, weights back, [gather]: one after the other
 
 What differs is what a system has of these, what runs beside what, and how many bytes cross. Those facts were read in the
@@ -29,7 +29,7 @@ from ftkit.plan.schedule import NORM_S
 from ftkit.spec.update_rules import ADAMW
 
 Overlap = Literal["none", "gathers", "all"]
-"""What runs beside computation: nothing; weights on their way in; also reductions and drains."""
+"""What runs beside computation: nothing; weights on their way in; also reductions and offloads."""
 
 SINGLE = 4
 """Bytes of an element in fp32."""
@@ -130,14 +130,14 @@ def zero_offload(work: Work, *, overlap: Overlap = "none", checkpoints: bool = T
 
     Args:
         work: what the step asks of a rank.
-        overlap: "all" with `overlap_comm`; "none", its default: reductions and drains are on the computing stream.
-        checkpoints: kept inputs in host memory that is not pinned (`cpu_checkpointing`, activation_checkpointing/).
+        overlap: "all" with `overlap_comm`; "none", its default: reductions and offloads are on the computing stream.
+        checkpoints: activations in host memory that is not pinned (`cpu_checkpointing`, activation_checkpointing/).
 
     Source: arXiv:2101.06840, section 4.
     """
     order = Order(work, overlap)
     _forward(order, checkpoints=checkpoints)
-    _backward(order, checkpoints=checkpoints, drain=("lane", SINGLE))
+    _backward(order, checkpoints=checkpoints, offload=("lane", SINGLE))
     shard = work.numel / work.replicas
     before = order.compute("unscale", {"dram": UNSCALE_BYTES * shard}, [_norm(order)])
     adam = order.compute("adam", {"dram": ADAMW.traffic_bytes * shard}, [before])
@@ -158,17 +158,17 @@ def zero3(
 ) -> Order:
     """ZeRO stage 3 with offload: ZeRO-3 Offload and ZeRO-Infinity.
 
-    Every rank fetches and drains its own shard, so all PCIe lanes are used. Gradients leave as fp32. Weights on the device
+    Every rank fetches and offloads its own shard, so all PCIe lanes are used. Gradients leave as fp32. Weights on the device
     are cast on the host and copied from memory that is not pinned; weights on the host are cast there. NVMe reads, Adam and
     writes run beside each other: 16 bytes in, 12 out, an element.
 
     Args:
         work: what the step asks of a rank.
         overlap: "gathers" before DeepSpeed PR #1453 (2021-11: each fetch waits for the whole device, so a gather runs beside
-            the computation of the module before it, reductions and drains beside nothing); "all" since.
+            the computation of the module before it, reductions and offloads beside nothing); "all" since.
         parameters: tier of the weights, "device" or "host".
         state: tier of the optimizer state, "device", "host" or "nvme".
-        checkpoints: kept inputs on the host, not pinned.
+        checkpoints: activations on the host, not pinned.
         scatter: False where gradients are all-reduced and each rank keeps its share: `reduce_scatter`, by default False in
             DeepSpeed 0.3.16 and 0.3.17, else True.
 
@@ -176,9 +176,9 @@ def zero3(
     """
     order = Order(work, overlap)
     fetched = HALF / work.replicas if parameters == "host" else 0.0
-    drain = None if state == "device" else ("down", SINGLE / work.replicas)
+    offload = None if state == "device" else ("down", SINGLE / work.replicas)
     _forward(order, checkpoints=checkpoints, gathered=True, fetched=fetched)
-    _backward(order, checkpoints=checkpoints, gathered=True, fetched=fetched, drain=drain, scatter=scatter)
+    _backward(order, checkpoints=checkpoints, gathered=True, fetched=fetched, offload=offload, scatter=scatter)
     shard = work.numel / work.replicas
     norm = _norm(order)
     if state == "device":
@@ -252,17 +252,17 @@ def _backward(
     checkpoints: bool = False,
     gathered: bool = False,
     fetched: float = 0.0,
-    drain: tuple[str, float] | None = None,
+    offload: tuple[str, float] | None = None,
     scatter: bool = True,
 ) -> None:
-    """Head, then blocks from last to first; reductions and drains may run beside the next block, one block's at a time.
+    """Head, then blocks from last to first; reductions and offloads may run beside the next block, one block's at a time.
 
     Args:
         order: the step that is being written.
-        checkpoints: kept inputs come back from host memory.
+        checkpoints: activations come back from host memory.
         gathered: weights are gathered from all replicas.
         fetched: bytes of an element of the model that come from the host; 0 where nothing does.
-        drain: the resource over which gradients leave the device, and bytes of an element of the model; None: they stay.
+        offload: the resource over which gradients leave the device, and bytes of an element of the model; None: they stay.
         scatter: each rank receives its share of the sums, not all of them, which is twice the bytes.
     """
     work = order.work
@@ -275,21 +275,21 @@ def _backward(
             order.compute(f"checkpoint back {step}", {"pageable": work.checkpoint_bytes})
         operations = 3 * work.pass_operations  # once more forward, twice that backward
         done = order.compute(f"backward {step}", {"compute": operations}, [weights.block(step), before])
-        before, left = left, _send(order, str(step), work.block, drain, done, scatter)
-    _send(order, "outside", work.outside, drain, order.computed, scatter)
+        before, left = left, _send(order, str(step), work.block, offload, done, scatter)
+    _send(order, "outside", work.outside, offload, order.computed, scatter)
     order.finish_part()
 
 
 def _send(
-    order: Order, name: str, numel: float, drain: tuple[str, float] | None, after: int | None, scatter: bool
+    order: Order, name: str, numel: float, offload: tuple[str, float] | None, after: int | None, scatter: bool
 ) -> int | None:
     """Reduce some gradients, and take them off the device."""
     if order.work.replicas > 1:
         size = _shared(order.work, HALF * numel) * (1 if scatter else 2)
         after = order.outward(f"reduce {name}", "collectives", {"link": size}, [after])
-    if drain:
-        resource, each = drain
-        after = order.outward(f"drain {name}", "down", {resource: each * numel}, [after])
+    if offload:
+        resource, each = offload
+        after = order.outward(f"offload {name}", "down", {resource: each * numel}, [after])
     return after
 
 

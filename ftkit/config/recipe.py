@@ -442,7 +442,7 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
     return micro, each // micro
 
 
-# Tokens of one forward on one rank when nothing is forced: enough to fill a V100, few enough for the kept inputs of a
+# Tokens of one forward on one rank when nothing is forced: enough to fill a V100, few enough for the activations of a
 # 13B model on 16 GB. The plan will choose it from the memory granted.
 AUTO_MICRO_BATCH_TOKENS = 4096
 

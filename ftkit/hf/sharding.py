@@ -379,7 +379,7 @@ def shard_as(
         comm=comm,
         strategy=strategy,
         entries=[module for module in model.modules() if isinstance(module, PreTrainedModel)],
-        whole=_is_whole(model),
+        replicated=_is_replicated(model),
         wide=kept_in_fp32(model, DTYPES.get(strategy.dtype) or own_dtype(model)),
         arguments=without_caches,
         fingerprint=adapter_switches,
@@ -520,7 +520,7 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, accumulation_steps: int) -> Plan:
     """Return the plan: what is decided, and for the rest the fastest strategy that fits on every rank."""
     limits = free
-    decided = AUTO not in (strategy.stage, strategy.activations, strategy.weights)
+    decided = AUTO not in (strategy.stage, strategy.activations, strategy.reshard_after_forward)
     if decided and memory.device_gib is None and memory.host_gib is None:
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
     together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in  # the caller's loop is as it is
@@ -567,7 +567,7 @@ def model_shape(
         world_size=world_size,
         dtype=dtype,
         sequence_tokens=sequence_tokens,
-        whole=_is_whole(model),
+        replicated=_is_replicated(model),
         wide=kept_in_fp32(model, dtype or own_dtype(model)),
         cpu=cpu,
         fresh=source is not None and not source.files,
@@ -576,5 +576,5 @@ def model_shape(
     )
 
 
-def _is_whole(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
+def _is_replicated(model: nn.Module) -> Callable[[str, nn.Parameter], bool]:
     return is_adapter if isinstance(model, PeftModel) else lambda name, parameter: False

@@ -31,22 +31,22 @@ from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME, TIERS
 
 COSTS = {
     ("activations", "recompute"): 33,
-    ("kept", HOST): 10,
+    ("activation_offload", HOST): 10,
     ("state", HOST): 15,
     ("gradients", HOST): 5,
     ("parameters", HOST): 25,
     ("state", NVME): 200,
     ("gradients", NVME): 250,
     ("parameters", NVME): 300,
-    ("kept", NVME): 350,
+    ("activation_offload", NVME): 350,
     ("micro-batch", "halved"): 8,
     ("stage", "next"): 1,  # each further entry of STAGES
     ("accumulation", "unit"): 3,
 }
 """What a choice adds; see the top of this file. What is not listed adds nothing."""
 
-STAGES = ((2, "free"), (3, "hold"), (3, "free"))
-"""(stage, weights), from fast to small: gathered once a step, once a micro-batch, twice a micro-batch."""
+STAGES = ((2, True), (3, False), (3, True))
+"""(stage, reshard_after_forward), from fast to small: gathered once a step, once a micro-batch, twice a micro-batch."""
 
 
 MOST_MICRO_BATCHES = 16
@@ -67,10 +67,10 @@ def order(limits: Limits, asked: Strategy, sequences: int, preferred: int) -> It
     """
     tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
     tiers += [NVME] if limits.nvme_bytes else []
-    stages = dict.fromkeys((_or(asked.stage, stage), _or(asked.weights, weights)) for stage, weights in STAGES)
+    stages = dict.fromkeys((_or(asked.stage, stage), _or(asked.reshard_after_forward, reshard)) for stage, reshard in STAGES)
     choices: dict[str, list[Any]] = {
         "micro_batch": micro_batches(asked, sequences, preferred),
-        "stage, weights": list(stages),
+        "stage, reshard": list(stages),
         "activations": _open(asked.activations, ["keep", "recompute"]),
         "accumulate_in": _open(asked.accumulate_in, [STEP, UNIT]),
         **{kind: _open(getattr(asked, kind), tiers) for kind in KINDS},
@@ -79,18 +79,21 @@ def order(limits: Limits, asked: Strategy, sequences: int, preferred: int) -> It
     problems = []
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values))
-        stage, weights = chosen.pop("stage, weights")
-        strategy = _settled(replace(asked, stage=stage, weights=weights, **chosen), limits, sequences)
+        stage, reshard = chosen.pop("stage, reshard")
+        strategy = _settled(replace(asked, stage=stage, reshard_after_forward=reshard, **chosen), limits, sequences)
         problem = strategy.problem(cpu=limits.cpu)
-        idle = strategy.activations == "keep" and strategy.kept != DEVICE  # no inputs are kept then
+        idle = strategy.activations == "keep" and strategy.activation_offload != DEVICE  # no inputs are kept then
         if idle and problem is None:
-            problem = f"activation offload (kept: {strategy.kept}) requires activation checkpointing; activations are kept"
-        pointless = strategy.activations == "recompute" and weights == "hold" and asked.weights == AUTO
+            problem = (
+                f"activation_offload: {strategy.activation_offload} needs activations: recompute; with keep, autograd holds "
+                "the activations of a block on the device"
+            )
+        pointless = strategy.activations == "recompute" and not reshard and asked.reshard_after_forward == AUTO
         twice = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and asked.accumulate_in == AUTO
         if problem is not None:
             problems.append(problem)
         elif not (pointless or twice):
-            further = list(stages).index((stage, weights)) * COSTS["stage", "next"] / strategy.parts
+            further = list(stages).index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
             found.append((_depth(strategy), further + cost(strategy, preferred), strategy))
     if not found:
         raise UserError(f"what was chosen contradicts itself: {problems[0]}. Change it, or set it to auto")
@@ -171,8 +174,8 @@ def with_adapter(shape: Shape) -> Shape:
     return replace(
         shape,
         blocks=tuple(tuple(map(frozen, lines)) for lines in shape.blocks),
-        leaves=tuple(map(frozen, shape.leaves)),
-        whole=(*map(frozen, shape.whole), Line(shape.adapter_numel, shape.itemsize, True)),
+        roots=tuple(map(frozen, shape.roots)),
+        replicated=(*map(frozen, shape.replicated), Line(shape.adapter_numel, shape.itemsize, True)),
         peft=True,
         fresh=False,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ftkit.plan.candidates import larger, order
 from ftkit.plan.limits import Limits, Shortage, shortages
-from ftkit.plan.memory import GIB, KEPT, MOMENTS, Memory, kept_bytes, memory, widest_states_bytes
+from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memory, widest_states_bytes
 from ftkit.plan.refusal import DoesNotFit, check_disk, refusal
 from ftkit.plan.schedule import Rates, Speed
 from ftkit.plan.search import fastest
@@ -110,7 +110,7 @@ class Plan:
         return self.memory.peak(tier) * self.limits.ranks(tier)
 
     def check_wide_inputs(self) -> None:
-        """Refuse to go on where blocks' kept inputs take twice what was planned, as on a residual stream in fp32.
+        """Refuse to go on where blocks' activations take twice what was planned, as on a residual stream in fp32.
 
         Raises:
             DoesNotFit: with what they take, and what is granted.
@@ -118,13 +118,13 @@ class Plan:
         each = kept_bytes(self.shape, self.strategy)
         graphs = self.strategy.graphs(len(self.shape.blocks)) * each  # each has its input, too
         for tier in self.tiers:
-            more = (self.memory.purposes(tier).get(KEPT, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
+            more = (self.memory.purposes(tier).get(ACTIVATIONS, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
             granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
             if more and granted is not None and needed > granted:
                 raise DoesNotFit(
-                    f"residual sums overflow in fp16; in fp32 kept inputs take {more / GIB:.2f} GiB more, "
+                    f"residual sums overflow in fp16; in fp32 activations take {more / GIB:.2f} GiB more, "
                     f"{needed / GIB:.2f} in all, and {self.limits.name(tier)} grants {granted / GIB:.2f} on {tier}: set "
-                    f"engine.micro_batch below {self.strategy.micro_batch} or engine.kept to a lower tier"
+                    f"engine.micro_batch below {self.strategy.micro_batch} or engine.activation_offload to a lower tier"
                     f"{', or engine.state_host_bytes to 0' if self.strategy.state_host_bytes else ''}"
                 )
 
@@ -144,11 +144,11 @@ class Plan:
                     "granted_bytes": self.limits.granted(tier),
                     "granted_by": self.limits.name(tier),
                     "needed_bytes": self.needed_bytes(tier),
-                    "peak_moment": self.memory.peak_moment(tier),
-                    "moments": {m: self.memory.at(tier, m) * self.limits.ranks(tier) for m in MOMENTS},
+                    "peak_phase": self.memory.peak_phase(tier),
+                    "phases": {phase: self.memory.at(tier, phase) * self.limits.ranks(tier) for phase in PHASES},
                     "purposes": {
                         purpose: size * self.limits.ranks(tier)
-                        for purpose, size in self.memory.purposes(tier, self.memory.peak_moment(tier)).items()
+                        for purpose, size in self.memory.purposes(tier, self.memory.peak_phase(tier)).items()
                     },
                 }
                 for tier in self.tiers
@@ -295,11 +295,11 @@ def _why(
 def _better(strategy: Strategy, limits: Limits, wanted: Strategy, preferred: int) -> Iterator[tuple[str, Strategy]]:
     """Yield strategies that are better than `strategy` in one thing, with its name."""
     if strategy.activations != "keep" and wanted.activations == AUTO:
-        yield "with activations kept", replace(strategy, activations="keep", kept=DEVICE)
+        yield "with activations kept", replace(strategy, activations="keep", activation_offload=DEVICE)
     if strategy.stage == 3 and wanted.stage == AUTO:
-        better = replace(strategy, stage=2, weights="free", parameters=DEVICE)
+        better = replace(strategy, stage=2, reshard_after_forward=True, parameters=DEVICE)
         yield "with whole weights on every rank (stage 2)", better
-    for kind in ("kept", "parameters", "gradients", "state"):
+    for kind in ("activation_offload", "parameters", "gradients", "state"):
         tier = getattr(strategy, kind)
         if tier == DEVICE or getattr(wanted, kind) != AUTO:
             continue
@@ -311,7 +311,7 @@ def _better(strategy: Strategy, limits: Limits, wanted: Strategy, preferred: int
             changes |= {"parameters": DEVICE, "gradients": DEVICE}
         better = replace(strategy, **changes)
         if better.problem(cpu=limits.cpu) is None:
-            yield f"with {kind.replace('kept', 'kept inputs')} on {up}", better
+            yield f"with {kind.replace('activation_offload', 'activations')} on {up}", better
     if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < preferred:
         yield f"with {micro_batch * 2} sequences a micro-batch", larger(strategy, micro_batch * 2)
 
@@ -332,10 +332,10 @@ def wear(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, int]:
         )
     if strategy.parameters == NVME:
         written["parameters"] = sum(n * p.line.itemsize for p, n in shards.items() if not strategy.resident(p.kind, world))
-    if strategy.kept == NVME:
+    if strategy.activation_offload == NVME:
         recomputed = len(shape.blocks) - strategy.graphs(len(shape.blocks))
         tokens = strategy.sequences * strategy.rounds * shape.sequence_tokens
-        written["kept"] = recomputed * tokens * shape.hidden * shape.itemsize
+        written["activations"] = recomputed * tokens * shape.hidden * shape.itemsize
     return written
 
 

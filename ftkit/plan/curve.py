@@ -1,7 +1,7 @@
 """The memory of a GPU within a step: what stays, and what comes and goes, over the simulated time.
 
     static     parameters, gradients and state of this tier, slots, runtime: as long as the run
-    dynamic    kept inputs and kept graphs, from each block's forward to its backward; the workspace of what computes now
+    dynamic    activations and kept graphs, from each block's forward to its backward; the workspace of what computes now
 
 Bytes are the plan's, times the schedule's. The largest sum of both is the plan's peak to train, but for what the plan adds
 of things that do not meet. It refuses a plan without seconds. What it costs: nothing.
@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftkit.plan.choice import Plan
-from ftkit.plan.memory import KEPT, graph_bytes, kept_bytes
+from ftkit.plan.memory import ACTIVATIONS, graph_bytes, kept_bytes
 from ftkit.spec.tiers import DEVICE
 
-COMES_AND_GOES = (KEPT, "workspace", "logits", "leaves")
+COMES_AND_GOES = (ACTIVATIONS, "workspace", "logits", "root parameters")
 
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment of a step: seconds since it began, bytes that stay, bytes that come and go."""
+    """A point of time in a step: seconds since it began, bytes that stay, bytes that come and go."""
 
     seconds: float
     static: int
@@ -39,8 +39,8 @@ def curve(plan: Plan) -> list[Instant]:
     purposes = plan.memory.purposes(DEVICE, "train")
     static = sum(size for purpose, size in purposes.items() if purpose not in COMES_AND_GOES)
     graph = strategy.parts * graph_bytes(shape, strategy)
-    kept = kept_bytes(shape, strategy) if strategy.kept == DEVICE else 0
-    head = purposes.get("logits", 0) + purposes.get("leaves", 0)
+    kept = kept_bytes(shape, strategy) if strategy.activation_offload == DEVICE else 0
+    head = purposes.get("logits", 0) + purposes.get("root parameters", 0)
     recomputed = blocks - strategy.graphs(blocks)
     first, last = plan.speed.step
     timeline = plan.speed.timeline

@@ -32,7 +32,9 @@ def with_blocks(shape: Shape, count: int) -> Shape:
     """Return the shape with so many blocks, in the proportion in which it has kinds of them."""
     known = len(shape.blocks)
     blocks = tuple(shape.blocks[number * known // count] for number in range(count))
-    whole = shape.whole
+    replicated = shape.replicated
     if shape.peft:  # adapters lie outside the blocks' lines, and there is one for each block
-        whole = tuple(replace(x, numel=max(x.numel * count // known, 1)) if x.trained else x for x in whole)
-    return replace(shape, blocks=blocks, whole=whole, adapter_numel=shape.adapter_numel * count // known)
+        replicated = tuple(
+            replace(x, numel=max(x.numel * count // known, 1)) if x.trained else x for x in replicated
+        )
+    return replace(shape, blocks=blocks, replicated=replicated, adapter_numel=shape.adapter_numel * count // known)

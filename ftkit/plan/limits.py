@@ -50,12 +50,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A tier on which something does not fit: bytes needed and granted, at a moment."""
+    """A tier on which something does not fit: bytes needed and granted, in a phase."""
 
     tier: str
     needed_bytes: int
     granted_bytes: int
-    moment: str
+    phase: str
 
     @property
     def ratio(self) -> float:
@@ -76,7 +76,7 @@ def shortages(taken: Memory, limits: Limits) -> tuple[Shortage, ...]:
     for tier in TIERS:
         granted, needed = limits.granted(tier), taken.peak(tier) * limits.ranks(tier)
         if granted is not None and needed > granted:
-            found.append(Shortage(tier, needed, granted, taken.peak_moment(tier)))
+            found.append(Shortage(tier, needed, granted, taken.peak_phase(tier)))
     return tuple(found)
 
 

@@ -6,16 +6,16 @@
     gradients        S (or W*S where they are reduced late)          on their tier
     master, moments  S of each trained line, fp32, one and two       on the state's tier
     slots            two of the widest block's weights, one of its gradient; all weights where they are held    device
-    staging          host buffers between tiers: reading weights ahead, draining gradients, updating pieces     host
-    kept inputs      of recomputed blocks, from forward to backward  on their tier
+    staging          host buffers between tiers: reading weights ahead, offloading gradients, updating pieces     host
+    activations      of recomputed blocks, from forward to backward  on their tier
     workspace        the widest block's graph; the graphs of blocks whose activations are kept                  device
     logits           and what the loss makes of them                 device
-    leaves           embedding and head, gathered, and a gradient    device
+    root parameters  embedding and head, gathered, and a gradient    device
     initial values   exact fp32 values of weights that were not read from files, until the first step
     runtime          what Python, torch and the collectives hold
 
 The permanent bytes are exact: tests compare them with the engine's own storages. Activations, logits and runtime are
-estimates, calibrated against measured runs (benchmarks/plan_against_runs.py). The moments are four: load, train, save,
+estimates, calibrated against measured runs (benchmarks/plan_against_runs.py). The phases are four: load, train, save,
 resume. Within train the worst of four instants counts: at the loss, inside a block's backward, at the embedding's gradient,
 in the update. On a CPU the worst of each purpose counts, because malloc gives little back between them.
 
@@ -35,22 +35,22 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-MOMENTS = ("load", "train", "save", "resume")
+PHASES = ("load", "train", "save", "resume")
 
 # The engine's sizes, which this room may not import for they live beside torch; tests/plan compares them.
 SLOT_ALIGNMENT_BYTES = 256  # transfer.ALIGNMENT_BYTES
 READ_AHEAD_BUFFERS = 3  # transfer.READ_AHEAD + 1
-DRAIN_BUFFERS = 2  # drain.BUFFERS
+OFFLOAD_BUFFERS = 2  # gradient_offload.BUFFERS
 UPDATE_SLOTS = 6  # update.SLOTS
 CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
 DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
-KEPT_STAGING = 4  # kept.STAGING
-KEPT_ROUND_BYTES = 16384  # kept._padded_bytes
+ACTIVATION_STAGING = 4  # activation_offload.STAGING
+ACTIVATION_ROUND_BYTES = 16384  # activation_offload._padded_bytes
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
-KEPT = "kept inputs"
+ACTIVATIONS = "activations"
 
 LOGIT_BYTES = 12
 """Of one logit at the loss's backward, whatever the compute dtype: log-softmax, the gradient of the picked ones and that
@@ -76,12 +76,12 @@ DEVICE_RUNTIME = CONTEXT_BYTES + 448 * MIB
 
 @dataclass(frozen=True)
 class Item:
-    """So many bytes for one purpose on one tier of one rank, at some of the moments."""
+    """So many bytes for one purpose on one tier of one rank, in some phases."""
 
     purpose: str
     tier: str
     size_bytes: int
-    moments: tuple[str, ...] = MOMENTS
+    phases: tuple[str, ...] = PHASES
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,25 @@ class Memory:
     items: tuple[Item, ...]
     checkpoint_bytes: int
 
-    def purposes(self, tier: str, moment: str = "train") -> dict[str, int]:
-        """Return the bytes of each purpose on a tier at a moment."""
+    def purposes(self, tier: str, phase: str = "train") -> dict[str, int]:
+        """Return the bytes of each purpose on a tier in a phase."""
         found: dict[str, int] = defaultdict(int)
         for item in self.items:
-            if item.tier == tier and moment in item.moments and item.size_bytes:
+            if item.tier == tier and phase in item.phases and item.size_bytes:
                 found[item.purpose] += item.size_bytes
         return dict(found)
 
-    def at(self, tier: str, moment: str) -> int:
-        """Return the bytes on a tier at a moment."""
-        return sum(self.purposes(tier, moment).values())
+    def at(self, tier: str, phase: str) -> int:
+        """Return the bytes on a tier in a phase."""
+        return sum(self.purposes(tier, phase).values())
 
-    def peak_moment(self, tier: str) -> str:
-        """Return the moment at which a tier holds most."""
-        return max(("train", *MOMENTS), key=lambda moment: self.at(tier, moment))
+    def peak_phase(self, tier: str) -> str:
+        """Return the phase in which a tier holds most."""
+        return max(("train", *PHASES), key=lambda phase: self.at(tier, phase))
 
     def peak(self, tier: str) -> int:
         """Return the most bytes that a tier ever holds."""
-        return self.at(tier, self.peak_moment(tier))
+        return self.at(tier, self.peak_phase(tier))
 
 
 def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
@@ -129,7 +129,7 @@ def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
     items += [*_staging(shape, strategy, cpu=cpu), *_instants(shape, strategy, cpu=cpu)]
     items += [*_files(shape), *_runtime(shape, cpu=cpu)]
     if cpu:
-        items = [Item(i.purpose, HOST if i.tier == DEVICE else i.tier, i.size_bytes, i.moments) for i in items]
+        items = [Item(i.purpose, HOST if i.tier == DEVICE else i.tier, i.size_bytes, i.phases) for i in items]
     return Memory(tuple(items), _checkpoint_bytes(shape))
 
 
@@ -157,8 +157,8 @@ def _weights(shape: Shape, strategy: Strategy) -> Iterator[Item]:
             yield Item("gradients", DEVICE, full * itemsize, ("train", "save"))
         else:
             # below the device their room is taken at once; on it with the first backward
-            moments = ("train", "save") if strategy.gradients == DEVICE else MOMENTS
-            yield Item("gradients", strategy.gradients, shard * itemsize, moments)
+            phases = ("train", "save") if strategy.gradients == DEVICE else PHASES
+            yield Item("gradients", strategy.gradients, shard * itemsize, phases)
 
 
 def _state(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
@@ -199,7 +199,7 @@ def _line_state_bytes(shape: Shape, strategy: Strategy, placed: Placed, *, cpu: 
 def widest_states_bytes(shape: Shape, strategy: Strategy, units: int, *, cpu: bool) -> int:
     """Return the bytes of the state of the widest units, which are blocks, embedding and head, on a rank."""
     kinds = [([Placed(line, "block") for line in lines], count) for lines, count in shape.groups]
-    kinds += [([Placed(line, "leaf")], 1) for line in shape.leaves]
+    kinds += [([Placed(line, "root")], 1) for line in shape.roots]
     sizes = [
         sum(_line_state_bytes(shape, strategy, placed, cpu=cpu) for placed in unit)
         for unit, count in kinds
@@ -223,7 +223,7 @@ def _slots(shape: Shape, strategy: Strategy) -> Iterator[Item]:
     gradients = max((_slot_bytes(shape, strategy, lines, gradients=True) for lines, _ in shape.groups), default=0)
     yield Item("slots", DEVICE, 2 * max((size for size, _ in weights), default=0))
     yield Item("slots", DEVICE, gradients, ("train", "save"))
-    if strategy.weights == "hold" and strategy.stage == 3:
+    if not strategy.reshard_after_forward and strategy.stage == 3:
         yield Item("slots", DEVICE, sum(size * count for size, count in weights), ("train",))
 
 
@@ -255,7 +255,7 @@ def _staging(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     leaving = [p.line for p in trained if strategy.gradients != DEVICE and not strategy.reduced_late(p.kind, world)]
     if leaving and (strategy.gradients == NVME or not cpu):
         widest = max(line.shard_numel(owners) * strategy.slot_itemsize(line.itemsize) for line in leaving)
-        yield Item("staging", HOST, DRAIN_BUFFERS * widest)
+        yield Item("staging", HOST, OFFLOAD_BUFFERS * widest)
     yield Item("staging", HOST, UPDATE_SLOTS * sum(update_widths(shape, strategy, cpu=cpu).values()), ("train", "save"))
 
 
@@ -292,7 +292,7 @@ def update_widths(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, i
 def kept_bytes(shape: Shape, strategy: Strategy) -> int:
     """Return the bytes of one block's kept input."""
     size = strategy.sequences * shape.sequence_tokens * shape.hidden * shape.itemsize
-    return -(-size // KEPT_ROUND_BYTES) * KEPT_ROUND_BYTES if strategy.kept != DEVICE else size
+    return -(-size // ACTIVATION_ROUND_BYTES) * ACTIVATION_ROUND_BYTES if strategy.activation_offload != DEVICE else size
 
 
 def graph_bytes(shape: Shape, strategy: Strategy) -> int:
@@ -320,11 +320,11 @@ def _instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     kept = kept_bytes(shape, strategy)
     graphs = strategy.graphs(blocks)
     if graphs < blocks:
-        yield Item(KEPT, strategy.kept, (blocks - graphs) * kept, ("train",))
-        if strategy.kept != DEVICE:  # coming back, one block ahead
-            yield Item(KEPT, DEVICE, 2 * kept, ("train",))
-        if strategy.kept == NVME:
-            yield Item("staging", HOST, KEPT_STAGING * kept, ("train",))
+        yield Item(ACTIVATIONS, strategy.activation_offload, (blocks - graphs) * kept, ("train",))
+        if strategy.activation_offload != DEVICE:  # coming back, one block ahead
+            yield Item(ACTIVATIONS, DEVICE, 2 * kept, ("train",))
+        if strategy.activation_offload == NVME:
+            yield Item("staging", HOST, ACTIVATION_STAGING * kept, ("train",))
     yield Item("workspace", DEVICE, strategy.parts * graphs * graph_bytes(shape, strategy), ("train",))
     instants = list(_step_instants(shape, strategy, cpu=cpu))
     worst = max(instants, key=lambda items: sum(items.values()))
@@ -354,12 +354,12 @@ def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[d
                 chunk += 4 * min(classes, shape.vocabulary) * shape.hidden
         summed = 4 * tokens * strategy.parts * shape.hidden
         freed = copied if cpu else 0  # malloc does not find it again for the copy
-        yield {"logits": chunk + hidden + summed, "leaves": head + gradient + freed}
-        yield {"logits": hidden, "leaves": gradient + copied}  # the weights went with the loss's graph
+        yield {"logits": chunk + hidden + summed, "root parameters": head + gradient + freed}
+        yield {"logits": hidden, "root parameters": gradient + copied}  # the weights went with the loss's graph
     else:
-        yield {"logits": logits * LOGIT_BYTES + hidden, "leaves": head}
-        yield {"logits": logits * shape.itemsize + hidden, "leaves": head + gradient + copied}
-    yield {"leaves": gradient + copied}
+        yield {"logits": logits * LOGIT_BYTES + hidden, "root parameters": head}
+        yield {"logits": logits * shape.itemsize + hidden, "root parameters": head + gradient + copied}
+    yield {"root parameters": gradient + copied}
 
     graph = graph_bytes(shape, strategy)
     part, whole = BACKWARD_SHARE
@@ -382,11 +382,11 @@ def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[d
 
 
 def _leaf_bytes(shape: Shape, strategy: Strategy) -> tuple[int, int, int]:
-    """Return the bytes of the widest leaf, gathered, of its gradient, and of what the reduction needs besides."""
+    """Return the bytes of the widest root parameter, gathered, of its gradient, and of what the reduction needs besides."""
     owners = strategy.owners(shape.world_size)
     head = gradient = copied = 0
-    for line in shape.leaves:
-        placed = Placed(line, "leaf")
+    for line in shape.roots:
+        placed = Placed(line, "root")
         if not strategy.resident(placed.kind, shape.world_size):
             head = max(head, line.padded_numel(owners) * line.itemsize)
         if line.trained:

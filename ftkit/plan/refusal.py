@@ -66,12 +66,12 @@ def refusal(
     lines = []
     for each in short:
         ranks = limits.ranks(each.tier)
-        sizes = sorted(taken.purposes(each.tier, each.moment).items(), key=lambda item: -item[1])
+        sizes = sorted(taken.purposes(each.tier, each.phase).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
         per = " a rank" if each.tier == DEVICE else ""
         where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
         lines.append(
-            f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.moment} ({parts}), "
+            f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.phase} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
     ways_out = tuple(_ways_out(shape, limits, wanted, sequences, preferred))[:3]

@@ -50,8 +50,8 @@ STREAMS = {
     "host update": "the update in host memory",
     "nvme read": "reading state from NVMe",
     "nvme write": "writing state to NVMe",
-    "nvme fetch": "reading weights and kept inputs from NVMe",
-    "nvme drain": "writing gradients and kept inputs to NVMe",
+    "nvme fetch": "reading weights and activations from NVMe",
+    "nvme offload": "writing gradients and activations to NVMe",
 }
 """What a stream is called for the eye."""
 
@@ -257,7 +257,7 @@ class _Step:
         self.until: list[int] = []  # the last event of each round
         self.slots: dict[int, int] = {}  # slot to the block whose weights it has
         self.reduced: int | None = None
-        self.drained: int | None = None
+        self.offloaded: int | None = None
         self.stored: dict[str, int] = {}  # line to the event with which its state lies on NVMe again
         self.left = 0  # bytes of host memory for lines of a state on NVMe
 
@@ -269,7 +269,7 @@ class _Step:
             self._forward(first=round_ == 0)
             self._loss()
             self._backward(first=round_ == 0)
-            self.ends.append((self.computed[-1],) if self.drained is None else (self.computed[-1], self.drained))
+            self.ends.append((self.computed[-1],) if self.offloaded is None else (self.computed[-1], self.offloaded))
             self.until.append(len(self.script.events) - 1)
         end = self.computed[-1]
         self._update()
@@ -292,15 +292,15 @@ class _Step:
         twice where the loss is made by chunks.
         """
         shape = self.shape
-        products = 2 + any(line.trained for line in shape.leaves) + shape.chunked_loss
-        outside = [line for line in shape.leaves if self._is_gathered("leaf")]
+        products = 2 + any(line.trained for line in shape.roots) + shape.chunked_loss
+        outside = [line for line in shape.roots if self._is_gathered("root")]
         gathered = self._collective("gather head", sum(self._moved(line) for line in outside), [self.computed[-1]])
         self._compute("loss", 2.0 * products * shape.vocabulary * shape.hidden * self.tokens, [gathered])
 
     def _backward(self, *, first: bool) -> None:
         blocks = self.shape.blocks
         count = len(blocks)
-        again = self.strategy.weights == "free" and (self._is_gathered("block") or self.strategy.parameters != DEVICE)
+        again = self.strategy.reshard_after_forward and (self._is_gathered("block") or self.strategy.parameters != DEVICE)
         gathered: dict[int, int | None] = {}
         if again:
             gathered[count - 1] = self._gather(count - 1, first=False)
@@ -312,7 +312,7 @@ class _Step:
             self._compute(name, operations, [gathered.get(number), self.reduced, brought])
             brought = self._keep("bring", "up", number - 1) if number else None
             self._collect(name, "block", blocks[number], first=first)
-        self._collect("outside", "leaf", self.shape.leaves, first=first)
+        self._collect("outside", "root", self.shape.roots, first=first)
 
     def _compute(self, name: str, operations: float, after: Sequence[int | None]) -> None:
         self.computed.append(self.script.add(name, "compute", {"compute": operations}, after))
@@ -338,22 +338,22 @@ class _Step:
         return self.tokens * (once if forward else back + recomputed)
 
     def _keep(self, what: str, direction: str, number: int) -> int | None:
-        """Move a block's kept inputs away, or back, once the last computation is done; nothing where they stay."""
-        if self.strategy.kept == DEVICE or not self._recomputed(number):
+        """Move a block's activations away, or back, once the last computation is done; nothing where they stay."""
+        if self.strategy.activation_offload == DEVICE or not self._recomputed(number):
             return None
         after = self.computed[-1]
         size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
-        if self.strategy.kept == NVME and direction == "up":
+        if self.strategy.activation_offload == NVME and direction == "up":
             after = self.script.add(f"{what} from nvme", "nvme fetch", {"nvme_read": size}, [after])
         moved = self.script.add(what, direction, {direction: size, "dram": COPY_TRAFFIC * size}, [after])
-        if self.strategy.kept == NVME and direction == "down":
-            return self.script.add(f"{what} on nvme", "nvme drain", {"nvme_write": size}, [moved])
+        if self.strategy.activation_offload == NVME and direction == "down":
+            return self.script.add(f"{what} on nvme", "nvme offload", {"nvme_write": size}, [moved])
         return moved
 
     # --- weights and gradients
 
     def _is_gathered(self, kind: str) -> bool:
-        return self.strategy.stage == 3 and self.owners > 1 and kind in ("block", "leaf")
+        return self.strategy.stage == 3 and self.owners > 1 and kind in ("block", "root")
 
     def _moved(self, line: Line) -> float:
         """Return the bytes that a rank sends to gather a line."""
@@ -379,7 +379,7 @@ class _Step:
         """Bring a block's weights, from their tier and from all ranks; in the first forward of a step after their update."""
         if first and number == 0:
             self.slots.clear()  # they have the weights of before the update
-        held = self.strategy.weights == "hold"  # in a buffer of its own, until its backward
+        held = not self.strategy.reshard_after_forward  # in a buffer of its own, until its backward
         if self.slots.get(number % 2) == number and not held:
             return None
         self.slots[number % 2] = number
@@ -407,7 +407,9 @@ class _Step:
 
     def _outside(self) -> list[int | None]:
         """Return what the first block of a step waits for: parameters outside blocks, updated and whole again."""
-        lines = [Placed(line, "leaf") for line in self.shape.leaves] + [Placed(line, "whole") for line in self.shape.whole]
+        lines = [Placed(line, "root") for line in self.shape.roots] + [
+            Placed(line, "replicated") for line in self.shape.replicated
+        ]
         updated = self.written.get(-1)
         return [updated, self._refresh("outside", lines, updated)]
 
@@ -416,7 +418,7 @@ class _Step:
         trained = [line for line in lines if line.trained]
         late = [each for each in trained if self.strategy.reduced_late(kind, self.world)]
         soon = [each for each in trained if each not in late]
-        parts = self.strategy.parts if kind == "block" else 1  # leaves get the gradient of all parts at once
+        parts = self.strategy.parts if kind == "block" else 1  # root parameters get the gradient of all parts at once
         size = sum(_collected(each, self.strategy.slot_itemsize(each.itemsize), 1, parts - 1) for each in soon)
         for each in late:
             size += _collected(each, self._summed(each), int(first), parts - first)
@@ -435,20 +437,20 @@ class _Step:
             size = float(sum(line.shard_numel(self.owners) * itemsize for line, itemsize in slots))
             kept = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in trained))
             after = [reduced, self.computed[-1]]
-            self.drained = self.script.add(f"drain {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
+            self.offloaded = self.script.add(f"offload {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
             if not first:
                 work = {"dram": added} | ({"nvme_read": kept} if self.strategy.gradients == NVME else {})
-                self.drained = self.script.add(f"sum {name}", "host update", work, [self.drained])
+                self.offloaded = self.script.add(f"sum {name}", "host update", work, [self.offloaded])
             if self.strategy.gradients == NVME:
-                after = [self.drained]
-                self.drained = self.script.add(f"write gradient {name}", "nvme drain", {"nvme_write": kept}, after)
+                after = [self.offloaded]
+                self.offloaded = self.script.add(f"write gradient {name}", "nvme offload", {"nvme_write": kept}, after)
         return reduced
 
     # --- the update
 
     def _update(self) -> None:
         norm = self.script.add("norm", self.beside, self._norm_work(), self._finish(), latency_s=NORM_S)
-        outside = [line for line in (*self.shape.leaves, *self.shape.whole) if line.trained]
+        outside = [line for line in (*self.shape.roots, *self.shape.replicated) if line.trained]
         self.left = decided(self.strategy.state_host_bytes)
         self.written = {-1: self._update_of("outside", outside, norm)}
         for number, lines in enumerate(self.shape.blocks):
@@ -463,7 +465,7 @@ class _Step:
             if placed.line.trained and self.strategy.reduced_late(placed.kind, self.world):
                 moved += count * self._reduced(placed.line, self._summed(placed.line))
         late = self._collective("reduce whole", moved, [self.computed[-1]])
-        return [self.reduced, self.drained, late, self.computed[-1]]
+        return [self.reduced, self.offloaded, late, self.computed[-1]]
 
     def _norm_work(self) -> dict[str, float]:
         """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""

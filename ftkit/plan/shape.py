@@ -3,8 +3,8 @@
 [Note: lines]   as the engine makes them (engine/core/shard.py), counted and not made
 
     block     a block's parameters of one dtype, all trained or all frozen: one line or two
-    leaf      one large parameter outside blocks (embedding, head)
-    whole     small parameters outside blocks, and adapters: replicated, their optimizer state sharded
+    root      one large parameter outside blocks (embedding, head)
+    replicated  small parameters outside blocks, and adapters; their optimizer state is sharded
 
 A line of N elements on W ranks has shards of S elements, a multiple of 4096 (spec/layout.py); W*S is what a gather
 fills. The plan asks that file for the rounding, so the two cannot differ.
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Placed:
-    """A line with its place in the model: 'block', 'leaf' or 'whole'."""
+    """A line with its place in the model: 'block', 'root' or 'replicated'."""
 
     line: Line
     kind: LineKind
@@ -61,8 +61,8 @@ class Shape:
 
     Args:
         blocks: for each block its lines.
-        leaves: lines of large parameters outside blocks, one each.
-        whole: lines of small parameters outside blocks and of adapters, which are replicated.
+        roots: lines of large parameters outside blocks, one each.
+        replicated: lines of small parameters outside blocks and of adapters, which are replicated.
         hidden: width between blocks, elements a token.
         vocabulary: logits of a token; 0 if the model has none.
         block_elements: a token's elements that autograd keeps of the widest block, without its attention scores.
@@ -82,8 +82,8 @@ class Shape:
     """
 
     blocks: tuple[tuple[Line, ...], ...]
-    leaves: tuple[Line, ...]
-    whole: tuple[Line, ...]
+    roots: tuple[Line, ...]
+    replicated: tuple[Line, ...]
     hidden: int
     vocabulary: int
     block_elements: int
@@ -113,8 +113,8 @@ class Shape:
         for lines, count in self.groups:
             for line in lines:
                 found[Placed(line, "block")] += count
-        found.update(Placed(line, "leaf") for line in self.leaves)
-        found.update(Placed(line, "whole") for line in self.whole)
+        found.update(Placed(line, "root") for line in self.roots)
+        found.update(Placed(line, "replicated") for line in self.replicated)
         return tuple(found.items())
 
     @cached_property

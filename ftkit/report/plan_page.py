@@ -45,10 +45,10 @@ def _words(plan: Plan) -> Iterator[tuple[str, str]]:
 def _memory(plan: Plan) -> Iterator[str]:
     yield "<h2>Memory by tier</h2>"
     for tier in plan.tiers:
-        moment = plan.memory.peak_moment(tier)
-        sizes = plan.memory.purposes(tier, moment).items()
+        phase = plan.memory.peak_phase(tier)
+        sizes = plan.memory.purposes(tier, phase).items()
         parts = [(purpose, float(size * plan.limits.ranks(tier))) for purpose, size in sizes]
-        yield stacked_bars(f"{TITLES[tier]}, to {moment}", ("memory", "GiB"), [Bar("planned", parts)], unit=GIB)
+        yield stacked_bars(f"{TITLES[tier]}, to {phase}", ("memory", "GiB"), [Bar("planned", parts)], unit=GIB)
 
 
 def _seconds(plan: Plan) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ftkit.plan.choice import Plan
-from ftkit.plan.memory import GIB, MOMENTS
+from ftkit.plan.memory import GIB, PHASES
 from ftkit.plan.schedule import STREAMS, Speed
 from ftkit.plan.what_if import Answer
 from ftkit.report.text import literal
@@ -75,21 +75,21 @@ def time_lines(plan: Plan, speed: Speed) -> Iterator[tuple[str, str]]:
 
 
 def _table(plan: Plan) -> Table:
-    """Return the table: purposes down, tiers across, each tier at the moment at which it holds most; GiB."""
+    """Return the table: purposes down, tiers across, each tier in the phase in which it holds most; GiB."""
     tiers = plan.tiers
     table = Table(box=None, pad_edge=False)
     table.add_column("GiB")
     for tier in tiers:
         table.add_column(TITLES[tier], justify="right")
-    at_peak = {tier: plan.memory.purposes(tier, plan.memory.peak_moment(tier)) for tier in tiers}
+    at_peak = {tier: plan.memory.purposes(tier, plan.memory.peak_phase(tier)) for tier in tiers}
     for purpose in dict.fromkeys(name for found in at_peak.values() for name in found):
         sizes = (at_peak[tier].get(purpose, 0) * plan.limits.ranks(tier) for tier in tiers)
         table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
     table.add_row("[bold]needed[/]", *(f"[bold]{plan.needed_bytes(tier) / GIB:.2f}[/]" for tier in tiers))
     table.add_row("granted", *(_granted(plan, tier) for tier in tiers))
-    for moment in MOMENTS:
-        totals = (plan.memory.at(tier, moment) * plan.limits.ranks(tier) for tier in tiers)
-        table.add_row(f"[dim]to {moment}[/]", *(f"[dim]{total / GIB:.2f}[/]" for total in totals))
+    for phase in PHASES:
+        totals = (plan.memory.at(tier, phase) * plan.limits.ranks(tier) for tier in tiers)
+        table.add_row(f"[dim]to {phase}[/]", *(f"[dim]{total / GIB:.2f}[/]" for total in totals))
     return table
 
 

@@ -23,14 +23,14 @@ WORDS = (
     ("forward",),
     ("backward",),
     ("gather", "refresh", "read", "fetch"),
-    ("reduce", "finish", "norm", "drain", "down"),
+    ("reduce", "finish", "norm", "offload", "down"),
     ("update", "adam", "up", "write"),
     ("loss", "head"),
 )
 COLOUR_OF = {word: colour for colour, words in enumerate(WORDS) for word in words}
 """First words of names to colours."""
 
-LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "kept inputs and others")
+LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "activations and others")
 """What the colours mean."""
 
 OTHERS = 6

@@ -61,7 +61,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
 Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_no_bool)]
 Switch = Annotated[bool, Field(strict=True)]
-LineKind = Literal["block", "leaf", "whole"]
+LineKind = Literal["block", "root", "replicated"]
 """Where a flat parameter's parameters stand: in a block; large and outside; small and outside, or an adapter's."""
 
 
@@ -73,7 +73,9 @@ class Strategy:
     activations: Literal["auto", "recompute", "keep"] | Count = Field(
         default=AUTO, description="of blocks; a number: the last so many are kept, the others recomputed"
     )
-    weights: Literal["auto", "free", "hold"] = Field(default=AUTO, description="gathered weights until the backward")
+    reshard_after_forward: Auto | Switch = Field(
+        default=AUTO, description="free gathered weights after forward, gather them again for backward; stage 3"
+    )
     micro_batch: Auto | Count = Field(default=AUTO, description="sequences of a rank in one forward")
     accumulation: Auto | Count = Field(default=AUTO, description="micro-batches of one optimizer step")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -83,7 +85,9 @@ class Strategy:
     parameters: TierOrAuto = Field(default=AUTO, description="where weight shards lie")
     gradients: TierOrAuto = Field(default=AUTO, description="where gradient shards lie")
     state: TierOrAuto = Field(default=AUTO, description="where master weights and moments lie")
-    kept: TierOrAuto = Field(default=AUTO, description="where the inputs of recomputed blocks wait for backward")
+    activation_offload: TierOrAuto = Field(
+        default=AUTO, description="where the inputs of recomputed blocks wait for backward"
+    )
     update: Literal["auto", "now", "deferred"] = Field(default=AUTO, description="in the step, or under the next forward")
     accumulate_in: Literal["auto", "step", "unit"] = Field(
         default=AUTO, description="micro-batches pass the model, or each block"
@@ -121,7 +125,7 @@ class Strategy:
     @property
     def uses_nvme(self) -> bool:
         """Whether anything lies on NVMe."""
-        return NVME in (self.parameters, self.gradients, self.state, self.kept)
+        return NVME in (self.parameters, self.gradients, self.state, self.activation_offload)
 
     @property
     def deferred(self) -> bool:
@@ -190,7 +194,7 @@ class Strategy:
     def resident(self, kind: LineKind, ranks: int) -> bool:
         """Return whether every rank has a flat parameter's weights whole for good."""
         alone = self.owners(ranks) == 1 and self.parameters == DEVICE
-        return decided(self.stage) < 3 or kind == "whole" or alone
+        return decided(self.stage) < 3 or kind == "replicated" or alone
 
     def reduced_late(self, kind: LineKind, ranks: int) -> bool:
         """Return whether a flat parameter's gradient is reduced at the end of the step, and whole on every rank until then.
@@ -198,7 +202,7 @@ class Strategy:
         On one rank, where there is nothing to reduce, autograd's gradients are added straight to it.
         """
         alone = self.owners(ranks) == 1 and self.gradients == DEVICE
-        return decided(self.stage) < 2 or kind == "whole" or alone
+        return decided(self.stage) < 2 or kind == "replicated" or alone
 
     def __str__(self) -> str:
         return ", ".join(self._words())
@@ -211,12 +215,12 @@ class Strategy:
         else:
             yield f"activations of the last {self.activations} blocks kept, the others recomputed"
         if self.stage == 3:
-            words = {"free": "weights freed after use", "hold": "weights held until backward", AUTO: "weights auto"}
-            yield words[self.weights]
+            told = {True: "weights resharded after forward", False: "weights gathered until backward", AUTO: "weights auto"}
+            yield told[self.reshard_after_forward]
         for tier in TIERS[1:]:
             kinds = [kind for kind in KINDS if getattr(self, kind) == tier]
             if kinds:
-                yield f"{' and '.join(kinds).replace('kept', 'kept inputs')} on {tier}"
+                yield f"{' and '.join(kinds).replace('activation_offload', 'activations')} on {tier}"
         if self.state_host_bytes not in (AUTO, 0):
             yield f"{decided(self.state_host_bytes) / 2**30:.1f} GiB of each rank's state cached in host memory"
         if self.accumulate_in == UNIT and self.parts > 1:
@@ -232,14 +236,14 @@ OPEN: Final = Strategy()
 ZERO3: Final = Strategy(
     stage=3,
     activations="recompute",
-    weights="free",
+    reshard_after_forward=True,
     micro_batch=1,
     accumulation=1,
     gradient_dtype="compute",
     parameters=DEVICE,
     gradients=DEVICE,
     state=DEVICE,
-    kept=DEVICE,
+    activation_offload=DEVICE,
     update="now",
     accumulate_in="step",
     state_host_bytes=0,

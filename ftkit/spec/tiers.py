@@ -15,5 +15,5 @@ NVME: Final = "nvme"
 TIERS: tuple[Tier, ...] = (DEVICE, HOST, NVME)
 """From fast to large."""
 
-KINDS: Final = ("parameters", "gradients", "state", "kept")
+KINDS: Final = ("parameters", "gradients", "state", "activation_offload")
 """Weight shards, gradient shards, optimizer state, and the inputs of checkpointed blocks."""

@@ -84,7 +84,13 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
     old = cuda and torch.cuda.get_device_capability()[0] < 8 and model.dtype == torch.bfloat16
     shard(
         model,
-        {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "fp16" if old else "auto", "affinity": False},
+        {
+            "stage": 3,
+            "activations": "recompute",
+            "reshard_after_forward": True,
+            "dtype": "fp16" if old else "auto",
+            "affinity": False,
+        },
     )
     return generate(model, tokenizer, prompts, **settings)
 

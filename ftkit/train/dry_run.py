@@ -71,10 +71,10 @@ PLANNED_AS = {
     "moments": "optimizer state",
     "slots": "slots",
     "staging": "staging",
-    "kept inputs": "activations",
+    "activations": "activations",
     "workspace": "activations",
     "logits": "activations",
-    "leaves": "activations",
+    "root parameters": "activations",
 }
 """The plan's purposes as the dry run can tell them apart: autograd's own tensors are one."""
 

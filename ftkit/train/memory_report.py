@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the report is also read where torch is not
     from ftkit.engine.core.shard import Units
     from ftkit.engine.optim.optimizer import ShardedOptimizer
 
-TENANTS = ("parameters", "gradients", "state", "slots", "staging", "kept inputs")
+TENANTS = ("parameters", "gradients", "state", "slots", "staging", "activations")
 MIB = 1 << 20
 SHOWN_RANKS = 8
 OTHERS = 5
@@ -89,7 +89,7 @@ def host_tenants(units: Units | None, optimizer: ShardedOptimizer | None) -> dic
         **tenants,
         "slots": held["slots"] if computes_here else 0,
         "staging": held["staging"] + updating,
-        "kept inputs": units.transfer.keeper.host_bytes,
+        "activations": units.transfer.activations.host_bytes,
     }
 
 
@@ -183,13 +183,13 @@ def ways_out(ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, A
     def total(*kinds: str) -> int:
         return sum(rank["tenants_bytes"].get(kind, 0) for rank in ranks for kind in kinds)
 
-    moved = total("state", "gradients", "parameters", "kept inputs")
+    moved = total("state", "gradients", "parameters", "activations")
     rest = sum(rank["unexplained_bytes"] for rank in ranks)
     foreign = sum(each["rss_bytes"] for each in others if not each["kin"])
     workers = sum(each["rss_bytes"] for each in others if each["kin"].startswith("started by"))
     limit = "use a box with more memory" if source == MACHINE else "raise the limit of the cgroup or container"
     ways = [
-        (moved, f"move state, gradients and kept inputs to disk: memory.nvme_dir ({_mib(moved)} of them are in memory)"),
+        (moved, f"move state, gradients and activations to disk: memory.nvme_dir ({_mib(moved)} of them are in memory)"),
         (rest, "smaller micro-batches or shorter sequences: engine.micro_batch, data.sequence_tokens, engine.activations"),
         (foreign, f"end the other processes under this limit ({_mib(foreign)})"),
         (workers, f"fewer processes that prepare data: data.workers, dataloader_num_workers ({_mib(workers)})"),

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from ftkit.hf.models.fp32_modules import widens_inputs
+from ftkit.hf.models.fp32_search import widens_inputs
 from ftkit.hf.sharding import units_of
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.plan.choice import Plan
@@ -182,7 +182,7 @@ class LookAtFp16(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look; refuse where what must be fp32 does not fit."""
-        self.trainer.look_for_islands(self.trainer.first_batches())
+        self.trainer.look_for_fp32_modules(self.trainer.first_batches())
         if widens_inputs(self.trainer.units):
             self.plan.check_wide_inputs()
 

@@ -30,7 +30,7 @@ from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.inference.evaluation import row_statistics
 from ftkit.hf.models.attention import is_packed
-from ftkit.hf.models.fp32_modules import BATCHES
+from ftkit.hf.models.fp32_search import BATCHES
 from ftkit.hf.models.head import usable_loss
 from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.ownership import strangers_in_checkpoint

@@ -139,15 +139,15 @@ def _losses(history: list[dict[str, Any]]) -> list[float]:
 
 
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
-    """Return what computing in fp16 took: fp32 islands, weights it holds badly, steps skipped; None for other dtypes."""
+    """Return what computing in fp16 took: fp32 modules, weights it holds badly, steps skipped; None for other dtypes."""
     if trainer.engine.compute_dtype != torch.float16:
         return None
-    islands, skipped = trainer.engine.islands, trainer.engine_optimizer.loss_scale.skipped_steps
+    upcast, skipped = trainer.engine.fp32_modules, trainer.engine_optimizer.loss_scale.skipped_steps
     source = getattr(trainer.model, "_ftkit_source", None)
     weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
-    told = f"fp32 islands: {islands.describe()}; {weights}; {counted(skipped, 'step')} skipped"
+    told = f"fp32 modules: {upcast.describe()}; {weights}; {counted(skipped, 'step')} skipped"
     overflows = [{"step": step, "where": where} for step, where in trainer.overflows]
-    return {"islands": islands.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
+    return {"fp32_modules": upcast.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
 
 
 def _nvme_line(ranks: list[dict[str, Any]], seconds: float) -> str:

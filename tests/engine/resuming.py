@@ -61,7 +61,7 @@ class Side:
             parameters=self.tier if self.stage == 3 else "device",
             gradients=self.tier if self.stage >= 2 else "device",
             state=self.tier,
-            kept=self.tier,
+            activation_offload=self.tier,
             update="deferred" if self.deferred else "now",
             debug=True,
         )
@@ -107,7 +107,7 @@ def build(kind: str) -> nn.Module:
 @contextmanager
 def engine(side: Side, model: nn.Module) -> Iterator[tuple[Units, ShardedAdamW]]:
     """Shard a model over this world, with an optimizer of two groups."""
-    units = shard_model(model, side.strategy, whole=is_adapter)
+    units = shard_model(model, side.strategy, replicated=is_adapter)
     assert units.comm.world_size == side.world
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-3}]

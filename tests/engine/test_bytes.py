@@ -108,7 +108,7 @@ def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
 
 @pytest.mark.parametrize("world", [2])
 def test_holding_costs_the_weights_and_ends_with_the_step(worlds, world):
-    for told in worlds[world].run(measure, Strategy.of(weights="hold", dtype="bf16")):
+    for told in worlds[world].run(measure, Strategy.of(reshard_after_forward=False, dtype="bf16")):
         state = told["parameters"] + told["gradients"] + told["optimizer"]
         assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
 
@@ -161,7 +161,7 @@ def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
 
 def test_held_weights_are_gathered_once(world2):
     """Holding is ZeRO-2's trade: nothing of a block is gathered again in backward."""
-    strategy = Strategy.of(weights="hold", dtype="bf16")
+    strategy = Strategy.of(reshard_after_forward=False, dtype="bf16")
     for sent in world2.run(traffic, strategy, 1):
         gathered = LAYERS * padded(BLOCK, 2) + 2 * padded(TABLE, 2) + padded(HIDDEN, 2)
         assert sent["all_gather"] == 2 * gathered // 2

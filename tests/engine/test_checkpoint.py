@@ -90,7 +90,7 @@ def read(folder: str, strategy: Strategy) -> tuple[list[float], dict[str, Tensor
 
 POLICIES = {
     "zero3": Strategy.of(stage=3, debug=True),
-    "zero3-hold-keep": Strategy.of(stage=3, activations="keep", weights="hold"),
+    "zero3-hold-keep": Strategy.of(stage=3, activations="keep", reshard_after_forward=False),
     "zero2": Strategy.of(stage=2),
     "zero1-keep": Strategy.of(stage=1, activations="keep"),
     "ddp": Strategy.of(stage=0),

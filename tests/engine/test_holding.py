@@ -22,11 +22,11 @@ QUICK = [
     Row("t5", world=2, parameters="nvme", gradients="host", state="nvme", deferred=True, late=True),
 ]
 SLOW = [
-    Row("gemma3", world=3, weights="hold", activations="keep", debug=True, accumulation=2),
+    Row("gemma3", world=3, reshard_after_forward=False, activations="keep", debug=True, accumulation=2),
     *(Row(family, world=2, debug=True) for family in ("gpt2", "qwen3", "gpt_neox", "opt", "bert", "t5")),
     *(Row("qwen3", world=2, stage=stage, accumulation=2) for stage in (0, 1, 2)),
     Row("llama", world=1, parameters="host", gradients="host", state="host", debug=True),
-    Row("llama", world=1, parameters="nvme", gradients="nvme", state="nvme", kept="nvme", debug=True),
+    Row("llama", world=1, parameters="nvme", gradients="nvme", state="nvme", activation_offload="nvme", debug=True),
     Row("gpt2", world=3, parameters="host", gradients="host", state="host", parts=2, accumulation=1, debug=True),
 ]
 
@@ -87,7 +87,7 @@ def between_forward_and_backward(strategy: Strategy) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [Strategy.of(debug=True), Strategy.of(activations="keep", weights="hold", debug=True)], ids=str
+    "strategy", [Strategy.of(debug=True), Strategy.of(activations="keep", reshard_after_forward=False, debug=True)], ids=str
 )
 def test_a_backward_may_wait_until_weights_are_given_back(world2, strategy):
     for with_, without in world2.run(between_forward_and_backward, strategy):
@@ -100,13 +100,13 @@ def given_back() -> tuple[int, int, list[bool]]:
     units = shard_model(model, Strategy.of(debug=True))
     with hold(units):
         slots = [unit.weights._whole.buffer for unit in units.units]
-        leaf = units.leaves[0].whole
-        assert all(each.whole is leaf for each in units.leaves)  # a tied weight is held once
+        whole = units.root_parameters[0].whole
+        assert all(each.whole is whole for each in units.root_parameters)  # a tied weight is held once
         numel = sum(flat.layout.padded_numel for flat in units.flats if not flat.resident)
     lines = [(slot.view(torch.float32), unit.weights.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
     poisoned = [bool(values[:length].isnan().all()) for values, length in lines]
-    gone = [not unit.weights.is_whole for unit in units.units] + [each.whole is None for each in units.leaves]
-    return gathered_bytes(units), 4 * numel, [*poisoned, bool(leaf.isnan().all()), *gone, units.held_since is None]
+    gone = [not unit.weights.is_whole for unit in units.units] + [each.whole is None for each in units.root_parameters]
+    return gathered_bytes(units), 4 * numel, [*poisoned, bool(whole.isnan().all()), *gone, units.held_since is None]
 
 
 def test_what_was_held_is_given_back(world2):

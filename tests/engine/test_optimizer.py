@@ -288,7 +288,9 @@ def sharded_with_whole(strategy: Strategy, folder: str) -> tuple[OneBlock, Units
     model, comm = OneBlock(), Communicator(torch.device("cpu"))
     tiers = Tiers.open(comm, strategy, folder)
     blocks = [("block", model.block)]
-    units = shard(model, blocks, comm=comm, strategy=strategy, tiers=tiers, whole=lambda name, parameter: name[-1] in "be")
+    units = shard(
+        model, blocks, comm=comm, strategy=strategy, tiers=tiers, replicated=lambda name, parameter: name[-1] in "be"
+    )
     return model, units
 
 

@@ -383,7 +383,7 @@ def test_sharding_twice_is_refused():
         ("stage", 4, "stage\n  Input should be 'auto', 0, 1, 2 or 3"),
         ("activations", "drop", "Input should be 'auto', 'recompute' or 'keep'"),
         ("activations", 0, "Input should be greater than or equal to 1"),
-        ("weights", "keep", "weights\n  Input should be 'auto', 'free' or 'hold'"),
+        ("reshard_after_forward", "hold", "reshard_after_forward"),
     ],
 )
 def test_strategies_are_checked(field, value, words):

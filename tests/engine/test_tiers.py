@@ -1,6 +1,6 @@
 """The loss is the loss, wherever the bytes lie and whenever they are moved.
 
-Parameters, gradients, optimizer state and kept inputs on the device, in host memory or on NVMe; updates at once or under
+Parameters, gradients, optimizer state and activations on the device, in host memory or on NVMe; updates at once or under
 the next forward; batches divided inside blocks or outside; transfers that come artificially late; freed buffers poisoned.
 Every pair of values here, every three where marked slow, each against plain PyTorch as in `test_trajectory`.
 """
@@ -18,14 +18,14 @@ from tests.engine.trajectory import QUICK_STEPS, Row, check
 from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
 
 TIERS = ("device", "host", "nvme")
-KINDS = ("parameters", "gradients", "state", "kept")
+KINDS = ("parameters", "gradients", "state", "activation_offload")
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "family": ("llama", "gpt2", "qwen3", "bert"),
     "world": (2, 1, 3),
     "parameters": TIERS,
     "gradients": TIERS,
     "state": (*TIERS, "both"),
-    "kept": TIERS,
+    "activation_offload": TIERS,
     "deferred": (False, True),
     "parts": (1, 2),
     "late": (False, True),

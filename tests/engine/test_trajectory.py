@@ -25,7 +25,7 @@ SETTINGS = {
     "world": (2, 3, 1),
     "stage": (3, 0, 1, 2),
     "activations": ("recompute", "keep", 1),
-    "weights": ("free", "hold"),
+    "reshard_after_forward": (True, False),
     "prefetch": (True, False),
     "debug": (False, True),
     "accumulation": (1, 4),
@@ -51,11 +51,11 @@ def _product() -> Iterator[Row]:
     pairs. Rows that are the same run are left out: on one rank nothing is gathered, and below stage 3 nothing is freed.
     """
     turns = zip(cycle((True, False)), cycle((True, True, False)), cycle((1, 1, 2, 2, 1)))
-    names = ("family", "world", "stage", "activations", "weights", "accumulation", "clip")
+    names = ("family", "world", "stage", "activations", "reshard_after_forward", "accumulation", "clip")
     for values in full_product({**{name: SETTINGS[name] for name in names}, "activations": ("recompute", "keep")}):
         row = Row(**values)
         gathers = row.stage == 3 and row.world > 1
-        if (gathers or row.weights == "free") and (row.world > 1 or row.stage == 3) and (row.stage == 3 or row.clip):
+        if (gathers or row.reshard_after_forward) and (row.world > 1 or row.stage == 3) and (row.stage == 3 or row.clip):
             prefetch, debug, groups = next(turns)
             clip = row.clip and (row.stage == 3 or debug)
             yield replace(row, prefetch=prefetch, debug=debug, groups=groups, clip=clip)

@@ -26,12 +26,12 @@ STEPS = 4
 ROWS = [
     Row("", world=2, debug=True),
     Row("", world=2, activations="keep", accumulation=2, groups=2),
-    Row("", world=3, activations="keep", weights="hold", debug=True),
+    Row("", world=3, activations="keep", reshard_after_forward=False, debug=True),
 ]
 """Settings that the engine most differs in: one of them in each case, in turns; all of them where marked slow."""
 MORE_ROWS = [
     Row("", world=1),
-    Row("", world=2, weights="hold", prefetch=False, accumulation=2),
+    Row("", world=2, reshard_after_forward=False, prefetch=False, accumulation=2),
     Row("", world=3, stage=2, debug=True, groups=2),
     Row("", world=2, stage=1, activations="keep"),
     Row("", world=2, stage=0, accumulation=2),
@@ -217,11 +217,11 @@ CASES = {
         lambda: freeze(families.build("llama"), lambda n: ".0." not in n and "emb" not in n)
     ),
     "frozen tied embedding": Case(lambda: freeze(families.build("qwen3"), lambda n: "embed" not in n)),
-    "LoRA, adapters whole": Case(lora, settings={"whole": is_adapter}),
+    "LoRA, adapters whole": Case(lora, settings={"replicated": is_adapter}),
     "LoRA, adapters in the blocks": Case(lora),
-    "LoRA, no_grad forward between": Case(lora, with_no_grad_forward, settings={"whole": is_adapter}),
-    "LoRA, against its base": Case(lora, against_the_base, settings={"whole": is_adapter}),
-    "everything whole": Case(_llama, settings={"whole": lambda name, parameter: True}),
+    "LoRA, no_grad forward between": Case(lora, with_no_grad_forward, settings={"replicated": is_adapter}),
+    "LoRA, against its base": Case(lora, against_the_base, settings={"replicated": is_adapter}),
+    "everything whole": Case(_llama, settings={"replicated": lambda name, parameter: True}),
 }
 
 
@@ -351,7 +351,9 @@ def generated(family: str, strategy: Strategy) -> list[tuple[bool, bool]]:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(
-    "strategy", [Strategy.of(debug=True), Strategy.of(weights="hold", activations="keep"), Strategy.of(stage=2)], ids=str
+    "strategy",
+    [Strategy.of(debug=True), Strategy.of(reshard_after_forward=False, activations="keep"), Strategy.of(stage=2)],
+    ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "t5"])
 def test_generation_with_a_cache(world2, family, strategy):

@@ -50,7 +50,7 @@ class Row:
     world: int = 1
     stage: int = 3
     activations: str | int = "recompute"
-    weights: str = "free"
+    reshard_after_forward: bool = True
     prefetch: bool = True
     debug: bool = False
     accumulation: int = 1
@@ -60,16 +60,22 @@ class Row:
     parameters: Tier = "device"
     gradients: Tier = "device"
     state: Literal[Tier, "both"] = "device"  # both: on NVMe, the first lines in host memory all the same
-    kept: Tier = "device"
+    activation_offload: Tier = "device"
     deferred: bool = False
     parts: int = 1
     late: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        words = [self.family, f"W{self.world}", f"stage{self.stage}", f"{self.activations}", self.weights]
+        words = [
+            self.family,
+            f"W{self.world}",
+            f"stage{self.stage}",
+            f"{self.activations}",
+            "free" if self.reshard_after_forward else "hold",
+        ]
         words += [f"acc{self.accumulation}", f"{self.groups}groups", self.optimizer]
-        tiers = [f"{name[0]}={getattr(self, name)}" for name in ("parameters", "gradients", "state", "kept")]
+        tiers = [f"{name[0]}={getattr(self, name)}" for name in ("parameters", "gradients", "state", "activation_offload")]
         words += [word for word in tiers if not word.endswith("device")]
         words += [f"parts{self.parts}"] * (self.parts > 1)
         words += [name for name in ("prefetch", "debug", "clip", "deferred", "late") if getattr(self, name)]
@@ -86,13 +92,13 @@ class Row:
         return Strategy.of(
             stage=self.stage,
             activations=self.activations,
-            weights=self.weights,
+            reshard_after_forward=self.reshard_after_forward,
             prefetch=self.prefetch,
             parameters=self.parameters,
             gradients=self.gradients,
             state="nvme" if self.state == "both" else self.state,
             state_host_bytes=BOTH_BYTES if self.state == "both" else 0,
-            kept=self.kept,
+            activation_offload=self.activation_offload,
             update="deferred" if self.deferred else "now",
             accumulate_in="unit" if self.parts > 1 else "step",
             accumulation=self.parts,

@@ -31,15 +31,15 @@ pytestmark = pytest.mark.gpu
 STEPS = 6
 DEVICES = torch.cuda.device_count()
 WORLDS = [size for size in (1, 2, 3) if size <= max(DEVICES, 1)]
-KINDS = ("parameters", "gradients", "state", "kept")
-PLACES = [  # of parameters, gradients, state, kept inputs
+KINDS = ("parameters", "gradients", "state", "activation_offload")
+PLACES = [  # of parameters, gradients, state, activations
     ("device", "device", "host", "device"),
     ("device", "host", "host", "host"),
     ("host", "host", "host", "host"),
     ("device", "host", "nvme", "device"),
     ("nvme", "nvme", "nvme", "nvme"),
 ]
-WAYS = list(itertools.product((0, 1, 2, 3), ("recompute", "keep"), ("free", "hold")))
+WAYS = list(itertools.product((0, 1, 2, 3), ("recompute", "keep"), (True, False)))
 
 
 def model() -> LlamaForCausalLM:
@@ -108,8 +108,8 @@ def check(rank: int, world: int, port: int) -> None:
     if world > 1:
         dist.init_process_group("nccl", rank=rank, world_size=world)
     reference_losses, reference_norms = plain(torch.device("cuda", rank))
-    for stage, activations, weights in WAYS:
-        settings = {"stage": stage, "activations": activations, "weights": weights}
+    for stage, activations, reshard in WAYS:
+        settings = {"stage": stage, "activations": activations, "reshard_after_forward": reshard}
         for prefetch in (True, False):
             losses, norms, _ = sharded(rank, world, {**settings, "prefetch": prefetch})
             for ours, theirs in zip(losses + norms, reference_losses + reference_norms):
@@ -191,7 +191,7 @@ def test_offloaded_state_takes_little_of_the_device() -> None:
     device = torch.device("cuda", 0)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    places = {"gradients": "host", "state": "host", "kept": "host"}
+    places = {"gradients": "host", "state": "host", "activation_offload": "host"}
     network = model()
     numel = sum(parameter.numel() for parameter in network.parameters())
     units = ftkit.shard(network, {"stage": 3, "dtype": "fp16", **places}, device=device, comm=Communicator(device))

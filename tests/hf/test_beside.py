@@ -27,7 +27,7 @@ def purposes(units: Any) -> set[str]:
 def own_bytes(units: Any) -> int:
     """Return what a plan takes of the host beside what any process takes."""
     memory = units.plan.memory
-    peak = memory.peak_moment("host")
+    peak = memory.peak_phase("host")
     return memory.at("host", peak) - memory.purposes("host", peak)["runtime"]
 
 

@@ -98,7 +98,7 @@ SLOW = [
     *((world, "t5", {"parameters": "nvme", "gradients": "nvme", "state": "nvme"}, hold)
       for world in (1, 2) for hold in (STREAMED, HELD)),
     (1, "llama", {}, HELD),
-    (3, "gpt_neox", {"weights": "hold", "activations": "keep"}, STREAMED),
+    (3, "gpt_neox", {"reshard_after_forward": False, "activations": "keep"}, STREAMED),
 ]  # fmt: skip
 
 

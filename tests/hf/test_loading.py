@@ -534,7 +534,7 @@ def load_and_measure(folder: str) -> dict[str, int]:
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
     start = status("VmRSS")
-    units = ftkit.shard(ftkit.load_model(folder), {"stage": 3, "activations": "recompute", "weights": "free"})
+    units = ftkit.shard(ftkit.load_model(folder), {"stage": 3, "activations": "recompute", "reshard_after_forward": True})
     return {
         "peak": status("VmHWM") - start,
         "shard": units.state_bytes()["parameters"],

@@ -11,7 +11,9 @@ from tests.hf import runs
 
 def test_a_trainer_with_a_plan_plans_nothing(tmp_path, monkeypatch):
     trainer = runs.make_trainer("ours", str(tmp_path), runs.Run())
-    planned = ftkit.shard(runs.llama(), {"stage": 3, "state": "host", "activations": "recompute", "weights": "free"}).plan
+    planned = ftkit.shard(
+        runs.llama(), {"stage": 3, "state": "host", "activations": "recompute", "reshard_after_forward": True}
+    ).plan
     trainer.plan = planned
 
     def never(*args, **kwargs):

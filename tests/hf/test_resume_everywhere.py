@@ -65,7 +65,12 @@ def first_step(trainer: Any) -> int:
 
 def on(tier: str, folder: Path, stage: int = 3, **more: Any) -> dict[str, Any]:
     """Return the engine's settings with all that this stage lets leave the device on a tier."""
-    kinds = ("state", "kept", *(("gradients",) if stage >= 2 else ()), *(("parameters",) if stage == 3 else ()))
+    kinds = (
+        "state",
+        "activation_offload",
+        *(("gradients",) if stage >= 2 else ()),
+        *(("parameters",) if stage == 3 else ()),
+    )
     update = "now" if tier == "device" else "deferred"
     tiers = dict.fromkeys(kinds, tier) | ({"state_host_bytes": 0} if tier == "nvme" else {})
     return {"stage": stage, "activations": "recompute", "update": update, "nvme_dir": str(folder), **tiers, **more}

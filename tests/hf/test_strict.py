@@ -28,7 +28,7 @@ def choices(value: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-LARGE = {"stage": 3, "activations": "recompute", "weights": "free", "debug": True, "resident": False}
+LARGE = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "debug": True, "resident": False}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 
 import ftkit
+from ftkit.spec.tiers import KINDS
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
 
@@ -61,14 +62,14 @@ def changed(run: Run, **arguments: Any) -> Run:
         (2, {"stage": 0}),
         (3, {"stage": 1, "activations": "keep"}),
         (2, {"stage": 2, "gradient_dtype": "compute"}),
-        (2, {"stage": 3, "activations": "keep", "weights": "hold"}),
-        (3, {"stage": 3, "activations": "recompute", "weights": "free", "debug": True}),
-        (2, {"stage": 3, "activations": "keep", "weights": "free", "prefetch": False}),
+        (2, {"stage": 3, "activations": "keep", "reshard_after_forward": False}),
+        (3, {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "debug": True}),
+        (2, {"stage": 3, "activations": "keep", "reshard_after_forward": True, "prefetch": False}),
         (2, {"accumulate_in": "unit", "stage": 3}),
         (1, {"accumulate_in": "unit", "state": "host", "update": "deferred"}),
-        (3, {"accumulate_in": "unit", "stage": 3, "debug": True, **dict.fromkeys(("gradients", "state", "kept"), "nvme")}),
+        (3, {"accumulate_in": "unit", "stage": 3, "debug": True, **dict.fromkeys(KINDS[1:], "nvme")}),
         (2, {"accumulate_in": "unit", "stage": 3, "state": "nvme", "state_host_bytes": 0}),
-        (2, {"stage": 3, "activations": "recompute", **dict.fromkeys(("parameters", "gradients", "state", "kept"), "nvme")}),
+        (2, {"stage": 3, "activations": "recompute", **dict.fromkeys(KINDS, "nvme")}),
         (1, {"stage": 3, "activations": "keep", **dict.fromkeys(("parameters", "gradients", "state"), "host")}),
     ],
 )

@@ -50,7 +50,10 @@ def parse(*words: str) -> Any:
         (["--ftkit", "auto"], "auto"),
         (["--ftkit", "none"], None),
         (["--ftkit", '{"stage": 3}'], {"stage": 3}),
-        (["--ftkit", '{"weights": "free", "device_gib": 14.5}'], {"weights": "free", "device_gib": 14.5}),
+        (
+            ["--ftkit", '{"reshard_after_forward": true, "device_gib": 14.5}'],
+            {"reshard_after_forward": True, "device_gib": 14.5},
+        ),
     ],
 )
 def test_the_command_line_sets_the_engine(words, value):

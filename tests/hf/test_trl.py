@@ -195,7 +195,7 @@ def test_as_trl_under_ddp(name, outcomes):
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "activations": "keep", "weights": "hold"}])
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "activations": "keep", "reshard_after_forward": False}])
 @pytest.mark.parametrize("name", ["sft", "dpo lora"])
 def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path), replace(RUNS[name], ftkit=settings))[0]

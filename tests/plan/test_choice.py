@@ -16,14 +16,15 @@ from ftkit.plan.memory import GIB, MIB, memory
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.strategy import Strategy
+from ftkit.spec.tiers import KINDS
 
 
 def llama(hidden, inner, layers, vocabulary, world=8, itemsize=2, sequence=2048):
     block = Line(4 * hidden * hidden + 3 * hidden * inner + 2 * hidden, itemsize, True)
     return Shape(
         blocks=((block,),) * layers,
-        leaves=(Line(vocabulary * hidden, itemsize, True),) * 2,
-        whole=(Line(hidden, itemsize, True),),
+        roots=(Line(vocabulary * hidden, itemsize, True),) * 2,
+        replicated=(Line(hidden, itemsize, True),),
         hidden=hidden,
         vocabulary=vocabulary,
         block_elements=(8 * hidden + 3 * (hidden + inner)) * 5 // 4,
@@ -83,7 +84,7 @@ def test_on_a_cpu_device_and_host_are_one_memory():
 
 def test_every_tier_takes_from_the_device_what_it_holds():
     base = memory(LLAMA_13B, Strategy.of(), cpu=False)
-    for kind in ("parameters", "gradients", "state", "kept"):
+    for kind in ("parameters", "gradients", "state", "activation_offload"):
         for tier in ("host", "nvme"):
             moved = memory(LLAMA_13B, replace(Strategy.of(), **{kind: tier}), cpu=False)
             assert moved.at("device", "train") < base.at("device", "train")
@@ -91,7 +92,7 @@ def test_every_tier_takes_from_the_device_what_it_holds():
 
 
 def test_more_of_anything_takes_more():
-    for way in (Strategy.of(), Strategy.of(stage=2, activations="keep"), Strategy.of(kept="host")):
+    for way in (Strategy.of(), Strategy.of(stage=2, activations="keep"), Strategy.of(activation_offload="host")):
         sizes = [memory(LLAMA_13B, replace(way, micro_batch=n), cpu=False).at("device", "train") for n in (1, 2, 4)]
         assert sizes == sorted(set(sizes))
 
@@ -112,10 +113,13 @@ def test_where_everything_fits_the_device_the_choice_is_as_it_was():
             way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_box=8)).strategy
         except DoesNotFit:
             break
-        if way.state == way.kept == "device" and (way.stage, way.activations, way.weights) not in seen:
-            seen.append((way.stage, way.activations, way.weights))
-    every = [(2, "keep", "free"), (3, "keep", "hold"), (3, "keep", "free"), (2, "recompute", "free")]
-    every.append((3, "recompute", "free"))
+        if (
+            way.state == way.activation_offload == "device"
+            and (way.stage, way.activations, way.reshard_after_forward) not in seen
+        ):
+            seen.append((way.stage, way.activations, way.reshard_after_forward))
+    every = [(2, "keep", True), (3, "keep", False), (3, "keep", True), (2, "recompute", True)]
+    every.append((3, "recompute", True))
     assert seen[0] == every[0]
     assert seen[-1] == every[-1]
     assert [every.index(way) for way in seen] == sorted(every.index(way) for way in seen)
@@ -123,7 +127,7 @@ def test_where_everything_fits_the_device_the_choice_is_as_it_was():
 
 def test_forced_stage_three_frees_first_as_it_did():
     forced = Strategy(stage=3)
-    assert make_plan(SMALL, cpu(100), forced).strategy.weights == "free"
+    assert make_plan(SMALL, cpu(100), forced).strategy.reshard_after_forward is True
     assert make_plan(SMALL, cpu(100)).strategy == Strategy.of(stage=2, activations="keep")
 
 
@@ -134,8 +138,8 @@ def test_less_memory_never_buys_a_faster_way():
             way = make_plan(LLAMA_13B, on("8xv100-16gb", device_bytes=gib * GIB)).strategy
         except DoesNotFit:
             break
-        depth = max(("device", "host", "nvme").index(getattr(way, k)) for k in ("parameters", "gradients", "state", "kept"))
-        stage = [(2, "free"), (3, "hold"), (3, "free")].index((way.stage, way.weights))
+        depth = max(("device", "host", "nvme").index(getattr(way, k)) for k in KINDS)
+        stage = [(2, True), (3, False), (3, True)].index((way.stage, way.reshard_after_forward))
         costs.append((depth, cost(way, 1) + stage * COSTS["stage", "next"]))
     assert len(costs) >= 4
     assert costs == sorted(costs)
@@ -143,7 +147,7 @@ def test_less_memory_never_buys_a_faster_way():
 
 def test_nothing_leaves_the_device_for_the_host_on_a_cpu():
     for way in order(cpu(1, nvme_gib=100), Strategy(), 4, 4):
-        assert "host" not in (way.parameters, way.gradients, way.state, way.kept)
+        assert "host" not in (way.parameters, way.gradients, way.state, way.activation_offload)
 
 
 def test_every_way_is_one_that_the_engine_takes():
@@ -155,12 +159,12 @@ def test_every_way_is_one_that_the_engine_takes():
 
 
 def test_kept_inputs_that_turn_out_twice_as_wide():
-    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(kept="device", activations="recompute"))
+    plan = make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="device", activations="recompute"))
     plan.check_wide_inputs()
-    kept = plan.memory.purposes("device")["kept inputs"]
+    kept = plan.memory.purposes("device")["activations"]
     assert kept > 0
     tight = replace(plan, limits=replace(plan.limits, device_bytes=plan.memory.at("device", "train") + kept - 1))
-    with pytest.raises(DoesNotFit, match=rf"kept inputs take {kept / GIB:.2f} GiB more"):
+    with pytest.raises(DoesNotFit, match=rf"activations take {kept / GIB:.2f} GiB more"):
         tight.check_wide_inputs()
 
 
@@ -182,7 +186,7 @@ def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
     part = spare // 2 * 9 // 10
     assert plan.strategy.state_host_bytes == part > GIB // 2
     assert plan.needed_bytes("host") == all_there.needed_bytes("host") + 2 * part < limits.host_bytes
-    widest = max(line.shard_numel(2) * 8 for line in (*MIDDLE.leaves, *MIDDLE.whole, *sum(MIDDLE.blocks, ())))
+    widest = max(line.shard_numel(2) * 8 for line in (*MIDDLE.roots, *MIDDLE.replicated, *sum(MIDDLE.blocks, ())))
     saved = all_there.needed_bytes("nvme") - plan.needed_bytes("nvme")
     assert saved == 2 * (part - widest)
     written = wear(plan.shape, plan.strategy, cpu=True)["state"]
@@ -193,7 +197,7 @@ def test_what_is_left_of_the_host_keeps_a_part_of_the_state_off_the_drive():
 
 
 def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
-    block, embedding = sum(line.shard_numel(2) * 8 for line in MIDDLE.blocks[0]), MIDDLE.leaves[0].shard_numel(2) * 8
+    block, embedding = sum(line.shard_numel(2) * 8 for line in MIDDLE.blocks[0]), MIDDLE.roots[0].shard_numel(2) * 8
     assert embedding > block, "the embedding and the head are the widest"
     plan = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme"))
     assert plan.strategy.state_host_bytes == 2 * embedding
@@ -202,7 +206,7 @@ def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
     bare = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0))
     assert plan.largest_micro_batch == bare.largest_micro_batch, "what stays makes way for a larger one"
     assert plan.why == bare.why
-    tied = replace(MIDDLE, leaves=MIDDLE.leaves[:1])
+    tied = replace(MIDDLE, roots=MIDDLE.roots[:1])
     assert make_plan(tied, cpu(24, nvme_gib=100), Strategy(state="nvme")).strategy.state_host_bytes == embedding + block
     adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Strategy(state="nvme"))
     assert adapter.strategy.state_host_bytes == 0, "no block, embedding or head is trained"
@@ -267,9 +271,9 @@ def test_gradients_are_summed_in_fp32_where_several_are():
 def test_what_contradicts_itself_is_refused():
     with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(stage=2, parameters="host", state="host"))
-    with pytest.raises(UserError, match=r"activation offload \(kept: host\) requires activation checkpointing"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activations="keep", kept="host"))
-    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(kept="host")).strategy.activations == "recompute"
+    with pytest.raises(UserError, match="activation_offload: host needs activations: recompute"):
+        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activations="keep", activation_offload="host"))
+    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="host")).strategy.activations == "recompute"
     with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):
         make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(gradients="host", state="device"))
 
@@ -303,7 +307,7 @@ def test_each_way_out_leads_out():
 
 
 def test_just_above_the_limit_is_refused():
-    forced = Strategy(stage=3, activations="recompute", weights="free")
+    forced = Strategy(stage=3, activations="recompute", reshard_after_forward=True)
     needed = make_plan(SMALL, cpu(100), forced).needed_bytes("host")
     assert make_plan(SMALL, cpu(needed / GIB), forced)
     with pytest.raises(DoesNotFit, match="host memory"):

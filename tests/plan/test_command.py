@@ -38,7 +38,7 @@ def test_full_parameter_training_fits_eight_small_cards_and_330_gb(name, capsys)
     assert plan["largest_micro_batch"] >= plan["strategy"]["micro_batch"] >= 1
     assert plan["why"]
     for tier in plan["tiers"].values():
-        assert sum(tier["purposes"].values()) == tier["needed_bytes"] == max(tier["moments"].values())
+        assert sum(tier["purposes"].values()) == tier["needed_bytes"] == max(tier["phases"].values())
 
 
 @pytest.mark.slow

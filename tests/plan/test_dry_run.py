@@ -23,8 +23,8 @@ from ftkit.train.dry_run import DryCommunicator, DryTiers, build, dry_run, train
 from ftkit.train.meter import Meter
 
 TOKENS, CPU = 32, torch.device("cpu")
-DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}
-HOST = {"parameters": "host", "gradients": "host", "state": "host", "kept": "host"}
+DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}
+HOST = {"parameters": "host", "gradients": "host", "state": "host", "activation_offload": "host"}
 
 
 def llama():
@@ -43,22 +43,29 @@ def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, **fo
     limits = Limits(None if cpu else 1 << 40, 1 << 40, None, ranks_per_box=world, cpu=cpu)
     shape = model_shape(model, find_blocks(model), world, dtype, TOKENS, cpu=cpu)
     name = next(name for name, known in DTYPES.items() if known == dtype)
-    chosen = {"dtype": name, "update": "now", "micro_batch": 1, "activations": "recompute", "weights": "free", **forced}
+    chosen = {
+        "dtype": name,
+        "update": "now",
+        "micro_batch": 1,
+        "activations": "recompute",
+        "reshard_after_forward": True,
+        **forced,
+    }
     return make_plan(shape, limits, Strategy(**chosen), sequences=sequences)
 
 
 @pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage, tiers", [(3, DEVICE), (3, HOST), (3, DEVICE | {"state": "host"}), (2, DEVICE)])
 def test_what_stays_is_what_was_planned(stage, tiers, activations):
-    if activations == "keep" and tiers["kept"] != "device":
-        tiers = tiers | {"kept": "device"}
+    if activations == "keep" and tiers["activation_offload"] != "device":
+        tiers = tiers | {"activation_offload": "device"}
     model = llama()
     plan = planned(model, stage=stage, activations=activations, **tiers)
     found = dry_run(plan, model)
     for tier in ("device", "host"):
         for purpose in {*found.planned[tier], *found.found[tier]} - {"activations"}:
             assert found.found[tier].get(purpose, 0) == found.planned[tier].get(purpose, 0), (tier, purpose)
-    if tiers["kept"] == "host":  # beside the kept inputs nothing comes and goes on the host
+    if tiers["activation_offload"] == "host":  # beside the activations nothing comes and goes on the host
         more = found.found["host"].get("activations", 0) - found.planned["host"].get("activations", 0)
         assert 0 <= more < 64  # the norm
 
@@ -68,7 +75,7 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
 def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, activations):
     """The same meter beside both: the same storages, at the same peak."""
     if activations == "keep":
-        tiers = tiers | {"kept": "device"}
+        tiers = tiers | {"activation_offload": "device"}
     plan = planned(llama(), cpu=True, world=1, dtype=torch.float32, stage=stage, activations=activations, **tiers)
     fake, real = Meter(lambda tensor: "device"), Meter(lambda tensor: "device")
     with nothing_behind(CPU), fake:

@@ -48,7 +48,7 @@ def test_adapters_grow_with_the_blocks() -> None:
     shape = with_adapter(SHORT)
     twice = with_blocks(shape, 2 * len(shape.blocks))
     assert twice.trained_numel == 2 * shape.trained_numel
-    assert twice.whole[0] == shape.whole[0], "what is frozen outside blocks stays"
+    assert twice.replicated[0] == shape.replicated[0], "what is frozen outside blocks stays"
 
 
 def test_nineteen_billion_fit_the_box_of_the_project() -> None:
@@ -75,7 +75,14 @@ def test_a_hundred_billion_on_64_gpus() -> None:
     assert rates.link == 12.5e9
     assert boxes()["16xv100"].rates_of_a_rank(8) == replace(rates, link=120e9), "within one box NVLink counts"
     shape = llama(4096, 4096 * 8 // 3, 480, 50304, world=64, sequence=1024)
-    forced = Strategy(stage=3, activations="recompute", weights="free", parameters="device", kept="device", micro_batch=2)
+    forced = Strategy(
+        stage=3,
+        activations="recompute",
+        reshard_after_forward=True,
+        parameters="device",
+        activation_offload="device",
+        micro_batch=2,
+    )
     plan = Asked(shape, on("64xv100"), forced, 2, 2, rates).plan()
     assert plan.speed is not None
     assert plan.speed.binds == "collectives"
@@ -100,7 +107,14 @@ def test_what_if() -> None:
 
 @pytest.mark.parametrize("activations", ["recompute", 3, "keep"])
 def test_the_memory_within_a_step(activations: str | int) -> None:
-    forced = Strategy(stage=3, activations=activations, weights="free", kept="device", state="host", micro_batch=1)
+    forced = Strategy(
+        stage=3,
+        activations=activations,
+        reshard_after_forward=True,
+        activation_offload="device",
+        state="host",
+        micro_batch=1,
+    )
     plan = replace(ASKED, limits=on("8xv100-32gb"), wanted=replace(forced, accumulate_in="step")).plan()
     instants = curve(plan)
     assert all(now.seconds >= before.seconds for before, now in pairwise(instants))

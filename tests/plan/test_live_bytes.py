@@ -1,4 +1,4 @@
-"""The plan's permanent bytes against the engine's own: weights, gradients, state, slots, staging, room for kept inputs.
+"""The plan's permanent bytes against the engine's own: weights, gradients, state, slots, staging, room for activations.
 
 Every stage, tier and world size on a small Llama, after a step; they must be equal, not close.
 """
@@ -26,17 +26,17 @@ from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
 from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD
 
 SEQUENCE, VOCABULARY = 16, 1024
-DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "kept": "device"}
+DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}
 
 
 def test_the_engines_sizes_are_the_plans():
     assert plan.SLOT_ALIGNMENT_BYTES == transfer.ALIGNMENT_BYTES
     assert plan.READ_AHEAD_BUFFERS == transfer.READ_AHEAD + 1
-    assert plan.DRAIN_BUFFERS == gradient_offload.BUFFERS
+    assert plan.OFFLOAD_BUFFERS == gradient_offload.BUFFERS
     assert plan.UPDATE_SLOTS == update.SLOTS
     assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
     assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL
-    assert plan.KEPT_STAGING == kept.STAGING
+    assert plan.ACTIVATION_STAGING == kept.STAGING
     assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
     assert plan.STAGE_BYTES == STAGE_BYTES
 
@@ -78,9 +78,9 @@ def live(settings, tied, adapter, accumulation, parts, rule):
     told = units.state_bytes()
     told["state"] = optimizer.state_bytes()
     told["staging"] += optimizer.updater.staging_bytes
-    keeper = units.transfer.keeper
-    told["kept"] = keeper.host_bytes if keeper.tier == "host" else 0
-    told["staging"] += keeper.host_bytes if keeper.tier == "nvme" else 0
+    offload = units.transfer.activations
+    told["kept"] = offload.host_bytes if offload.tier == "host" else 0
+    told["staging"] += offload.host_bytes if offload.tier == "nvme" else 0
     way, shape = units.plan.strategy, units.plan.shape
     found = memory(shape, way, cpu=True)
     both = {tier: found.purposes(tier, "train") for tier in ("host", "nvme")}
@@ -94,7 +94,7 @@ def live(settings, tied, adapter, accumulation, parts, rule):
             "staging": ["staging"],
         }.items()
     }
-    if way.kept == "host" and way.activations == "recompute":
+    if way.activation_offload == "host" and way.activations == "recompute":
         planned["kept"] = len(shape.blocks) * kept_bytes(shape, way)
     units.tiers.close()
     return {k: v for k, v in told.items() if v}, {k: v for k, v in planned.items() if v}
@@ -113,7 +113,7 @@ def check(world, settings, *, tied=False, adapter=False, accumulation=1, parts=1
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stages(worlds, world, stage):
     for dtype, accumulation, tied in (("bf16", 1, False), ("bf16", 2, True), ("fp32", 1, False)):
-        settings = {"stage": stage, "activations": "recompute", "dtype": dtype, "kept": "device"}
+        settings = {"stage": stage, "activations": "recompute", "dtype": dtype, "activation_offload": "device"}
         check(worlds[world], settings, tied=tied, accumulation=accumulation)
 
 
@@ -125,10 +125,10 @@ TIERS = [
     {"parameters": "host"},
     {"parameters": "nvme"},
     {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0},
-    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0, "kept": "nvme"},
-    {"parameters": "host", "gradients": "host", "state": "host", "kept": "host"},
-    {"kept": "host"},
-    {"kept": "nvme"},
+    {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "state_host_bytes": 0, "activation_offload": "nvme"},
+    {"parameters": "host", "gradients": "host", "state": "host", "activation_offload": "host"},
+    {"activation_offload": "host"},
+    {"activation_offload": "nvme"},
 ]
 
 
@@ -137,7 +137,7 @@ TIERS = [
 @pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: "-".join(f"{k}.{v}" for k, v in tiers.items()))
 def test_tiers(worlds, world, tiers, tmp_path):
     for dtype, accumulation, parts in (("bf16", 2, 1), ("fp32", 1, 2)):
-        settings = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": dtype, "update": "now"}
+        settings = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": dtype, "update": "now"}
         settings |= {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}
         check(worlds[world], settings, accumulation=accumulation, parts=parts)
 
@@ -146,19 +146,19 @@ def test_tiers(worlds, world, tiers, tmp_path):
 def test_adapters(worlds, world, tmp_path):
     for stage, state in ((1, "device"), (3, "nvme"), (3, "host")):
         settings = {"stage": stage, "activations": "recompute", "dtype": "bf16", "state": state, "nvme_dir": str(tmp_path)}
-        check(worlds[world], {**settings, "kept": "device"}, adapter=True)
+        check(worlds[world], {**settings, "activation_offload": "device"}, adapter=True)
 
 
 @pytest.mark.parametrize("rule", [SGD, MOMENTUM], ids=["sgd", "momentum"])
 def test_other_update_rules(worlds, rule, tmp_path):
     for tiers in ({}, {"gradients": "host", "state": "host"}, {"state": "nvme", "state_host_bytes": 0}):
-        settings = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16", "update": "now"}
+        settings = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": "bf16", "update": "now"}
         check(worlds[2], settings | {**DEVICE, **tiers, "nvme_dir": str(tmp_path)}, rule=rule)
 
 
 def staying(folder, free_bytes):
     """What stays in host memory of a state on NVMe, where all else is decided and so much is free."""
-    decided = {"stage": 3, "activations": "recompute", "weights": "free", "dtype": "bf16"}
+    decided = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "dtype": "bf16"}
     settings = {**decided, **DEVICE, "state": "nvme", "nvme_dir": folder}
     with mock.patch.object(shapes, "usable_host", return_value=(free_bytes, "this test", free_bytes)):
         units = shard(build(False, False), settings, device=torch.device("cpu"), micro_batch_tokens=2 * SEQUENCE)

@@ -21,10 +21,10 @@ from tests.worlds import World
 STEPS, ROUNDS = 2, 2
 
 
-def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
+def asked_for(stage: int, reshard: bool) -> tuple[list[str], int]:
     """Case: train two steps of two micro-batches; return what the engine did, in order, and its number of blocks."""
     model = families.build("llama")
-    units = shard_model(model, Strategy.of(stage=stage, weights=weights))
+    units = shard_model(model, Strategy.of(stage=stage, reshard_after_forward=reshard))
     optimizer = ShardedAdamW(units)
     did: list[str] = []
     gather, reduce, enter = Transfer.gather, Transfer.reduce, BlockWeights.enter
@@ -58,12 +58,12 @@ def asked_for(stage: int, weights: str) -> tuple[list[str], int]:
     return did, len(units.units)
 
 
-@pytest.mark.parametrize(("stage", "weights"), [(3, "free"), (3, "hold"), (2, "free")])
-def test_the_engine_does_what_is_simulated(world2: World, stage: int, weights: str) -> None:
-    did, count = world2.run(asked_for, stage, weights)[0]
+@pytest.mark.parametrize(("stage", "reshard"), [(3, True), (3, False), (2, True)])
+def test_the_engine_does_what_is_simulated(world2: World, stage: int, reshard: bool) -> None:
+    did, count = world2.run(asked_for, stage, reshard)[0]
     line = (Line(4096, 4, trained=True),)
     shape = Shape((line,) * count, line, line, 32, 97, 100, 100, 8, 4, 2)
-    events = script(shape, Strategy.of(stage=stage, weights=weights, accumulation=ROUNDS), STEPS).events
+    events = script(shape, Strategy.of(stage=stage, reshard_after_forward=reshard, accumulation=ROUNDS), STEPS).events
     kinds = ("gather", "forward", "backward", "reduce backward")
     planned = [event.name for event in events if event.name.startswith(kinds) and event.name.split()[-1].isdigit()]
     assert did == planned

@@ -48,16 +48,18 @@ def test_drains_beside_the_backward() -> None:
     """With overlap only the embedding's gradient, which comes last, is waited for: 0.21e9 parameters, 0.84 GB."""
     made = zero_offload(TEN_B, overlap="all", checkpoints=False).seconds(ROUND.rates(TEN_B))
     assert made.backward == pytest.approx(13.06 + 0.08 + 4.03 / 50, rel=0.01)
-    slow = replace(ROUND, pcie=1e9)  # 41.1 s of drains are more than there is to compute
+    slow = replace(ROUND, pcie=1e9)  # 41.1 s of offloads are more than there is to compute
     assert zero_offload(TEN_B, overlap="all").seconds(slow.rates(TEN_B)).backward == pytest.approx(41.1, rel=0.03)
 
 
 def test_an_owner_drains_over_one_lane_and_shards_over_all() -> None:
-    def drained(order: Order, resource: str) -> float:
+    def offloaded(order: Order, resource: str) -> float:
         return sum(event.work.get(resource, 0.0) for event in order.script.events)
 
-    assert drained(zero_offload(EIGHT), "lane") == drained(zero_offload(TEN_B), "lane") == pytest.approx(41.1e9, rel=0.001)
-    assert drained(zero3(EIGHT, overlap="all"), "down") == pytest.approx(41.1e9 / 8, rel=0.001)
+    assert (
+        offloaded(zero_offload(EIGHT), "lane") == offloaded(zero_offload(TEN_B), "lane") == pytest.approx(41.1e9, rel=0.001)
+    )
+    assert offloaded(zero3(EIGHT, overlap="all"), "down") == pytest.approx(41.1e9 / 8, rel=0.001)
     rates = ROUND.rates(EIGHT)
     assert (rates["lane"], rates["down"], rates["dram"]) == (10e9, 5e9, 14e9)
     assert ROUND.rates(replace(EIGHT, gpus=16))["link"] == 10e9  # between boxes
@@ -77,7 +79,7 @@ def test_gathers_beside_computation() -> None:
 
 
 def test_before_pr_1453_reductions_and_drains_are_beside_nothing() -> None:
-    """Reductions 17.99 GB at 100 GB/s and drains 5.14 GB at 5 GB/s, on top of what "all" takes."""
+    """Reductions 17.99 GB at 100 GB/s and offloads 5.14 GB at 5 GB/s, on top of what "all" takes."""
     rates = ROUND.rates(EIGHT)
     before, since = (zero3(EIGHT, overlap=each).seconds(rates).backward for each in ("gathers", "all"))
     assert before - since == pytest.approx(0.18 + 1.03, rel=0.06)

@@ -69,13 +69,15 @@ def test_nothing_hides_when_each_waits_for_all() -> None:
 def test_no_stream_works_more_than_all_of_the_time_and_no_resource_gives_more_than_it_has() -> None:
     ways = [
         HOST,
-        Strategy.of(state="host", gradients="host", parameters="host", kept="host", update="deferred", micro_batch=1),
+        Strategy.of(
+            state="host", gradients="host", parameters="host", activation_offload="host", update="deferred", micro_batch=1
+        ),
         Strategy.of(state="nvme", update="deferred", micro_batch=1),
         Strategy.of(micro_batch=1),
         Strategy.of(stage=2, activations="keep"),
         Strategy.of(stage=0),
         replace(HOST, accumulate_in="unit", accumulation=4),
-        replace(HOST, weights="hold"),
+        replace(HOST, reshard_after_forward=False),
     ]
     rates = replace(V100, nvme_read=1e9, nvme_write=1e9)
     for way in ways:
@@ -123,14 +125,14 @@ def test_rates_between_known_sizes() -> None:
         (Strategy.of(stage=0), 0, 2),  # an all-reduce at the end of the step
         (Strategy.of(stage=1), 1, 1),  # a reduction there, and whole copies again in the next forward
         (Strategy.of(stage=2), 1, 3),  # a reduction a micro-batch
-        (Strategy.of(stage=3, weights="hold"), 3, 3),
+        (Strategy.of(stage=3, reshard_after_forward=False), 3, 3),
         (Strategy.of(stage=3), 26 / 6, 3),  # of six blocks the last two are still in their slots when a pass turns round
     ],
 )
 def test_bytes_between_ranks(way: Strategy, weights: int, gradients: int) -> None:
     """What a rank sends in a step of three micro-batches, as multiples of its model (arXiv:1910.02054, section 7)."""
     even = tuple((Line(8 * 4096, 2, trained=True),) for _ in range(6))
-    shape = replace(LLAMA_13B, blocks=even, leaves=(), whole=())
+    shape = replace(LLAMA_13B, blocks=even, roots=(), replicated=())
     way = replace(way, accumulation=3)
     events = script(shape, way, steps=2).events
     wide = script(shape, replace(way, gradient_dtype="fp32"), steps=2).events
@@ -146,7 +148,7 @@ def test_bytes_between_ranks(way: Strategy, weights: int, gradients: int) -> Non
 def test_memory_that_gradients_move() -> None:
     """One rank of two; a block of N elements in 32 bits, two micro-batches."""
     numel = 2 * 4096
-    shape = replace(LLAMA_13B, blocks=((Line(numel, 4, trained=True),),), leaves=(), whole=(), world_size=2, itemsize=4)
+    shape = replace(LLAMA_13B, blocks=((Line(numel, 4, trained=True),),), roots=(), replicated=(), world_size=2, itemsize=4)
     way = Strategy.of(state="host", accumulation=2)
     moved = {event.name: event.work["hbm"] for event in script(shape, way).events if event.work.get("hbm")}
     assert moved == {"collect backward 0": 2 * 4 * numel, "sum backward 0": 3 * 4 * numel / 2, "norm": 4 * numel / 2}
@@ -159,7 +161,7 @@ def test_products_of_the_head() -> None:
         (event,) = [event for event in script(shape, HOST).events if event.name == "loss"]
         return event.work["compute"] / (2 * 2 * 2048 * shape.vocabulary * shape.hidden)
 
-    frozen = replace(LLAMA_13B, leaves=tuple(replace(line, trained=False) for line in LLAMA_13B.leaves))
+    frozen = replace(LLAMA_13B, roots=tuple(replace(line, trained=False) for line in LLAMA_13B.roots))
     assert [head(LLAMA_13B), head(replace(LLAMA_13B, chunked_loss=True))] == [3, 4]
     assert [head(frozen), head(replace(frozen, chunked_loss=True))] == [2, 3]
 
@@ -167,15 +169,15 @@ def test_products_of_the_head() -> None:
 def test_gradients_below_the_device_are_summed_there() -> None:
     numel = 2 * 4096
     block = (Line(numel, 2, trained=True),)
-    shape = replace(LLAMA_13B, blocks=(block,), leaves=(), whole=(), world_size=2)
+    shape = replace(LLAMA_13B, blocks=(block,), roots=(), replicated=(), world_size=2)
     way = Strategy.of(state="host", gradients="nvme", update="deferred", accumulation=2, gradient_dtype="fp32")
-    events = [event for event in script(shape, way).events if event.stream in ("down", "nvme drain", "host update")]
+    events = [event for event in script(shape, way).events if event.stream in ("down", "nvme offload", "host update")]
     moved = [(event.name, dict(event.work)) for event in events]
     shard = numel // 2
     assert moved[:4] == [
-        ("drain backward 0", {"down": 2 * shard, "dram": 2 * shard}),
+        ("offload backward 0", {"down": 2 * shard, "dram": 2 * shard}),
         ("write gradient backward 0", {"nvme_write": 4 * shard}),
-        ("drain backward 0", {"down": 2 * shard, "dram": 2 * shard}),
+        ("offload backward 0", {"down": 2 * shard, "dram": 2 * shard}),
         ("sum backward 0", {"dram": (2 + 2 * 4) * shard, "nvme_read": 4 * shard}),
     ]
 

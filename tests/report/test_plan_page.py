@@ -21,5 +21,5 @@ def test_a_plan_as_a_page(asked: Asked) -> None:
     assert not re.search(r"(src|href)=.https?:", text)
     assert ("Memory of a GPU within the step" in text) == (plan.speed is not None)
     assert text.count('class="chart') == len(plan.tiers) + 2 * (plan.speed is not None)
-    for purpose in plan.memory.purposes("device", plan.memory.peak_moment("device")):
+    for purpose in plan.memory.purposes("device", plan.memory.peak_phase("device")):
         assert purpose in text

@@ -1,12 +1,12 @@
 """Inputs of recomputed blocks, from forward to backward: kept where they are, or moved to host memory or NVMe meanwhile.
 
-A `Keeper` takes the activations among a block's arguments, floating tensors that ask for a gradient, and gives a `Ticket`
-for each; what blocks share (masks, rotary tables) stays with autograd on the device. The way out runs behind the
-computation on a side stream and, to files, through threads; the way back begins one block before it is wanted. The same
+A `ActivationOffload` takes the activations among a block's arguments, floating tensors that ask for a gradient, and gives a
+`OffloadHandle` for each; what blocks share (masks, rotary tables) stays with autograd on the device. The way out runs behind
+the computation on a side stream and, to files, through threads; the way back begins one block before it is wanted. The same
 tensor handed to several blocks (a position bias) is moved once.
 
 What it refuses: to give a tensor back twice; so a second backward over the same graph, which needs recomputation from
-kept inputs twice, is refused while activations are offloaded.
+activations twice, is refused while activations are offloaded.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ RECENT = 4
 """Tensors among which one that is handed to several blocks is looked for."""
 
 
-class Ticket:
+class OffloadHandle:
     """One tensor that was moved away: what brings it back."""
 
-    def __init__(self, keeper: Keeper, tensor: Tensor) -> None:
-        self.keeper = keeper
+    def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
+        self.offload = offload
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.place = keeper.place(_padded_bytes(tensor))
-        keeper.leave(tensor, self.place)
+        self.place = offload.place(_padded_bytes(tensor))
+        offload.leave(tensor, self.place)
         self.version = tensor._version
         self.users = 1
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.taken = False
-        self.release = weakref.finalize(self, keeper.free[self.place.size_bytes].append, self.place)
+        self.release = weakref.finalize(self, offload.free[self.place.size_bytes].append, self.place)
 
     def bring(self) -> None:
         """Start bringing it back."""
         if self.coming is None and not self.taken:
-            self.coming = self.keeper.fetch(self)
+            self.coming = self.offload.fetch(self)
 
     def take(self) -> Tensor:
         """Return the tensor on the device, asking for a gradient.
@@ -61,13 +61,13 @@ class Ticket:
         if self.taken:
             raise RuntimeError(
                 "a second backward over a graph whose activations were offloaded: they are gone after the first; keep them "
-                "on the device (engine.kept: device)"
+                "on the device (engine.activation_offload: device)"
             )
         self.bring()
         assert self.coming is not None
         tensor, event = self.coming
         if event is not None:
-            torch.cuda.current_stream(self.keeper.device).wait_event(event)
+            torch.cuda.current_stream(self.offload.device).wait_event(event)
         self.users -= 1
         if self.users == 0:
             self.taken, self.coming = True, None
@@ -84,8 +84,8 @@ class Place:
         self.write: Request | None = None
 
 
-class Keeper:
-    """Moves activations to the tier of `placement.kept`, and back.
+class ActivationOffload:
+    """Moves activations to the tier of `activation_offload`, and back.
 
     Args:
         tiers: tiers of this rank.
@@ -93,34 +93,34 @@ class Keeper:
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
-        self.tier = tiers.tier("kept")
+        self.tier = tiers.tier("activation_offload")
         self.device = tiers.device
         self.free: dict[int, list[Place]] = defaultdict(list)
         self.staging: dict[int, list[Place]] = defaultdict(list)
         self.arenas: list[Arena] = []
         self.numbers = count()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and self.tier != DEVICE else None
-        self.recent: deque[tuple[weakref.ref[Tensor], weakref.ref[Ticket]]] = deque(maxlen=RECENT)
+        self.recent: deque[tuple[weakref.ref[Tensor], weakref.ref[OffloadHandle]]] = deque(maxlen=RECENT)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory taken so far."""
         return sum(arena.requested_bytes for arena in self.arenas)
 
-    def keep(self, tensors: Sequence[Tensor]) -> list[Ticket | None]:
+    def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
         """Move the activations among `tensors` away; None for those that stay. The originals may be freed at once."""
         if self.tier == DEVICE:
             return [None] * len(tensors)
-        return [self._ticket(t) if t.is_floating_point() and t.requires_grad else None for t in tensors]
+        return [self._handle(t) if t.is_floating_point() and t.requires_grad else None for t in tensors]
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
-        for known, former in ((tensor_ref(), ticket_ref()) for tensor_ref, ticket_ref in self.recent):
+    def _handle(self, tensor: Tensor) -> OffloadHandle:
+        for known, former in ((tensor_ref(), handle_ref()) for tensor_ref, handle_ref in self.recent):
             if known is tensor and former is not None and former.version == tensor._version and former.users > 0:
                 former.users += 1
                 return former
-        ticket = Ticket(self, tensor)
-        self.recent.append((weakref.ref(tensor), weakref.ref(ticket)))
-        return ticket
+        handle = OffloadHandle(self, tensor)
+        self.recent.append((weakref.ref(tensor), weakref.ref(handle)))
+        return handle
 
     # --- rooms
 
@@ -162,9 +162,9 @@ class Keeper:
                 event.synchronize()
             host.write = place.write = place.file.write(0, host.buffer.view(torch.int32))
 
-    def fetch(self, ticket: Ticket) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a ticket's tensor on the device, and the event after which it is there."""
-        place = ticket.place
+    def fetch(self, handle: OffloadHandle) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Return a handle's tensor on the device, and the event after which it is there."""
+        place = handle.place
         if place.buffer is None:
             assert place.file is not None
             if place.write is not None:
@@ -172,10 +172,10 @@ class Keeper:
             host = self._staging(place.size_bytes)
             assert host.buffer is not None
             place.file.read(0, host.buffer.view(torch.int32)).wait()
-            source = _view(host.buffer, ticket.shape, ticket.dtype)
+            source = _view(host.buffer, handle.shape, handle.dtype)
         else:
-            source = _view(place.buffer, ticket.shape, ticket.dtype)
-        tensor = torch.empty(ticket.shape, dtype=ticket.dtype, device=self.device)
+            source = _view(place.buffer, handle.shape, handle.dtype)
+        tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.device)
         event = self._copy(tensor, source)
         if place.buffer is None and event is not None:
             event.synchronize()  # the staging buffer is about to be used again
@@ -199,24 +199,24 @@ class OffloadedInputs:
     """The inputs of one block that were moved away: of each forward whose backward is to come.
 
     Args:
-        keeper: moves them.
+        offload: moves them.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper = keeper
-        self._forwards: list[list[weakref.ref[Ticket]]] = []
+    def __init__(self, offload: ActivationOffload) -> None:
+        self.offload = offload
+        self._forwards: list[list[weakref.ref[OffloadHandle]]] = []
 
-    def keep(self, tensors: Sequence[Tensor]) -> list[Ticket | None]:
+    def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
         """Move a call's activations away until its backward; None for what stays with autograd."""
-        tickets = self.keeper.keep(tensors)
-        self._forwards.append([weakref.ref(ticket) for ticket in tickets if ticket is not None])
-        return tickets
+        handles = self.offload.keep(tensors)
+        self._forwards.append([weakref.ref(handle) for handle in handles if handle is not None])
+        return handles
 
     def bring(self) -> None:
         """Start bringing back the inputs of the last forward."""
         for reference in self._forwards.pop() if self._forwards else ():
-            if (ticket := reference()) is not None:
-                ticket.bring()
+            if (handle := reference()) is not None:
+                handle.bring()
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come."""

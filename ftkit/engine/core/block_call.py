@@ -1,8 +1,8 @@
-"""One call of a block: its arguments, its micro-batches, and the world in which it was computed.
+"""One call of a block: its arguments, its micro-batches, and the context in which it was computed.
 
 A block is computed again in backward, so a call notes whatever the computation depends on besides weights and arguments:
-random numbers, autocast, buffers, attributes of modules and hooks (`World`). What the block leaves in attributes counts as a
-result (`Call.take_left`).
+random numbers, autocast, buffers, attributes of modules and hooks (`ForwardContext`). What the block leaves in attributes
+counts as a result (`Call.take_left`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ftkit.engine.core.left_tensors import Place
 from ftkit.engine.core.tensor_tree import put_tensors, take_tensors
 
 
-class World:
+class ForwardContext:
     """What a computation depends on besides its arguments, as it was in forward: random numbers (torch's, Python's and
     NumPy's), autocast, buffers, attributes of modules (train or eval is one) and hooks.
 
@@ -72,7 +72,7 @@ class World:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run the body in forward's world, then return to the present one.
+        """Run the body in the context of the forward, then return to the present one.
 
         Raises:
             RuntimeError: if adapters were switched since the forward.
@@ -124,12 +124,12 @@ Split = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], list[bool]]
 
 
 class Call:
-    """One call of a block: the function, its arguments as a tree with holes for tensors, and the worlds it ran in.
+    """One call of a block: the function, its arguments as a tree with holes for tensors, and the contexts it ran in.
 
     Args:
         function: computes the block.
         arguments: its arguments as a tree with holes for tensors.
-        note_world: returns the present world.
+        note_context: returns the present context.
         divided: for each tensor, whether its rows are divided among `parts`.
         parts: number of micro-batches.
     """
@@ -138,24 +138,24 @@ class Call:
         self,
         function: Callable[..., Any],
         arguments: Any,
-        note_world: Callable[[], World],
+        note_context: Callable[[], ForwardContext],
         divided: Sequence[bool] = (),
         parts: int = 1,
     ) -> None:
         self.function = function
         self.arguments = arguments
-        self.note_world = note_world
+        self.note_context = note_context
         self.divided = divided
         self.parts = parts
-        self.worlds: list[World] = []
+        self.contexts: list[ForwardContext] = []
         self.result: object = None
         self.left: list[tuple[Place, object]] = []  # with trees as of the result
         self.cut_off: list[Place] = []
 
-    def enter_world(self) -> World:
-        """Note the world in which the next micro-batch is computed."""
-        self.worlds.append(self.note_world())
-        return self.worlds[-1]
+    def enter_context(self) -> ForwardContext:
+        """Note the context in which the next micro-batch is computed."""
+        self.contexts.append(self.note_context())
+        return self.contexts[-1]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Compute the block; return the tensors of its result and remember their tree in `result`."""

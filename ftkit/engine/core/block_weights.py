@@ -12,7 +12,7 @@
 
     SHARDED   each rank has its shard; the parameters refuse computations (resharded.py)
     GATHERED  the parameters are views of a buffer: one of the two slots that all blocks share, or one of the block's own
-    HELD      the block's own buffer keeps the weights from a forward to its backward (`weights: hold`)
+    HELD      the block's own buffer keeps the weights from a forward to its backward (`reshard_after_forward: false`)
     WHOLE     a buffer keeps them from call to call, and no call waits for another rank (holding.py)
 
 Resident weights are always usable, and have no state: they are brought up to date when they are wanted.

@@ -2,7 +2,7 @@
 
 A token of an answer is one small forward through the whole model. Where every block's weights come and go with it, the
 answer waits for the wire; where there is room for all of them they are gathered once, each line into a buffer of its own,
-and blocks and leaves find them there. Nothing that training uses is touched meanwhile: the slots, the shards, the
+and blocks and root parameters find them there. Nothing that training uses is touched meanwhile: the slots, the shards, the
 gradients and the state stay what they are, so training goes on afterwards as if nobody had asked.
 
 What it refuses: a forward with gradients, or a backward, while weights are held, and a forward after they were updated.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.resharded import Guard
-from ftkit.engine.core.root_parameters import Leaf, gather_whole
+from ftkit.engine.core.root_parameters import RootParameter, gather_whole
 from ftkit.engine.core.shard import Units
 from ftkit.errors import UserError
 
@@ -54,24 +54,24 @@ def hold(units: Units) -> Iterator[None]:
             transfer.read_ahead([other.gathered for other in gathered[number : number + 3]])
             stack.callback(weights.give_back)
             weights.hold_whole()
-        lines = dict.fromkeys(leaf.flat for leaf in units.leaves)
+        lines = dict.fromkeys(root.flat for root in units.root_parameters)
         for flat in lines:
-            _hold_leaves(units, [leaf for leaf in units.leaves if leaf.flat is flat], stack)
+            _hold_roots(units, [root for root in units.root_parameters if root.flat is flat], stack)
         transfer.settle()
         units.held_since = transfer.updates
         stack.callback(units.stop_holding)
         yield
 
 
-def _hold_leaves(units: Units, leaves: list[Leaf], stack: ExitStack) -> None:
+def _hold_roots(units: Units, roots: list[RootParameter], stack: ExitStack) -> None:
     """Give the readers of one line its whole tensor, until `stack` is left."""
-    whole = gather_whole(leaves[0].flat)
-    for leaf in leaves:
-        leaf.whole = whole
+    whole = gather_whole(roots[0].flat)
+    for root in roots:
+        root.whole = whole
 
     def give_back() -> None:
-        for leaf in leaves:
-            leaf.whole = None
+        for root in roots:
+            root.whole = None
         if units.strategy.debug:
             whole.fill_(math.nan)
 
@@ -91,15 +91,15 @@ def gathered(units: Units) -> Iterator[None]:
     """
     with torch.no_grad(), hold(units):
         before = {flat.name: (_versions(flat), _marks(flat)) for flat in units.flats if flat.resident}
-        roots = {leaf.flat: leaf.whole for leaf in units.leaves if isinstance(leaf.parameter, Guard)}
-        for flat, whole in roots.items():
+        values = {root.flat: root.whole for root in units.root_parameters if isinstance(root.parameter, Guard)}
+        for flat, whole in values.items():
             assert whole is not None
             flat.attach(whole.reshape(-1))
         try:
             yield
             edited = next((name for flat in units.flats if (name := _changed(flat, before.get(flat.name)))), None)
         finally:
-            for flat in roots:
+            for flat in values:
                 flat.detach()
         names = [name for name in units.comm.all(edited) if name is not None]
     if names:

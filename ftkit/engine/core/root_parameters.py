@@ -1,6 +1,6 @@
 """Parameters outside blocks: embeddings and heads, gathered when they are read.
 
-A leaf module gathers at most once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`),
+A root module gathers at most once in its own `forward`. But others read `weight` too (a fused loss reads `lm_head.weight`),
 so the name is a property: while the model runs, and where all ranks are known to read alike (`read_by_all`), it is the
 gathered tensor, an autograd function of the shard, whose backward reduce-scatters; at other times it is the absent
 parameter, with its true shape and dtype, which refuses computations. The gathered tensor lives as long as autograd wants it:
@@ -64,11 +64,11 @@ class Running:
         return self.depth > 0 or self.reading > 0
 
 
-class Leaf:
+class RootParameter:
     """One parameter of one module outside blocks.
 
     Args:
-        flat: its flat parameter, which holds nothing else. May be shared with another leaf (tied weights).
+        flat: its flat parameter, which holds nothing else. May be shared with another root parameter (tied weights).
         gradient: the gradient of `flat`; None where it is frozen.
         module: the module that reads the parameter.
         attribute: name of the parameter in `module`.

@@ -8,8 +8,8 @@ the model) a `__call__` that knows when the model runs.
 Which parameters go where, decided in this order:
 
     in a block, used nowhere else      -> the block's flat parameters, one for each (trainable, dtype)
-    small, or asked for by `whole`     -> one replicated line for each (trainable, dtype); optimizer state is sharded
-    anything else (embeddings, heads)  -> a leaf, one line each
+    small, or asked for by `replicated`     -> one replicated line for each (trainable, dtype); optimizer state is sharded
+    anything else (embeddings, heads)  -> a root parameter, one line each
 
 After this, tying, resizing or adding parameters is refused at the next forward; copying and pickling are refused at once.
 """
@@ -36,7 +36,7 @@ from ftkit.engine.core.flat_parameter import FlatParameter, absent
 from ftkit.engine.core.gradient import DeferredGradient, Gradient, ReducedGradient, reduced_at_once
 from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
-from ftkit.engine.core.root_parameters import Leaf, Running, receive, refuse_gradients
+from ftkit.engine.core.root_parameters import RootParameter, Running, receive, refuse_gradients
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
 from ftkit.engine.core.wrappers import refuse_compiled, refuse_wrapped, refusing_members
@@ -48,6 +48,8 @@ from ftkit.errors import UserError
 from ftkit.spec.strategy import LineKind, Strategy
 from ftkit.spec.tiers import DEVICE
 
+REPLICATED = "whole"
+"""Owner of the replicated flat parameters, and so the name of their files in a checkpoint."""
 WHOLE_SHARE = 0.002
 """A parameter outside blocks of at most this share of the model is replicated: gathering it would cost more than it."""
 
@@ -107,7 +109,7 @@ class Units:
         self.saving: SaveInFlight | None = None
         self.flat_kernels: FlatKernels | None = None  # for shards on the device, by whoever has some
         self.running = Running()
-        self.leaves: list[Leaf] = []
+        self.root_parameters: list[RootParameter] = []
         self.held_since: int | None = None  # while all weights are held (holding.py): updates before that
         self.places: dict[int, tuple[FlatParameter, int]] = {}  # id(parameter) -> its line and index on it
         self.evaluated_only = False  # its gradients and optimizer state were not planned
@@ -383,7 +385,7 @@ def shard(
     comm: Communicator,
     strategy: Strategy,
     entries: Sequence[nn.Module] = (),
-    whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+    replicated: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
     wide: Callable[[str], bool] = lambda name: False,
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda args, kwargs: (args, kwargs),
     fingerprint: Callable[[nn.Module], Hashable] = lambda module: None,
@@ -400,7 +402,7 @@ def shard(
         comm: the ranks.
         strategy: how the model is held; nothing that a plan decides is "auto" (`Strategy.of`).
         entries: modules whose calls count as "the model runs"; the model itself always is one.
-        whole: parameters to replicate in any case (LoRA adapters).
+        replicated: parameters to replicate in any case (LoRA adapters).
         wide: parameters, by name, that stay fp32 whatever the compute dtype is.
         arguments: cleans a block's (args, kwargs) in forwards that a backward will follow.
         fingerprint: from a block to its switches that must not change between forward and backward.
@@ -428,7 +430,7 @@ def shard(
     units.replaced = _materialise(bindings, comm.device)
     units.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     owners: dict[str, list[FlatParameter]] = {name: [] for name, _ in blocks}
-    outside = _make_lines(units, _sort(model, blocks, bindings, whole, wide, units.compute_dtype), owners)
+    outside = _make_lines(units, _sort(model, blocks, bindings, replicated, wide, units.compute_dtype), owners)
     _refuse_values(units)
     _make_gradients(units)
     with changing(model):
@@ -645,13 +647,13 @@ def _sort(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     bindings: dict[int, list[Binding]],
-    whole: Callable[[str, nn.Parameter], bool],
+    replicated: Callable[[str, nn.Parameter], bool],
     wide: Callable[[str], bool],
     computed: torch.dtype | None,
 ) -> dict[_Key, list[tuple[str, nn.Parameter]]]:
     """Return the lines to make: (kind, owner, trainable, dtype, serial) to (name, parameter), in model order."""
-    whole_ones = {id(parameter) for name, parameter in model.named_parameters() if whole(name, parameter)}
-    block_of = _blocks_of_modules(blocks, whole_ones)
+    replicated_ones = {id(parameter) for name, parameter in model.named_parameters() if replicated(name, parameter)}
+    block_of = _blocks_of_modules(blocks, replicated_ones)
     total = sum(p.numel() for p in model.parameters())
     lines: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -660,12 +662,12 @@ def _sort(
         dtype = computed or parameter.dtype
         dtype = torch.float32 if wide(name) and dtype.itemsize < 4 else dtype
         key: _Key
-        if whole(name, parameter):
-            key = ("whole", "whole", parameter.requires_grad, dtype, 0)
+        if replicated(name, parameter):
+            key = ("replicated", REPLICATED, parameter.requires_grad, dtype, 0)
         elif home is not None:
             key = ("block", home, parameter.requires_grad, dtype, 0)
         elif parameter.dim() < 2 or parameter.numel() <= WHOLE_SHARE * total:
-            key = ("whole", "whole", parameter.requires_grad, dtype, 0)
+            key = ("replicated", REPLICATED, parameter.requires_grad, dtype, 0)
         elif any(id(place.module) in block_of for place in bindings[id(parameter)]):
             others = [place.name for place in bindings[id(parameter)] if place.name != name]
             raise UserError(
@@ -674,14 +676,14 @@ def _sort(
                 "own)"
             )
         else:
-            key = ("leaf", name, parameter.requires_grad, dtype, 0)
+            key = ("root", name, parameter.requires_grad, dtype, 0)
         lines.setdefault(key, []).append((name, parameter))
     return lines
 
 
 @dataclass(frozen=True)
 class Members:
-    """The parameters that will lie on one line: kind is 'block', 'leaf' or 'whole', owner the block's or leaf's name."""
+    """The parameters of one flat parameter. kind is a `LineKind`; owner names the block or the root parameter."""
 
     kind: str
     owner: str
@@ -695,11 +697,11 @@ def lines_of(
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     dtype: torch.dtype | None,
-    whole: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
+    replicated: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
     wide: Callable[[str], bool] = lambda name: False,
 ) -> list[Members]:
     """Return the lines that `shard` would make, without making them: for the plan. Arguments as there."""
-    sorted_ = _sort(model, blocks, _bindings(model), whole, wide, dtype)
+    sorted_ = _sort(model, blocks, _bindings(model), replicated, wide, dtype)
     return [
         Members(kind, owner, trained, dtype, sum(parameter.numel() for _, parameter in members))
         for (kind, owner, trained, dtype, _), members in sorted_.items()
@@ -729,7 +731,7 @@ def _blocks_of_modules(blocks: Sequence[tuple[str, nn.Module]], whole: Set[int])
 
 
 def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding]], inside: Set[int]) -> None:
-    """Make a line outside blocks usable: by plain autograd where it is resident, else through leaves.
+    """Make a line outside blocks usable: by plain autograd where it is resident, else through root parameters.
 
     Args:
         units: units of the model.
@@ -750,9 +752,9 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         refuse_gradients(flat)
     for place in bindings[id(flat.parameters[0])]:
         gradient = units.gradient_of.get(flat)
-        leaf = Leaf(flat, gradient, place.module, place.attribute, units.running, lambda: units.transfer.updates)
-        units.leaves.append(leaf)
-        _specialise_leaf(place.module, leaf, place.attribute)
+        root = RootParameter(flat, gradient, place.module, place.attribute, units.running, lambda: units.transfer.updates)
+        units.root_parameters.append(root)
+        _specialise_root(place.module, root, place.attribute)
 
 
 def _make_units(
@@ -775,7 +777,7 @@ def _make_units(
         debug=strategy.debug,
     )
     weights = [
-        BlockWeights(number, name, flats, hold=strategy.weights == "hold", transfer=transfer)
+        BlockWeights(number, name, flats, hold=not strategy.reshard_after_forward, transfer=transfer)
         for number, (name, flats) in enumerate(owners.items())
     ]
     block_weights.connect(weights)
@@ -840,15 +842,15 @@ def _specialise_outside(units: Units, module: nn.Module) -> None:
     specialise(module, forward=forward, _ftkit_waits=True)
 
 
-def _specialise_leaf(module: nn.Module, leaf: Leaf, attribute: str) -> None:
+def _specialise_root(module: nn.Module, root: RootParameter, attribute: str) -> None:
     module_forward = type(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with leaf.once():
+        with root.once():
             return module_forward(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(module_forward)  # type: ignore[attr-defined]  # as above
-    _specialise(module, leaf, forward=forward, **{attribute: property(lambda self: leaf.read())})
+    _specialise(module, root, forward=forward, **{attribute: property(lambda self: root.read())})
     module.register_state_dict_pre_hook(_refuse_state_dict)
 
 

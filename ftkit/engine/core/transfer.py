@@ -1,4 +1,4 @@
-"""Moving weights in and gradients out: the slots, and the side stream on which they are filled and drained.
+"""Moving weights in and gradients out: the slots, and the side stream on which they are filled and emptied.
 
 There are two weight slots and one gradient slot, each as large as the widest block, allocated once. Unit i uses weight
 slot i mod 2 and no other: while block i computes, its neighbour is gathered into the other slot, and a graph that was kept
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ftkit.engine.arena import arena_bytes
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.activation_offload import Keeper
+from ftkit.engine.core.activation_offload import ActivationOffload
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import ReducedGradient
 from ftkit.engine.memory.tiers import FileStore, Tiers
@@ -183,7 +183,7 @@ class Transfer:
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
         weights = max((_layout(_of_weights(group))[1] for group in gathered), default=0)
         self.slots = [WeightSlot(weights, comm.device) for _ in range(2)] if weights else []
-        self.keeper = Keeper(tiers)
+        self.activations = ActivationOffload(tiers)
         self.ahead = ReadAhead(gathered, tiers) if weights and tiers.tier("parameters") == NVME else None
         self.gradient_bytes = max((_layout(_of_gradients(group))[1] for group in gradients), default=0)
         self._gradient_slot: Tensor | None = None

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.activation_offload import OffloadedInputs
 from ftkit.engine.core.block_buffers import BlockBuffers
-from ftkit.engine.core.block_call import Call, Split, World, autocast_kind, uncached
+from ftkit.engine.core.block_call import Call, ForwardContext, Split, autocast_kind, uncached
 from ftkit.engine.core.block_state import BlockState, differ, sample
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.gradient import Gradient, reduced_at_once
@@ -51,7 +51,7 @@ class Unit:
         gradients: of its flat parameters that are trained.
         keep: keep the graph from forward to backward.
         arguments: cleans a call's (args, kwargs) when gradients are on.
-        fingerprint: see `World`.
+        fingerprint: see `ForwardContext`.
         parts: micro-batches into which a call that a backward follows is divided.
         split: says which of the call's tensors `parts` divides; needed where that is above 1.
     """
@@ -76,7 +76,7 @@ class Unit:
         self.weights = weights
         self.transfer = weights.transfer
         self.device = self.transfer.comm.device
-        self.inputs = OffloadedInputs(self.transfer.keeper)
+        self.inputs = OffloadedInputs(self.transfer.activations)
         self.buffers = BlockBuffers(module)
         self.state = BlockState(module)
         self.forwards = 0  # that are to be computed again
@@ -167,7 +167,7 @@ class Unit:
         tree = take_tensors(arguments, tensors)
         self._refuse_objects(tree, "is given")
         divided, parts = self._division(arguments, tensors)
-        call = Call(function, tree, self._world, divided, parts)
+        call = Call(function, tree, self._context, divided, parts)
         if self.trains or any(t.requires_grad for t in tensors):
             results = _Use.apply(self, call, self.anchor, *tensors)
             self._refuse_objects(call.result, "returns")
@@ -216,8 +216,8 @@ class Unit:
         with uncached(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
             return function(*args, **kwargs)
 
-    def _world(self) -> World:
-        return World(self.module, self.device, self.fingerprint, self.state, None if self.keep else self.buffers)
+    def _context(self) -> ForwardContext:
+        return ForwardContext(self.module, self.device, self.fingerprint, self.state, None if self.keep else self.buffers)
 
     def add_left(self, call: Call, tensors: Sequence[Tensor], results: list[Tensor]) -> None:
         """Add to a forward's results the tensors on its graph that it has left in attributes.
@@ -227,15 +227,15 @@ class Unit:
         Raises:
             UserError: if the batch is divided in the block: an attribute holds what one micro-batch left.
         """
-        places = left(call.worlds[-1].attributes, call.worlds[-1].noted)
+        places = left(call.contexts[-1].attributes, call.contexts[-1].noted)
         known = {} if self.keep else self.state.on_graph
         if any(place.key not in known for place in places):
             if self.keep:
                 known = _on_graph(places)
             else:
                 result = call.result
-                with call.worlds[-1].restored(), torch.enable_grad():
-                    call.run(_leaves(call.part(tensors, len(call.worlds) - 1)))
+                with call.contexts[-1].restored(), torch.enable_grad():
+                    call.run(_leaves(call.part(tensors, len(call.contexts) - 1)))
                     known.update(_on_graph(places))
                 call.result = result
         chosen = [place for place in places if known[place.key]]
@@ -347,7 +347,7 @@ class _Use(torch.autograd.Function):
             with unit.transfer.trace.span("compute", f"forward {unit.number}"):
                 for number in range(call.parts):
                     inputs = call.part(tensors, number)
-                    with call.enter_world().without_caches():
+                    with call.enter_context().without_caches():
                         if unit.keep:
                             inputs = _leaves(inputs)
                             with torch.enable_grad():
@@ -355,20 +355,20 @@ class _Use(torch.autograd.Function):
                             graphs.append((inputs, parts[-1]))
                         else:
                             parts.append(call.run(inputs))
-                    call.worlds[-1].ran()
+                    call.contexts[-1].ran()
                     unit.add_left(call, tensors, parts[-1])
         finally:
             unit.weights.leave()
         ctx.graphs = graphs if unit.keep else None
         if unit.keep:
-            call.worlds.clear()
+            call.contexts.clear()
         else:
             unit.refuse_written(tensors, versions)
             unit.forwards += 1
             looks = unit.forwards & (unit.forwards - 1) == 0  # at the 1st, 2nd, 4th, 8th ...
             ctx.samples = [sample(results) for results in parts] if looks else None
-            ctx.tickets = unit.inputs.keep(tensors)
-            ctx.save_for_backward(*(t for t, ticket in zip(tensors, ctx.tickets) if ticket is None))
+            ctx.handles = unit.inputs.keep(tensors)
+            ctx.save_for_backward(*(t for t, handle in zip(tensors, ctx.handles) if handle is None))
         joined = call.joined(tensors, parts)
         returned = tuple(r.detach() for r in joined)
         if joined and any(joined[0] is t and t.requires_grad for t in tensors):
@@ -386,14 +386,14 @@ class _Use(torch.autograd.Function):
                 f"gradients of chosen inputs (torch.autograd.grad, backward(inputs=...)) through {unit.name}: those of its "
                 "parameters would be added up all the same. Call backward(), or keep activations on one rank"
             )
-        if ctx.graphs == [] or (ctx.graphs is None and not call.worlds):
+        if ctx.graphs == [] or (ctx.graphs is None and not call.contexts):
             way_out = "recompute activations" if unit.keep else "call the first with retain_graph=True"
             raise RuntimeError(f"a second backward through {unit.name}: what it needs is gone after the first; {way_out}")
         unit.weights.begin_backward()
         tensors: list[Tensor] = []
         if ctx.graphs is None:
             saved = iter(ctx.saved_tensors)
-            tensors = [next(saved) if ticket is None else ticket.take() for ticket in ctx.tickets]
+            tensors = [next(saved) if handle is None else handle.take() for handle in ctx.handles]
         if unit.before is not None:
             unit.before.inputs.bring()
         unit.weights.enter(graph=False, neighbour=unit.weights.before)
@@ -412,9 +412,9 @@ class _Use(torch.autograd.Function):
         finally:
             unit.weights.leave()
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A tensor that was left in an attribute holds this context, whose worlds hold what the attribute held before:
+            # A tensor that was left in an attribute holds this context, whose contexts hold what the attribute held before:
             # tensor would hold tensor back to the first step
-            call.worlds.clear()
+            call.contexts.clear()
         return (None, None, None, *call.summed(found))
 
 
@@ -423,9 +423,9 @@ _Graph = tuple[list[Tensor], list[Tensor]]
 
 
 def _again(unit: Unit, call: Call, tensors: Sequence[Tensor], number: int, expected: int) -> _Graph:
-    """Compute micro-batch `number` once more, in forward's world, with a graph."""
+    """Compute micro-batch `number` once more, in the context of the forward, with a graph."""
     inputs = _leaves(call.part(tensors, number))
-    with call.worlds[number].restored(), torch.enable_grad():
+    with call.contexts[number].restored(), torch.enable_grad():
         results = call.run(inputs)
         call.left_again(results)
         unit.refuse_other_left(call, results, expected)

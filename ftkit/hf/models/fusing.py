@@ -6,11 +6,11 @@
     rotary         the function that an attention calls, exchanged in that attention's own forward
 
 A submodule is recognised by what it has (an eps and one weight; two linear layers and an activation), not by its class, and
-each exchange is proved at that moment on a twin with random weights and input, forward and backward, in the dtypes that will
-be used. What does not agree is left alone, and told. So is what the proof does not see: hooks, a `forward` of an instance,
-attributes that are more than a number or a name, and code of the user's own, which may do otherwise tomorrow. The instance
-gets a subclass of its own class (`engine/core/instance_class.py`), so names, adapters and weights stay where they are; on a
-CPU the same submodules run the kernels' PyTorch references.
+each exchange is proved at that moment on a probe with random weights and input, forward and backward, in the dtypes that
+will be used. What does not agree is left alone, and told. So is what the proof does not see: hooks, a `forward` of an
+instance, attributes that are more than a number or a name, and code of the user's own, which may do otherwise tomorrow. The
+instance gets a subclass of its own class (`engine/core/instance_class.py`), so names, adapters and weights stay where they
+are; on a CPU the same submodules run the kernels' PyTorch references.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 
 from ftkit.engine.core.instance_class import specialise
 from ftkit.hf.models.hooks import EVERY, has_global_hooks, has_hooks, home_of, hooks_on
-from ftkit.hf.models.probe_copies import Chance, agreement, difference, results, same_in_training, twin_of
+from ftkit.hf.models.probe_copies import Chance, agreement, difference, probe_of, results, same_in_training
 from ftkit.kernels.activation import ACTIVATIONS, activation
 from ftkit.kernels.gated import gated
 from ftkit.kernels.launch import FLOATS, LARGEST_ROW
@@ -52,7 +52,7 @@ PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 ANY_MODULE = frozenset(vars(nn.Module()))
 """Names of what every module has."""
 WIDTH, INNER = 8, 12
-"""Of a twin's linear layers."""
+"""Of a probe's linear layers."""
 
 
 @dataclass
@@ -92,8 +92,8 @@ class Candidate:
     Args:
         kind: name of the exchange, for the report.
         members: members of the subclass that the submodule gets.
-        leaves: arguments of the twin's forward, fp32.
-        linears: linear layers of the twin, by the child's name (see `twin_of`).
+        leaves: arguments of the probe's forward, fp32.
+        linears: linear layers of the probe, by the child's name (see `probe_of`).
         mixed: whether the input may be fp32 where the weights are not.
         replaced: names of the children that are not called any more.
         weighed: name of the child whose weight the new forward asks for its dtype.
@@ -257,7 +257,7 @@ def _proved(
     """Return how near an exchange is to the module for inputs of `given` and weights of `dtype`; None if it is not."""
     chance = Chance().manual_seed(0)
     try:
-        original = twin_of(module, chance, candidate.linears)
+        original = probe_of(module, chance, candidate.linears)
         exchanged = copy.deepcopy(original)
     except Exception:  # whatever a part of somebody's own makes of a copy
         return None

@@ -6,8 +6,8 @@ whatever the model does to logits; the loss function then makes the loss of what
 `ftkit.kernels.linear_cross_entropy`, with the soft cap or scale that the configuration names. At all other times both do
 what they always did.
 
-Whether a model is one that can be treated so is not looked up: the exchange is proved on a twin whose body gives random
-hidden states, against the same twin's own loss and gradients. A hook of the user's on the head, or on what returns the
+Whether a model is one that can be treated so is not looked up: the exchange is proved on a probe whose body gives random
+hidden states, against the same probe's own loss and gradients. A hook of the user's on the head, or on what returns the
 logits, reads or changes them: then there are logits, whenever the hook came. So does a `forward` of the user's own, which
 may do so in training alone, or later.
 """
@@ -44,7 +44,7 @@ WRITTEN_BY = LIBRARIES | {"transformers_modules"}
 PASSING = (BaseTuner.forward, PolyModel.forward, XLoraModel.forward)
 """Forwards of PEFT's that return what the model gave; any other may add to its loss, or call its head once more."""
 HIDDEN = 8
-"""Width of a twin's hidden states."""
+"""Width of a probe's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def only_loss(model: nn.Module, *, wanted: bool) -> Any:
 
 
 class _Body(nn.Module):
-    """In a twin's place of everything below the head: returns given hidden states."""
+    """In a probe's place of everything below the head: returns given hidden states."""
 
     hidden: Tensor
 
@@ -289,33 +289,33 @@ def _agrees(
     try:
         found = []
         for chunked, (where, of) in rounds:
-            twin_head = copy.deepcopy(own_head).to(where, of)
-            twin = _twin(base, head, twin_head)
+            probe_head = copy.deepcopy(own_head).to(where, of)
+            probe = _probe(base, head, probe_head)
             if chunked:
-                HeadLoss(twin_head, cap, scale).attach(twin)
+                HeadLoss(probe_head, cap, scale).attach(probe)
             leaves = {"hidden": hidden.to(dtype).to(where, of)}
-            made = results(_loss_of(twin, labels.to(where)), leaves, dict(twin_head.named_parameters()))
+            made = results(_loss_of(probe, labels.to(where)), leaves, dict(probe_head.named_parameters()))
             found.append({name: value.cpu() for name, value in made.items()})
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
         return False
     return difference(*found[-3:]) is not None
 
 
-def _twin(base: PreTrainedModel, head: nn.Linear, own_head: nn.Linear) -> Any:
+def _probe(base: PreTrainedModel, head: nn.Linear, own_head: nn.Linear) -> Any:
     """Return a copy of the model whose body is `_Body` and whose head is `own_head`."""
-    twin = copy.copy(base)
-    twin.__dict__.update({key: type(value)() for key, value in vars(base).items() if key.endswith("_hooks")})
-    twin.__dict__["_modules"] = {name: own_head if child is head else _Body(child) for name, child in base.named_children()}
-    return twin.eval()
+    probe = copy.copy(base)
+    probe.__dict__.update({key: type(value)() for key, value in vars(base).items() if key.endswith("_hooks")})
+    probe.__dict__["_modules"] = {name: own_head if child is head else _Body(child) for name, child in base.named_children()}
+    return probe.eval()
 
 
-def _loss_of(twin: Any, labels: Tensor) -> Any:
+def _loss_of(probe: Any, labels: Tensor) -> Any:
     def loss(hidden: Tensor) -> Tensor:
-        for module in twin.modules():
+        for module in probe.modules():
             if isinstance(module, _Body):
                 module.hidden = hidden
-        with only_loss(twin, wanted=True):
-            found: Tensor = twin(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=torch.tensor(7)).loss
+        with only_loss(probe, wanted=True):
+            found: Tensor = probe(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=torch.tensor(7)).loss
         return found
 
     return loss

@@ -1,7 +1,7 @@
-"""Twins: small copies of a module with random weights, on which an exchange is proved before the module itself gets it.
+"""Probe copies: small copies of a module with random weights, on which an exchange is proved before the module gets it.
 
-A twin has the module's class, settings and structure, but parameters of its own, so a model on meta has twins that compute,
-and none of its weights are touched. Linear layers are narrowed: what stands between them is proved, not they.
+A probe has the module's class, settings and structure, but parameters of its own, so a model on meta has probes that
+compute, and none of its weights are touched. Linear layers are narrowed: what stands between them is proved, not they.
 
 An exchange agrees if its values and gradients are as near as the original's own, in the same dtype, to the original in fp64;
 with a factor of two and some roundings, as the order of sums may differ.
@@ -18,31 +18,31 @@ from torch import Tensor, nn
 
 Chance = torch.Generator
 ROUNDINGS = 8
-"""Of the largest value, allowed besides: twins are small, where the original's own error may by chance be none."""
+"""Of the largest value, allowed besides: probes are small, where the original's own error may by chance be none."""
 
 
-def twin_of(module: nn.Module, chance: Chance, linears: Mapping[str, tuple[int, int]] | None = None) -> nn.Module:
-    """Return a twin in fp32 on the CPU, in eval mode, with no hooks.
+def probe_of(module: nn.Module, chance: Chance, linears: Mapping[str, tuple[int, int]] | None = None) -> nn.Module:
+    """Return a probe in fp32 on the CPU, in eval mode, with no hooks.
 
     Args:
-        module: the module that the twin is made of.
-        chance: generator of the twin's random weights.
+        module: the module that the probe is made of.
+        chance: generator of the probe's random weights.
         linears: name of a direct child to (outputs, inputs) of the linear layer that replaces it; it has a bias where the
             child has one.
     """
-    twin = copy.copy(module)
+    probe = copy.copy(module)
     fresh: dict[str, Any] = {key: type(value)() for key, value in vars(module).items() if key.endswith("_hooks")}
-    twin.__dict__.update(fresh)
-    twin.__dict__["_parameters"] = {name: _random(value, chance) for name, value in module._parameters.items()}
-    twin.__dict__["_buffers"] = {name: _random(value, chance) for name, value in module._buffers.items()}
+    probe.__dict__.update(fresh)
+    probe.__dict__["_parameters"] = {name: _random(value, chance) for name, value in module._parameters.items()}
+    probe.__dict__["_buffers"] = {name: _random(value, chance) for name, value in module._buffers.items()}
     children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
         if linears is not None and name in linears:
             children[name] = linear(*linears[name], chance, bias=getattr(child, "bias", None) is not None)
         else:
-            children[name] = None if child is None else twin_of(child, chance)
-    twin.__dict__["_modules"] = children
-    return twin.eval()
+            children[name] = None if child is None else probe_of(child, chance)
+    probe.__dict__["_modules"] = children
+    return probe.eval()
 
 
 def linear(outputs: int, inputs: int, chance: Chance, *, bias: bool = False) -> nn.Linear:

@@ -56,7 +56,11 @@ def untrained(shape: Shape) -> Shape:
         return tuple(replace(line, trained=False) for line in lines)
 
     return replace(
-        shape, blocks=tuple(map(frozen, shape.blocks)), leaves=frozen(shape.leaves), whole=frozen(shape.whole), fresh=False
+        shape,
+        blocks=tuple(map(frozen, shape.blocks)),
+        roots=frozen(shape.roots),
+        replicated=frozen(shape.replicated),
+        fresh=False,
     )
 
 
@@ -78,7 +82,7 @@ def planned_for_training(plan: Plan, shape: Shape) -> Plan:
 
 def _taken_bytes(units: ShardedModel, memory: Memory, tier: str, limits: Limits) -> int:
     """Return the bytes of a tier that one rank of a planned model takes, and that `limits` still count as free."""
-    peak = memory.peak_moment(tier)
+    peak = memory.peak_phase(tier)
     planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)
     if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # free beside what is allocated by now
         planned -= sum(units.state_bytes().values())

@@ -72,7 +72,7 @@ def shape_of(
     world_size: int,
     dtype: torch.dtype | None,
     sequence_tokens: int,
-    whole: Any,
+    replicated: Any,
     wide: Any,
     cpu: bool,
     fresh: bool = False,
@@ -85,14 +85,14 @@ def shape_of(
         blocks: (name, module) of the model's blocks.
         dtype: compute dtype; None: each parameter's own.
         sequence_tokens: tokens of one sequence.
-        whole: says which parameters are replicated; see `ftkit.engine.core.shard.shard`.
+        replicated: says which parameters are replicated; see `ftkit.engine.core.shard.shard`.
         wide: says by name which parameters stay fp32; see `ftkit.engine.core.shard.shard`.
         cpu: whether ranks compute on the host.
         fresh: whether the weights will be initialised.
         checkpoints: number of checkpoints kept on disk; None: none are saved.
         chunked_loss: see `Shape`.
     """
-    members = lines_of(model, blocks, dtype=dtype, whole=whole, wide=wide)
+    members = lines_of(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
     widest = max((block for _, block in blocks), key=_linear_elements, default=None)
     text = _text_config(model)
     heads = getattr(text, "num_attention_heads", 0) or 0
@@ -107,8 +107,8 @@ def shape_of(
             logger.warning("what autograd keeps of a block is estimated, not measured: %s", error)
     return Shape(
         blocks=tuple(tuple(_line(m) for m in members if (m.kind, m.owner) == ("block", name)) for name, _ in blocks),
-        leaves=tuple(_line(m) for m in members if m.kind == "leaf"),
-        whole=tuple(_line(m) for m in members if m.kind == "whole"),
+        roots=tuple(_line(m) for m in members if m.kind == "root"),
+        replicated=tuple(_line(m) for m in members if m.kind == "replicated"),
         hidden=_hidden(model, text),
         vocabulary=getattr(text, "vocab_size", 0) or 0,
         block_elements=elements,

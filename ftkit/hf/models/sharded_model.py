@@ -10,8 +10,8 @@ from typing import Any
 
 from ftkit.engine.core.shard import Units
 from ftkit.engine.memory.affinity import Affinity
+from ftkit.hf.models.fp32_modules import Fp32Modules
 from ftkit.hf.models.fusing import Fused
-from ftkit.hf.models.islands import Islands
 from ftkit.plan.choice import Plan
 
 
@@ -19,14 +19,14 @@ class ShardedModel(Units):
     """A sharded Hugging Face model. See `Units` for what the engine keeps.
 
     Attributes: plan (how its memory is used; None where it was sharded without one), fused (submodules that run fused
-    kernels), islands (modules that compute in fp32), affinity (the cores that were taken for it), in_step (whether ranks
-    with uneven numbers of forwards are kept in step now).
+    kernels), fp32_modules (modules that compute in fp32), affinity (the cores that were taken for it), in_step (whether
+    ranks with uneven numbers of forwards are kept in step now).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.plan: Plan | None = None
         self.fused = Fused()
-        self.islands = Islands()
+        self.fp32_modules = Fp32Modules()
         self.affinity: Affinity | None = None
         self.in_step = False

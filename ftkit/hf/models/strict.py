@@ -27,7 +27,7 @@ def strict(strategy: Strategy, ranks: int, *, say: bool) -> Strategy:
         ranks: number of ranks.
         say: whether what is forced is logged; on one rank.
     """
-    wanted: dict[str, Any] = {"stage": 3, "activations": "recompute", "weights": "free"}
+    wanted: dict[str, Any] = {"stage": 3, "activations": "recompute", "reshard_after_forward": True}
     if ranks == 1:
         wanted |= {"parameters": HOST, "gradients": HOST, "state": HOST}
     if strategy.stage not in (AUTO, 3):

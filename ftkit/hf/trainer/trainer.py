@@ -44,14 +44,14 @@ from ftkit.engine.files.manifest import MANIFEST
 from ftkit.engine.optim.optimizer import LEAST_SCALE, ShardedOptimizer
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.models.attention import is_packed
-from ftkit.hf.models.fp32_modules import (
+from ftkit.hf.models.fp32_modules import Fp32Modules
+from ftkit.hf.models.fp32_search import (
     BATCHES,
-    find_islands,
-    restore_islands,
+    find_fp32_modules,
+    restore_fp32_modules,
     taken_by,
     widens_inputs,
 )
-from ftkit.hf.models.islands import Islands
 from ftkit.hf.models.overflow import began_in, first_overflow
 from ftkit.hf.models.sharded_model import ShardedModel
 from ftkit.hf.reading import read_by_all
@@ -79,8 +79,8 @@ logger = logging.getLogger(__name__)
 KNOWN = ("ftkit", "transformers", "trl")
 """Packages whose Trainers and callbacks read no weights between an update and the next forward."""
 
-ISLANDS = "islands"
-"""Under which a checkpoint notes the fp32 islands of an fp16 model."""
+FP32_MODULES = "islands"  # as checkpoints have it since their first format
+"""Under which a checkpoint notes the fp32 modules of an fp16 model."""
 LOSSES = "losses_of_steps"
 """Under which it notes how many steps there were, and how many of them had a loss that was not finite."""
 
@@ -442,27 +442,27 @@ class TrainerMixin(LossMixin):
                     self.state.global_step,
                     scale.growth_steps,
                 )
-        if known and self._needs_islands() and not self.find_islands(batches) and self.engine.comm.rank == 0:
+        if known and self._needs_fp32_modules() and not self.find_fp32_modules(batches) and self.engine.comm.rank == 0:
             logger.warning("fp16: that forward is not finite in fp32 either")
 
-    # --- fp32 islands of an fp16 model
+    # --- fp32 modules of an fp16 model
 
-    def _needs_islands(self) -> bool:
+    def _needs_fp32_modules(self) -> bool:
         """Whether the model computes in fp16."""
         return self.engine_is_on and self.units is not None and self.engine.compute_dtype == torch.float16
 
     _looked = False  # whether the run's first batches were looked at, or those of the run that it continues
 
-    def look_for_islands(self, batches: Iterable[Mapping[str, Any]]) -> None:
+    def look_for_fp32_modules(self, batches: Iterable[Mapping[str, Any]]) -> None:
         """Look at the run's first batches, unless that was done, or by the run that it continues. A collective.
 
         Raises:
             UserError: if their forward is not finite in fp16, and cannot be made so.
         """
-        if self._looked or not self._needs_islands():
+        if self._looked or not self._needs_fp32_modules():
             return
         self._looked = True
-        if not self.find_islands(self._inputs_of(batches)):
+        if not self.find_fp32_modules(self._inputs_of(batches)):
             raise UserError(
                 "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
                 "mend it: compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or look at the weights"
@@ -476,7 +476,7 @@ class TrainerMixin(LossMixin):
         parts = [self._prepare_inputs(part_of(batch, self._parts)) for batch in batches]
         return [part for part in parts if isinstance(part, Mapping) and part.keys() <= taken]
 
-    def find_islands(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+    def find_fp32_modules(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Let compute in fp32 what overflows in fp16 on these batches, say what that is, return whether all is finite.
 
         A collective.
@@ -489,11 +489,11 @@ class TrainerMixin(LossMixin):
             if first:
                 logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
-        before = dict(self.engine.islands.found)
-        found = find_islands(self.engine, batches)
+        before = dict(self.engine.fp32_modules.found)
+        found = find_fp32_modules(self.engine, batches)
         if first:
             level = logging.WARNING if found.found != before else logging.INFO
-            logger.log(level, "fp16: fp32 islands: %s", found.describe())
+            logger.log(level, "fp16: fp32 modules: %s", found.describe())
         return found.finite
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -509,7 +509,7 @@ class TrainerMixin(LossMixin):
             batches = self._step_batches = list(islice(epoch_iterator, num_batches))
             self._check_batches(len(batches))
             self._tell_labels(batches[:1])
-            self.look_for_islands(batches[:BATCHES])
+            self.look_for_fp32_modules(batches[:BATCHES])
             epoch_iterator = iter(self.weighted(batches))
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -717,8 +717,8 @@ class TrainerMixin(LossMixin):
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
         losses = self.loss_record.noted(units.comm, skips=self._skips())
         noted = {**self.noted, BASE: self.checkpoints.base(), LOSSES: losses}
-        if self._needs_islands():
-            noted[ISLANDS] = units.islands.as_dict()
+        if self._needs_fp32_modules():
+            noted[FP32_MODULES] = units.fp32_modules.as_dict()
         Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
         if self.args.should_save:
             assert self.lr_scheduler is not None
@@ -769,9 +769,9 @@ class TrainerMixin(LossMixin):
         manifest = folder / ENGINE_FOLDER / MANIFEST
         extra = load_checkpoint(folder / ENGINE_FOLDER, self.engine, self.sharded_optimizer, frozen=self.saves_frozen)
         self.checkpoints.check_base(extra.pop(BASE, None), checkpoint)
-        islands = extra.pop(ISLANDS, None)
-        if islands is not None and self._needs_islands():
-            restore_islands(self.engine, Islands.from_dict(islands, str(manifest)))
+        noted = extra.pop(FP32_MODULES, None)
+        if noted is not None and self._needs_fp32_modules():
+            restore_fp32_modules(self.engine, Fp32Modules.from_dict(noted, str(manifest)))
             self._looked = True
         if (losses := extra.pop(LOSSES, None)) is not None:
             self.loss_record.take(losses, str(manifest))

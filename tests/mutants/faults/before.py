@@ -81,7 +81,7 @@ FAULTS = (
     fault(
         "a tensor that a block left holds those of all steps before",
         "ftkit/engine/core/unit.py",
-        "            call.worlds.clear()\n        return (None",
+        "            call.contexts.clear()\n        return (None",
         "            pass\n        return (None",
         "tests/hf/test_second_run.py::test_what_a_block_leaves_does_not_hold_the_steps_before[Leaves-recompute]",
     ),

@@ -22,13 +22,13 @@ _KERNELS = "tests/kernels/"
 
 _TIERS = "tests/engine/test_tiers.py::test_every_pair_of_places_trains_as_plain_pytorch"
 _ON_DISK = _TIERS + (
-    "[llama-W2-stage3-recompute-free-acc2-2groups-adamw-p=nvme-g=nvme-s=nvme-k=nvme-prefetch-debug-clip-deferred-late]"
+    "[llama-W2-stage3-recompute-free-acc2-2groups-adamw-p=nvme-g=nvme-s=nvme-a=nvme-prefetch-debug-clip-deferred-late]"
 )
 _ON_HOST = _TIERS + (
-    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=host-g=host-s=host-k=host-parts2-prefetch-debug-clip-deferred-late]"
+    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=host-g=host-s=host-a=host-parts2-prefetch-debug-clip-deferred-late]"
 )
 _NOT_POISONED = _TIERS + (
-    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=nvme-g=nvme-s=nvme-k=nvme-prefetch-clip-deferred-late]"
+    "[llama-W2-stage3-recompute-free-acc1-2groups-adamw-p=nvme-g=nvme-s=nvme-a=nvme-prefetch-clip-deferred-late]"
 )
 _STAGE2 = _TIERS + "[llama-W2-stage2-recompute-free-acc1-2groups-adamw-g=host-s=host-prefetch-debug-clip-deferred-late]"
 
@@ -409,11 +409,11 @@ FAULTS = (
         _UPDATE + "test_slots_are_not_reused_early",
     ),
     _fault(
-        "a buffer of kept inputs is reused before it was written",
+        "a buffer of activations is reused before it was written",
         "ftkit/engine/core/activation_offload.py",
         "            ring[-1].write.wait()\n",
         "            pass\n",
-        "tests/engine/test_kept.py::test_what_goes_to_files_comes_back",
+        "tests/engine/test_activation_offload.py::test_what_goes_to_files_comes_back",
     ),
     _fault(
         "a flipped byte in a state file is not noticed",
@@ -793,49 +793,49 @@ FAULTS = (
         "ftkit/engine/core/root_parameters.py",
         "if self.gathered is None or (wants_graph and not self.gathered.requires_grad):",
         "if self.gathered is None:",
-        "tests/engine/test_leaf.py::test_a_read_without_gradients_does_not_take_them_from_the_next",
+        "tests/engine/test_root_parameters.py::test_a_read_without_gradients_does_not_take_them_from_the_next",
     ),
     _fault(
-        "an fp32 island narrows what it returns",
-        "ftkit/hf/models/fp32_modules.py",
+        "an fp32 module narrows what it returns",
+        "ftkit/hf/models/fp32_search.py",
         "    return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())",
         "    return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float()).half()",
-        "tests/hf/test_islands.py::test_sums_that_overflow[llama]",
+        "tests/hf/test_fp32_modules.py::test_sums_that_overflow[llama]",
     ),
     _fault(
-        "a projection is an island without those beside it",
-        "ftkit/hf/models/fp32_modules.py",
+        "a projection is an fp32 module without those beside it",
+        "ftkit/hf/models/fp32_search.py",
         "        if self._is_inner(module) and id(module) not in self.last_of:",
         "        if False:",
-        "tests/hf/test_islands.py::test_products_that_overflow[llama]",
+        "tests/hf/test_fp32_modules.py::test_products_that_overflow[llama]",
     ),
     _fault(
         "each rank decides for itself what overflows",
-        "ftkit/hf/models/fp32_modules.py",
+        "ftkit/hf/models/fp32_search.py",
         "        if not self.comm.any(own):\n            return None",
         "        if not own:\n            return None",
-        "tests/hf/test_islands.py::test_ranks_find_the_same_islands[2]",
+        "tests/hf/test_fp32_modules.py::test_ranks_find_the_same_fp32_modules[2]",
     ),
     _fault(
-        "a run that goes on forgets its fp32 islands",
+        "a run that goes on forgets its fp32 modules",
         "ftkit/hf/trainer/trainer.py",
-        "            restore_islands(self.engine, Islands.from_dict(islands, str(manifest)))",
-        "            self.units.islands",
-        "tests/hf/test_islands.py::test_a_run_goes_on_with_the_islands_it_had",
+        "            restore_fp32_modules(self.engine, Fp32Modules.from_dict(noted, str(manifest)))",
+        "            self.units.fp32_modules",
+        "tests/hf/test_fp32_modules.py::test_a_run_goes_on_with_the_fp32_modules_it_had",
     ),
     _fault(
         "weights beyond fp16 become infinite in silence",
         "ftkit/hf/weights/loading.py",
         "    report.narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))\n",
         "",
-        "tests/hf/test_islands.py::test_weights_that_fp16_does_not_hold_are_refused",
+        "tests/hf/test_fp32_modules.py::test_weights_that_fp16_does_not_hold_are_refused",
     ),
     _fault(
-        "islands that do not help stay",
-        "ftkit/hf/models/fp32_modules.py",
-        "            _take_back(self.model, self.islands, before)",
+        "fp32 modules that do not help stay",
+        "ftkit/hf/models/fp32_search.py",
+        "            _take_back(self.model, self.upcast, before)",
         "            pass",
-        "tests/hf/test_islands.py::test_islands_of_a_stream_that_no_precision_mends_are_taken_back",
+        "tests/hf/test_fp32_modules.py::test_fp32_modules_of_a_stream_that_no_precision_mends_are_taken_back",
     ),
     _fault(
         "kernels forget to clip",
@@ -853,17 +853,17 @@ FAULTS = (
     ),
     _fault(
         "the last batch that was looked at hides the others",
-        "ftkit/hf/models/fp32_modules.py",
+        "ftkit/hf/models/fp32_search.py",
         "                finite = finite and ends_finite",
         "                finite = ends_finite",
-        "tests/hf/test_islands.py::test_one_batch_that_is_not_finite_is_enough",
+        "tests/hf/test_fp32_modules.py::test_one_batch_that_is_not_finite_is_enough",
     ),
     _fault(
         "hooks ask together where ranks call modules differently",
-        "ftkit/hf/models/fp32_modules.py",
+        "ftkit/hf/models/fp32_search.py",
         "if len(set(counts)) == 1}",
         "if counts}",
-        "tests/hf/test_islands.py::test_ranks_whose_tokens_go_to_different_experts",
+        "tests/hf/test_fp32_modules.py::test_ranks_whose_tokens_go_to_different_experts",
     ),
     _fault(
         "the plan in seconds gathers what a slot still has",
@@ -910,7 +910,7 @@ FAULTS = (
     _fault(
         "the norm does not wait for gradients on their way to the host",
         "ftkit/plan/schedule.py",
-        "        return [self.reduced, self.drained, late, self.computed[-1]]",
+        "        return [self.reduced, self.offloaded, late, self.computed[-1]]",
         "        return [self.reduced, late, self.computed[-1]]",
         "tests/plan/test_search.py::test_it_finds_what_simulating_all_finds[as published]",
     ),

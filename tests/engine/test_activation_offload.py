@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.activation_offload import STAGING, Keeper
+from ftkit.engine.core.activation_offload import STAGING, ActivationOffload
 from ftkit.engine.files.flat_file import FlatFile
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.tiers import Tiers
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 COUNT = 3 * STAGING
 
 
-def keeper(folder, tier: str) -> Keeper:
+def offload(folder, tier: str) -> ActivationOffload:
     drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if tier == "nvme" else None
-    return Keeper(Tiers(CPU, Strategy.of(kept=tier), drive))
+    return ActivationOffload(Tiers(CPU, Strategy.of(activation_offload=tier), drive))
 
 
 def activations(count: int = COUNT) -> list[Tensor]:
@@ -29,21 +29,21 @@ def activations(count: int = COUNT) -> list[Tensor]:
     return [torch.randn(2, 33, 16, generator=generator).requires_grad_() for _ in range(count)]
 
 
-def away_and_back(room: Keeper) -> None:
+def away_and_back(room: ActivationOffload) -> None:
     kept = activations()
-    tickets = [room.keep([tensor])[0] for tensor in kept]
+    handles = [room.keep([tensor])[0] for tensor in kept]
     wanted = [tensor.detach().clone() for tensor in kept]
     for tensor in kept:  # freed, and used for something else
         tensor.data.fill_(float("nan"))
-    for ticket, tensor in reversed(list(zip(tickets, wanted))):
-        back = ticket.take()
+    for handle, tensor in reversed(list(zip(handles, wanted))):
+        back = handle.take()
         assert back.requires_grad
         assert torch.equal(back, tensor)
 
 
 @pytest.mark.parametrize("rounds", [3])
 def test_what_goes_to_host_memory_comes_back(tmp_path, rounds):
-    room = keeper(tmp_path, "host")
+    room = offload(tmp_path, "host")
     for _ in range(rounds):
         away_and_back(room)
     assert len(room.arenas) == COUNT  # room is used again
@@ -58,7 +58,7 @@ def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
         return move(self, call, data, start, doing)
 
     monkeypatch.setattr(FlatFile, "_transfer", late)
-    room = keeper(tmp_path, "nvme")
+    room = offload(tmp_path, "nvme")
     for _ in range(2):
         away_and_back(room)
     assert len(room.arenas) == STAGING
@@ -66,14 +66,14 @@ def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
 
 
 def test_only_activations_leave(tmp_path):
-    room = keeper(tmp_path, "host")
+    room = offload(tmp_path, "host")
     mask, table, (hidden,) = torch.ones(3, dtype=torch.bool), torch.ones(3), activations(1)
-    assert [ticket is None for ticket in room.keep([mask, table, hidden])] == [True, True, False]
-    assert keeper(tmp_path, "device").keep([hidden]) == [None]
+    assert [handle is None for handle in room.keep([mask, table, hidden])] == [True, True, False]
+    assert offload(tmp_path, "device").keep([hidden]) == [None]
 
 
 def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
-    room = keeper(tmp_path, "host")
+    room = offload(tmp_path, "host")
     shared, first, second = activations(3)
     one, two = room.keep([first, shared]), room.keep([second, shared])
     assert one[1] is two[1]
@@ -85,14 +85,14 @@ def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
 
 
 def test_a_second_time_is_refused(tmp_path):
-    (ticket,) = keeper(tmp_path, "host").keep(activations(1))
-    ticket.take()
+    (handle,) = offload(tmp_path, "host").keep(activations(1))
+    handle.take()
     with pytest.raises(RuntimeError, match="a second backward over a graph whose activations were offloaded"):
-        ticket.take()
+        handle.take()
 
 
 def test_what_is_never_asked_for_gives_its_room_back(tmp_path):
-    room = keeper(tmp_path, "host")
+    room = offload(tmp_path, "host")
     for _ in range(5):
         room.keep(activations(2))
         gc.collect()

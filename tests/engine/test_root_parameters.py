@@ -1,4 +1,4 @@
-"""Reads of a leaf share a gather, and get its gradient whoever read first."""
+"""Reads of a root parameter share a gather, and get its gradient whoever read first."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from ftkit.engine.core.root_parameters import Leaf, Running
+from ftkit.engine.core.root_parameters import RootParameter, Running
 
 
-class Counted(Leaf):
+class Counted(RootParameter):
     """Gathers from a tensor at hand."""
 
     def __init__(self, module: nn.Linear) -> None:
         flat = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")))
-        super().__init__(flat, module, "weight", Running(), updates=lambda: 0)
+        super().__init__(flat, None, module, "weight", Running(), updates=lambda: 0)
         self.value = torch.ones(3, 2, requires_grad=True)
         self.gathers = 0
 
@@ -25,20 +25,20 @@ class Counted(Leaf):
 
 
 def test_a_read_without_gradients_does_not_take_them_from_the_next() -> None:
-    leaf = Counted(nn.Linear(2, 3))
-    with leaf.once():
+    root = Counted(nn.Linear(2, 3))
+    with root.once():
         with torch.no_grad():
-            norm = leaf.read().norm()
-        value = leaf.read().sum() * norm
-        assert leaf.read() is leaf.read()
+            norm = root.read().norm()
+        value = root.read().sum() * norm
+        assert root.read() is root.read()
     value.backward()
-    assert leaf.gathers == 2
-    assert leaf.value.grad is not None
+    assert root.gathers == 2
+    assert root.value.grad is not None
 
 
 def test_what_nobody_reads_is_not_gathered() -> None:
-    leaf = Counted(nn.Linear(2, 3))
-    with leaf.once():
+    root = Counted(nn.Linear(2, 3))
+    with root.once():
         pass
-    assert leaf.gathers == 0
-    assert leaf.read() is leaf.parameter, "the model does not run"
+    assert root.gathers == 0
+    assert root.read() is root.parameter, "the model does not run"

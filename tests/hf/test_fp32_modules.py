@@ -1,4 +1,4 @@
-"""fp32 islands: a model with planted large activations computes and trains in fp16 as it does in fp32."""
+"""fp32 modules: a model with planted large activations computes and trains in fp16 as it does in fp32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import ftkit
-from ftkit.hf.models.fp32_modules import find_islands, restore_islands
-from ftkit.hf.models.islands import Islands
+from ftkit.hf.models.fp32_modules import Fp32Modules
+from ftkit.hf.models.fp32_search import find_fp32_modules, restore_fp32_modules
 from ftkit.hf.weights.loading import Narrowing
 from tests import fusible
 from tests.hf.runs import fresh_state
@@ -78,20 +78,20 @@ def test_products_that_overflow(family: str) -> None:
 
 
 def mends(family: str, plant: Any) -> None:
-    """Assert that a planted model, which is not finite in fp16, computes with islands what it computes in fp32."""
+    """Assert that a planted model, which is not finite in fp16, computes with fp32 modules what it computes in fp32."""
     batch = fusible.batch(family, 2, 12, 0)
     wanted, wanted_logits = compute(plant(fusible.build(family)), batch)
     model = plant(fusible.build(family))
     units = ftkit.shard(model, {"dtype": "fp16"})
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     assert not torch.isfinite(torch.tensor(compute(model, batch)[0])) or family.startswith("t5")  # which clamps
-    found = find_islands(units, [batch])
+    found = find_fp32_modules(units, [batch])
     assert found.finite
     assert found.found
     loss, logits = compute(model, batch)
     assert loss == pytest.approx(wanted, rel=5e-3)
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=0.03 * float(wanted_logits.abs().max()))
-    again = find_islands(units, [batch])
+    again = find_fp32_modules(units, [batch])
     assert again.found == found.found
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
 
@@ -101,7 +101,7 @@ def test_a_model_that_fits_is_left_as_it_is(family: str) -> None:
     model = fusible.build(family)
     units = ftkit.shard(model, {"dtype": "fp16"})
     before = [type(module) for module in model.modules()]
-    assert find_islands(units, [fusible.batch(family, 2, 12, 0)]).found == {}
+    assert find_fp32_modules(units, [fusible.batch(family, 2, 12, 0)]).found == {}
     assert [type(module) for module in model.modules()] == before
 
 
@@ -120,7 +120,7 @@ def test_scores_of_an_attention() -> None:
     model = plant(fusible.build("llama"))
     units = ftkit.shard(model, {"dtype": "fp16"})
     assert not torch.isfinite(torch.tensor(compute(model, batch)[0]))
-    found = find_islands(units, [batch])
+    found = find_fp32_modules(units, [batch])
     assert {name: kind for name, kind in found.found.items() if "self_attn" in name} == {
         f"model.layers.{number}.self_attn": "part" for number in range(fusible.LAYERS)
     }
@@ -139,7 +139,7 @@ def test_a_chunked_head_that_overflows() -> None:
     wanted, _ = compute(plant(fusible.build("llama")), batch)
     model = plant(fusible.build("llama"))
     units = ftkit.shard(model, {"dtype": "fp16"})
-    assert find_islands(units, [batch]).found == {"lm_head": "projection"}
+    assert find_fp32_modules(units, [batch]).found == {"lm_head": "projection"}
     assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
 
 
@@ -153,11 +153,11 @@ class Broken(nn.Module):
         return hidden * torch.nan if self.now else hidden
 
 
-def test_islands_of_a_stream_that_no_precision_mends_are_taken_back() -> None:
+def test_fp32_modules_of_a_stream_that_no_precision_mends_are_taken_back() -> None:
     model = fusible.build("llama")
     model.model.layers[1].mlp.act_fn = Broken()
     units = ftkit.shard(model, {"dtype": "fp16", "kernels": "off"})
-    found = find_islands(units, [fusible.batch("llama", 2, 12, 0)])
+    found = find_fp32_modules(units, [fusible.batch("llama", 2, 12, 0)])
     assert not found.finite
     assert found.found == {}
 
@@ -186,16 +186,16 @@ def losses(made: ftkit.Trainer) -> list[float]:
 class NotLooking(ftkit.Trainer):
     """Trains in fp16 as others do."""
 
-    def look_for_islands(self, batches: Any) -> None:
+    def look_for_fp32_modules(self, batches: Any) -> None:
         pass
 
-    def find_islands(self, batches: Any) -> bool:
+    def find_fp32_modules(self, batches: Any) -> bool:
         return True
 
 
 @pytest.mark.slow
 def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The convergence proof: large activations planted, the same run in three dtypes, and in an fp16 without islands."""
+    """The convergence proof: large activations planted, the same run in three dtypes, and in fp16 without fp32 modules."""
     folder = make_overflowing_base(tmp_path / "base")
     ends = {}
     for dtype in ("fp32", "bf16", "fp16"):
@@ -207,8 +207,8 @@ def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.Lo
     assert ends["fp32"][-1] < 0.85 * ends["fp32"][0]
     assert ends["bf16"][-1] == pytest.approx(ends["fp32"][-1], rel=0.01)
     assert ends["fp16"] == pytest.approx(ends["fp32"], rel=0.01)
-    assert "model.layers.0" in made.units.islands.describe()
-    assert f"fp16: fp32 islands: {made.units.islands.describe()}" in caplog.text
+    assert "model.layers.0" in made.units.fp32_modules.describe()
+    assert f"fp16: fp32 modules: {made.units.fp32_modules.describe()}" in caplog.text
     fresh_state()
     lost = trainer(folder, tmp_path / "lost", "fp16", NotLooking)
     with pytest.raises(ftkit.errors.Diverged, match="not finite in 30 of 30 steps"):
@@ -216,7 +216,7 @@ def test_fp16_converges_where_bf16_and_fp32_do(tmp_path: Path, caplog: pytest.Lo
     assert lost.sharded_optimizer.loss_scale.skipped_steps == 30
 
 
-def test_a_run_goes_on_with_the_islands_it_had(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_fp32_modules_it_had(tmp_path: Path) -> None:
     folder = make_overflowing_base(tmp_path / "base")
     whole = trainer(folder, tmp_path / "whole", "fp16", max_steps=6)
     whole.train()
@@ -226,8 +226,8 @@ def test_a_run_goes_on_with_the_islands_it_had(tmp_path: Path) -> None:
     fresh_state()
     second = trainer(folder, tmp_path / "run", "fp16", max_steps=6)
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert second.units.islands.as_dict() == first.units.islands.as_dict()
-    assert second.units.islands.found
+    assert second.units.fp32_modules.as_dict() == first.units.fp32_modules.as_dict()
+    assert second.units.fp32_modules.found
     assert losses(second)[-3:] == losses(whole)[-3:]
 
 
@@ -235,7 +235,7 @@ def test_an_overflow_in_mid_run_is_mended(tmp_path: Path, caplog: pytest.LogCapt
     class Late(ftkit.Trainer):
         """Has not looked at its first batches, as if activations had grown since."""
 
-        def look_for_islands(self, batches: Any) -> None:
+        def look_for_fp32_modules(self, batches: Any) -> None:
             pass
 
     made = trainer(make_overflowing_base(tmp_path / "base"), tmp_path / "run", "fp16", Late, max_steps=4)
@@ -244,12 +244,14 @@ def test_an_overflow_in_mid_run_is_mended(tmp_path: Path, caplog: pytest.LogCapt
     assert made.overflows[0][0] == 1
     assert made.overflows[0][1].startswith("in the forward of model.layers.0")
     assert len(made.overflows) == 1
-    assert "fp16: fp32 islands: " in caplog.text
+    assert "fp16: fp32 modules: " in caplog.text
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("engine", [{"accumulate_in": "unit"}, {"activations": "keep"}, {"state": "host", "kept": "host"}])
-def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "engine", [{"accumulate_in": "unit"}, {"activations": "keep"}, {"state": "host", "activation_offload": "host"}]
+)
+def test_fp32_modules_under_other_ways_to_train(engine: dict[str, str], tmp_path: Path) -> None:
     folder = make_overflowing_base(tmp_path / "base")
     changes = {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     exact = trainer(folder, tmp_path / "exact", "fp32", **changes)
@@ -257,7 +259,7 @@ def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Pat
     fresh_state()
     made = trainer(folder, tmp_path / "run", "fp16", engine=engine, **changes)
     made.train()
-    assert made.units.islands.found
+    assert made.units.fp32_modules.found
     assert losses(made) == pytest.approx(losses(exact), rel=0.01)
 
 
@@ -265,7 +267,10 @@ def test_islands_under_other_ways_to_train(engine: dict[str, str], tmp_path: Pat
 
 
 def look_on_ranks(spread: bool) -> tuple[dict[str, str], float]:
-    """Case: token 7 alone makes a huge activation; it comes to the last rank only, or to none. Returns islands, loss."""
+    """Case: token 7 alone makes a huge activation; it comes to the last rank only, or to none.
+
+    Returns what is fp32, and the loss.
+    """
     fresh_state()
     model = fusible.build("llama")
     with torch.no_grad():
@@ -277,12 +282,12 @@ def look_on_ranks(spread: bool) -> tuple[dict[str, str], float]:
     batch["input_ids"][batch["input_ids"] == 7] = 8
     if spread and units.comm.rank == units.comm.world_size - 1:
         batch["input_ids"][0, 3] = 7
-    found = find_islands(units, [batch])
+    found = find_fp32_modules(units, [batch])
     return found.found, compute(model, batch)[0]
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_find_the_same_islands(world: int, worlds: Any) -> None:
+def test_ranks_find_the_same_fp32_modules(world: int, worlds: Any) -> None:
     told = worlds[world].run(look_on_ranks, True)
     assert told[0][0]
     assert all(found == told[0][0] for found, _ in told)
@@ -306,28 +311,28 @@ def test_an_adapters_projection(tmp_path: Path) -> None:
     wanted, _ = compute(build(), batch)
     model = build()
     units = ftkit.shard(model, {"dtype": "fp16"})
-    found = find_islands(units, [batch])
+    found = find_fp32_modules(units, [batch])
     assert found.finite
     assert any(name.endswith("down_proj") for name in found.found)
     assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
 
 
-def test_restored_islands_are_those_that_were_found() -> None:
+def test_restored_fp32_modules_are_those_that_were_found() -> None:
     batch = fusible.batch("llama", 2, 12, 0)
     first, second = (plant_in_sums(fusible.build("llama")) for _ in range(2))
-    found = find_islands(ftkit.shard(first, {"dtype": "fp16"}), [batch])
+    found = find_fp32_modules(ftkit.shard(first, {"dtype": "fp16"}), [batch])
     units = ftkit.shard(second, {"dtype": "fp16"})
-    restore_islands(units, Islands.from_dict(found.as_dict(), "there"))
+    restore_fp32_modules(units, Fp32Modules.from_dict(found.as_dict(), "there"))
     assert compute(second, batch)[0] == compute(first, batch)[0]
-    assert units.islands.found == found.found
+    assert units.fp32_modules.found == found.found
     with pytest.raises(ftkit.UserError, match="no such part"):
-        restore_islands(units, Islands({"model.layers.9": "part"}))
+        restore_fp32_modules(units, Fp32Modules({"model.layers.9": "part"}))
 
 
 @pytest.mark.parametrize("given", [None, [], {"found": []}, {"found": {"a": "island"}}, {"found": {"a": ["part"]}}])
-def test_islands_that_a_stranger_wrote(given: Any) -> None:
-    with pytest.raises(ftkit.UserError, match=r"manifest\.json: its fp32 islands"):
-        Islands.from_dict(given, "manifest.json")
+def test_fp32_modules_that_a_stranger_wrote(given: Any) -> None:
+    with pytest.raises(ftkit.UserError, match=r"manifest\.json: its fp32 modules"):
+        Fp32Modules.from_dict(given, "manifest.json")
 
 
 def test_weights_that_fp16_does_not_hold_are_refused(tmp_path: Path) -> None:
@@ -371,7 +376,7 @@ def test_a_mixture_of_experts() -> None:
     batch = fusible.batch("llama", 2, 12, 0)
     wanted, _ = compute(plant_in_attention(mixtral(), "model.layers.0.self_attn.o_proj"), batch)
     model = plant_in_attention(mixtral(), "model.layers.0.self_attn.o_proj")
-    found = find_islands(ftkit.shard(model, {"dtype": "fp16"}), [batch])
+    found = find_fp32_modules(ftkit.shard(model, {"dtype": "fp16"}), [batch])
     assert found.finite
     assert found.found
     assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
@@ -386,7 +391,7 @@ def look_at_experts() -> tuple[dict[str, str], bool]:
         model.lm_head.weight *= 2.0**-14
     units = ftkit.shard(model, {"dtype": "fp16", "stage": 3, "kernels": "off"})
     tokens = 24 if units.comm.rank == 0 else 2
-    found = find_islands(units, [fusible.batch("llama", 1, tokens, 0)])
+    found = find_fp32_modules(units, [fusible.batch("llama", 1, tokens, 0)])
     return found.found, found.finite
 
 
@@ -402,7 +407,7 @@ def test_a_batch_without_labels_that_count() -> None:
     batch["labels"][:] = -100
     for kernels in ("auto", "off"):
         units = ftkit.shard(fusible.build("llama"), {"dtype": "fp16", "kernels": kernels})
-        assert find_islands(units, [batch]).finite
+        assert find_fp32_modules(units, [batch]).finite
 
 
 def test_one_batch_that_is_not_finite_is_enough() -> None:
@@ -416,7 +421,7 @@ def test_one_batch_that_is_not_finite_is_enough() -> None:
     good, bad = fusible.batch("llama", 2, 12, 0), fusible.batch("llama", 2, 12, 1)
     good["input_ids"][good["input_ids"] == 7] = 8
     bad["input_ids"][0, 0] = 7
-    found = find_islands(ftkit.shard(model, {"dtype": "fp16", "kernels": "off"}), [bad, good])
+    found = find_fp32_modules(ftkit.shard(model, {"dtype": "fp16", "kernels": "off"}), [bad, good])
     assert not found.finite
     assert "not finite" in found.describe()
 
@@ -433,14 +438,14 @@ def test_an_earlier_stream_under_a_later_one() -> None:
     for batch, token in zip(batches, (9, 7)):
         batch["input_ids"][:] = batch["input_ids"].masked_fill((batch["input_ids"] == 7) | (batch["input_ids"] == 9), 8)
         batch["input_ids"][0, 3] = token
-    restored = Islands({"model.layers.1": "stream", "model.layers.0": "stream"})
+    restored = Fp32Modules({"model.layers.1": "stream", "model.layers.0": "stream"})
     model = plant(fusible.build("llama"))
     units = ftkit.shard(model, {"dtype": "fp16", "kernels": "off"})
-    restore_islands(units, restored)
+    restore_fp32_modules(units, restored)
     exact = plant(fusible.build("llama"))
     for batch in batches:
         assert compute(model, batch)[0] == pytest.approx(compute(exact, batch)[0], rel=5e-3)
-    assert find_islands(units, batches).finite
+    assert find_fp32_modules(units, batches).finite
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
@@ -455,7 +460,7 @@ def test_t5s_first_attention(stack: str) -> None:
     batch = fusible.batch("t5-gated", 2, 12, 0)
     wanted, _ = compute(plant(fusible.build("t5-gated")), batch)
     model = plant(fusible.build("t5-gated"))
-    assert find_islands(ftkit.shard(model, {"dtype": "fp16"}), [batch]).finite
+    assert find_fp32_modules(ftkit.shard(model, {"dtype": "fp16"}), [batch]).finite
     assert compute(model, batch)[0] == pytest.approx(wanted, rel=1e-2)
 
 
@@ -469,13 +474,13 @@ def test_packed_batches_of_an_adapter_are_looked_at(tmp_path: Path) -> None:
     )  # fmt: skip
     made = ftkit.Trainer(model, arguments, train_dataset=packed)
     made.train()
-    assert made.units.islands.found
+    assert made.units.fp32_modules.found
     assert made.sharded_optimizer.loss_scale.skipped_steps == 0
 
 
 def test_an_overflow_in_an_earlier_micro_batch(tmp_path: Path) -> None:
     class Late(ftkit.Trainer):
-        def look_for_islands(self, batches: Any) -> None:
+        def look_for_fp32_modules(self, batches: Any) -> None:
             pass
 
         def _inputs_of(self, batches: Any) -> Any:
@@ -488,7 +493,7 @@ def test_an_overflow_in_an_earlier_micro_batch(tmp_path: Path) -> None:
     made = trainer(folder, tmp_path / "run", "fp16", Late, **changes)
     made.train()
     assert seen == [3]
-    assert made.units.islands.found
+    assert made.units.fp32_modules.found
 
 
 def test_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:
