@@ -128,7 +128,7 @@ def test_an_output_folder_below_a_file(capsys, places, tmp_path):
 def test_more_ranks_than_gpus(capsys, places, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     text = refusal(capsys, "finetune", places(), "--nproc", "3")
-    assert "3 ranks were asked for and this box has 2 usable GPUs" in text
+    assert "3 ranks were asked for and this node has 2 usable GPUs" in text
 
 
 def test_an_old_run_is_not_overwritten(capsys, places, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
 from ftkit.launch.supervisor import Failure, RankError, explain
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.box_memory import MACHINE, V1, V2, BoxMemory, Group, Reading
+from ftkit.plan.host_memory import MACHINE, V1, V2, Group, HostMemory, Reading
 from ftkit.train.memory_guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
 from ftkit.train.memory_report import TENANTS, Seat, make_report, other_processes, text_of
 from ftkit.train.memory_stop import MemoryStop
@@ -56,7 +56,7 @@ def v2(root, path, limit, usage, stat="anon 1"):
 
 
 def found(root):
-    return {Path(each.source).name: (each.limit, each.used) for each in BoxMemory.find(root).read()}
+    return {Path(each.source).name: (each.limit, each.used) for each in HostMemory.find(root).read()}
 
 
 def test_v1_limits_are_those_of_the_group_and_all_above_it(tmp_path):
@@ -91,7 +91,7 @@ def test_a_container_sees_its_own_group_as_the_root_of_the_mount(tmp_path, path,
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path):
-    assert BoxMemory.find(tmp_path).read() == []
+    assert HostMemory.find(tmp_path).read() == []
     proc(tmp_path, "garbage\n0::/a\n4:memory:/a", ["garbage", "x - y", V1_MOUNT.format("/"), V2_MOUNT.format("/")])
     v1(tmp_path, "a", "many", GIB)
     place(tmp_path, "sys/fs/cgroup/a", memory_max=GIB)
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path):
 
 
 def test_a_reading_of_this_machine_is_cheap():
-    memory = BoxMemory.find()
+    memory = HostMemory.find()
     assert any(each.source == MACHINE for each in memory.read())
     seconds = []
     for _ in range(50):
@@ -339,7 +339,7 @@ class Falling:
 def guarded_job(text):
     memory = Falling(int(os.environ["RANK"]))
     with (
-        mock.patch("ftkit.train.memory_stop.BoxMemory", mock.Mock(find=lambda: memory)),
+        mock.patch("ftkit.train.memory_stop.HostMemory", mock.Mock(find=lambda: memory)),
         mock.patch("ftkit.train.memory_guard.SAVE", Mark(0.03, 0, 0.0)),
         mock.patch.object(Guard, "_watch"),  # readings are counted: only those of step ends
         pytest.raises(MemoryShort) as caught,  # a real rank would leave

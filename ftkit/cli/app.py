@@ -82,7 +82,7 @@ def finetune(
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this box; default: the recipe's, else one a GPU, or 1.")
+        int | None, typer.Option(min=1, help="Ranks on this node; default: the recipe's, else one a GPU, or 1.")
     ] = None,
     resume: Annotated[str | None, typer.Option(metavar="auto|PATH", help="Continue from a checkpoint.")] = None,
     overwrite: Annotated[

@@ -194,9 +194,9 @@ def _torch() -> dict[str, Any]:
 def _host() -> dict[str, Any]:
     """Return what the system says of memory, processors and limits."""
     from ftkit.engine.memory.cores import find_cores
-    from ftkit.plan.box_memory import MACHINE, BoxMemory
+    from ftkit.plan.host_memory import MACHINE, HostMemory
 
-    readings = BoxMemory.find().read()
+    readings = HostMemory.find().read()
     machine = next((each.limit for each in readings if each.source == MACHINE), 0)
     limits = sorted((each.limit, each.source) for each in readings if each.source != MACHINE and each.limit < machine)
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

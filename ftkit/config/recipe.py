@@ -257,7 +257,7 @@ class Recipe(Section):
     task: Literal["causal-lm", "seq2seq"] = Field(
         "causal-lm", description="decoder that continues a text; or encoder and decoder, such as T5"
     )
-    ranks: Literal["auto"] | Count = Field("auto", description="processes on this box; auto = one a GPU, or 1")
+    ranks: Literal["auto"] | Count = Field("auto", description="processes on this node; auto = one a GPU, or 1")
     box: PathText = Field("auto", description="profile by whose rates ways are compared: its name, or a file NAME.yaml")
     model: Model
     data: Data

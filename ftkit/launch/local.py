@@ -1,4 +1,4 @@
-"""Starts the ranks of one box, or joins an outer job as one of its ranks.
+"""Starts the ranks of one node, or joins an outer job as one of its ranks.
 
 The ranks are processes of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`, the layer its agent
 stands on), which meet at a store that this process holds on the loopback, so no port is guessed. `watch` looks after
@@ -85,14 +85,14 @@ class Stop:
 
 
 MOST_CPU_RANKS = 256
-"""Most ranks on a box without a GPU: each imports torch, which takes 300 MiB."""
+"""Most ranks on a node without a GPU: each imports torch, which takes 300 MiB."""
 
 
 def check_ranks(ranks: int, gpus: int) -> None:
     """Refuse more ranks than GPUs, before anything is started.
 
     Args:
-        ranks: Processes of this box.
+        ranks: Processes of this node.
         gpus: Usable GPUs; with 0 the ranks run on the CPU, at most `MOST_CPU_RANKS`.
 
     Raises:
@@ -100,12 +100,12 @@ def check_ranks(ranks: int, gpus: int) -> None:
     """
     if not gpus and ranks > MOST_CPU_RANKS:
         raise UserError(
-            f"{ranks} ranks were asked for and this box has no usable GPU: at most {MOST_CPU_RANKS} share its cores; lower "
+            f"{ranks} ranks were asked for and this node has no usable GPU: at most {MOST_CPU_RANKS} share its cores; lower "
             "--nproc or ranks"
         )
     if gpus and ranks > gpus:
         raise UserError(
-            f"{ranks} ranks were asked for and this box has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
+            f"{ranks} ranks were asked for and this node has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
             f"its own; use --nproc {gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
@@ -134,7 +134,7 @@ def start(
     environ: Mapping[str, str],
     say: Callable[[str], None] = lambda text: None,
 ) -> Any:
-    """Start the ranks of this box, wait for all of them, and return what rank 0 returned.
+    """Start the ranks of this node, wait for all of them, and return what rank 0 returned.
 
     Args:
         entry: `module:function`, called in each rank as `function(stop, *args)`. A name, so that this process need not
@@ -231,7 +231,7 @@ def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
 def waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """Return how threads of an operation wait for each other, unless the user said: some microseconds awake, then asleep.
 
-    By default they spin for milliseconds, and on a box with other work the one that is waited for then gets no core: small
+    By default they spin for milliseconds, and on a node with other work the one that is waited for then gets no core: small
     steps of one rank on two cores took 105 to 190 s beside two other processes instead of some 20. Alone they lose a tenth.
     """
     said = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -239,7 +239,7 @@ def waiting(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one rank of this box, beside those of `environ`.
+    """Return the variables of one rank of this node, beside those of `environ`.
 
     Args:
         rank: Rank of the process that gets the variables.
@@ -263,7 +263,7 @@ def environment(rank: int, ranks: int, port: int, threads: int | None, environ: 
     if threads is not None:
         variables |= {"OMP_NUM_THREADS": str(threads), OWN_THREADS: str(threads)}
     if "GLOO_SOCKET_IFNAME" not in environ and os.path.exists("/sys/class/net/lo"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one box: a host name that resolves nowhere must not matter
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one node: a host name that resolves nowhere must not matter
     return variables
 
 

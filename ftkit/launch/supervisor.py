@@ -1,4 +1,4 @@
-"""The ranks of a box while they run: how each ended, whether each still answers, and what the user asked for.
+"""The ranks of a node while they run: how each ended, whether each still answers, and what the user asked for.
 
 A rank answers by touching a file once a second from a thread of its own; SIGSTOP stops all threads, and so does a call
 that holds the interpreter for good. Ends are read without reaping the process, which is the launcher's business. When

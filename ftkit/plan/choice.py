@@ -106,7 +106,7 @@ class Plan:
         return tuple(tier for tier in TIERS if self.memory.peak(tier))
 
     def needed_bytes(self, tier: str) -> int:
-        """Return the peak on a tier: of a rank on the device, of a box elsewhere."""
+        """Return the peak on a tier: of a rank on the device, of a node elsewhere."""
         return self.memory.peak(tier) * self.limits.ranks(tier)
 
     def check_wide_inputs(self) -> None:
@@ -134,13 +134,13 @@ class Plan:
         return {
             "model": {"parameters": shape.numel, "trained": shape.trained_numel, "blocks": len(shape.blocks)},
             "ranks": shape.world_size,
-            "ranks_per_box": self.limits.ranks_per_box,
+            "ranks_per_node": self.limits.ranks_per_node,
             "strategy": {**asdict(self.strategy), "says": str(self.strategy)},
             "why": list(self.why),
             "largest_micro_batch": self.largest_micro_batch,
             "tiers": {
                 tier: {
-                    "per": "rank" if tier == DEVICE else "box",
+                    "per": "rank" if tier == DEVICE else "node",
                     "granted_bytes": self.limits.granted(tier),
                     "granted_by": self.limits.name(tier),
                     "needed_bytes": self.needed_bytes(tier),

@@ -1,4 +1,4 @@
-"""What may be used of a box, and what is short of it.
+"""What may be used of a node, and what is short of it.
 
 It knows no torch. It refuses nothing: `shortages` says what does not fit, in bytes.
 """
@@ -17,12 +17,12 @@ class Limits:
 
     Args:
         device_bytes: memory of each rank's device.
-        host_bytes: host memory of a box.
-        nvme_bytes: NVMe of a box.
+        host_bytes: host memory of a node.
+        nvme_bytes: NVMe of a node.
         disk_bytes: room for checkpoints, on the disk of `output.dir`.
-        ranks_per_box: ranks that share host and NVMe.
+        ranks_per_node: ranks that share host and NVMe.
         cpu: whether ranks compute on the host.
-        nvme_dir: folder of the NVMe tier on a rank's own box; None where there is none, or the box is another one.
+        nvme_dir: folder of the NVMe tier on a rank's own node; None where there is none, or the node is another one.
         names: what granted each tier, for messages.
     """
 
@@ -30,13 +30,13 @@ class Limits:
     host_bytes: int | None
     nvme_bytes: int | None = None
     disk_bytes: int | None = None
-    ranks_per_box: int = 1
+    ranks_per_node: int = 1
     cpu: bool = False
     nvme_dir: str | None = None
     names: tuple[tuple[str, str], ...] = ()
 
     def granted(self, tier: str) -> int | None:
-        """Return what is granted on a tier: per rank on the device, per box elsewhere."""
+        """Return what is granted on a tier: per rank on the device, per node elsewhere."""
         return {DEVICE: self.device_bytes, HOST: self.host_bytes, NVME: self.nvme_bytes or 0}[tier]
 
     def name(self, tier: str) -> str:
@@ -45,7 +45,7 @@ class Limits:
 
     def ranks(self, tier: str) -> int:
         """Return how many ranks share what is granted on a tier."""
-        return 1 if tier == DEVICE else self.ranks_per_box
+        return 1 if tier == DEVICE else self.ranks_per_node
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,12 @@ def _ways_out(shape: Shape, limits: Limits, wanted: Strategy, sequences: int, pr
     if wanted != free and (strategy := fits(shape, limits, free)) is not None:
         yield f"leave the choices of engine: to the plan ({strategy} fits)"
     if not limits.nvme_bytes and (size := needs(NVME, limits)):
-        yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each box (to plan with it: memory.nvme_gib)"
+        yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each node (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
     if shorter.sequence_tokens >= 64 and fits(shorter, limits, wanted):
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
     if limits.nvme_bytes and (size := needs(NVME, limits)) and size > limits.nvme_bytes:
-        yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each box"
+        yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each node"
     if limits.host_bytes is not None and (size := needs(HOST, limits)):
         by = "memory.device_gib" if limits.name(HOST) == "memory.device_gib" else "memory.host_gib"
         yield f"grant {gib_up(size)} GiB of host memory ({by})"

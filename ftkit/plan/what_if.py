@@ -49,7 +49,7 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
         yield f"cards of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
     if not limits.nvme_bytes and not limits.cpu and known.rates is not None:
         size = int(known.nvme_gib * GIB)
-        drive: dict[str, Any] = {name: known.rates[name] / limits.ranks_per_box for name in ("nvme_read", "nvme_write")}
+        drive: dict[str, Any] = {name: known.rates[name] / limits.ranks_per_node for name in ("nvme_read", "nvme_write")}
         rates = None if asked.rates is None else replace(asked.rates, **drive)
         yield f"NVMe of {gib(size)} GiB", replace(asked, limits=replace(limits, nvme_bytes=size), rates=rates)
     if not shape.peft:

@@ -150,14 +150,14 @@ class Facts:
     def purposes(self, tier: str) -> list[tuple[str, float]]:
         """Return what was planned for a rank on a tier, by purpose."""
         found = record(record(self.plan.get("tiers")).get(tier))
-        sharing = 1.0 if found.get("per") != "box" else max(finite(self.plan.get("ranks_per_box")) or self.ranks, 1.0)
+        sharing = 1.0 if found.get("per") != "node" else max(finite(self.plan.get("ranks_per_node")) or self.ranks, 1.0)
         sizes = [(str(name), finite(size)) for name, size in record(found.get("purposes")).items()]
         return [(name, size / sharing) for name, size in sizes if size is not None and size > 0]
 
     def granted_bytes(self, tier: str) -> float | None:
         """Return what was granted to a rank on a tier; None without a limit."""
         found = record(record(self.plan.get("tiers")).get(tier))
-        sharing = 1.0 if found.get("per") != "box" else max(finite(self.plan.get("ranks_per_box")) or self.ranks, 1.0)
+        sharing = 1.0 if found.get("per") != "node" else max(finite(self.plan.get("ranks_per_node")) or self.ranks, 1.0)
         granted = finite(found.get("granted_bytes"))
         return None if granted is None else granted / sharing
 

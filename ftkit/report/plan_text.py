@@ -18,7 +18,7 @@ from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
-TITLES = {DEVICE: "device, a rank", HOST: "host, a box", NVME: "NVMe, a box"}
+TITLES = {DEVICE: "device, a rank", HOST: "host, a node", NVME: "NVMe, a node"}
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -117,5 +117,5 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
     written = plan.as_dict()["nvme_wear"]
     if written:
-        box = sum(written.values()) * plan.limits.ranks_per_box
+        box = sum(written.values()) * plan.limits.ranks_per_node
         yield "NVMe wear", f"{box / GIB:.1f} GiB written a step; {box * 1440 / 1e12:,.1f} TB a day at a step a minute"

@@ -1,6 +1,6 @@
 """A watch on the box's memory that acts before the kernel's OOM killer does.
 
-[Note: two marks]  for every limit that `box_memory` finds, by its bytes left
+[Note: two marks]  for every limit that `host_memory` finds, by its bytes left
 
     save   less than 3 % of the limit (at least 96 MiB) for 0.5 s, or it will be reached within as much time as four windows
            took, because use rose in each of the last four (a window: 2 s or a step, whichever is longer): save a checkpoint
@@ -34,7 +34,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Protocol
 
-from ftkit.plan.box_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, Reading
+from ftkit.plan.host_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, Reading
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ NEAR_POLL_SECONDS = 0.05
 
 
 class Memory(Protocol):
-    """What says how much is used: `plan.box_memory.BoxMemory`."""
+    """What says how much is used: `plan.host_memory.HostMemory`."""
 
     def read(self) -> list[Reading]:
         """Return what each limit says now."""

@@ -1,7 +1,7 @@
 """What the memory guard leaves: guard.json, and the same as text.
 
     limit       bytes, used, free, and whose it is
-    ranks       of this box: process, RSS, the tenants of host memory with their bytes, and what they do not explain
+    ranks       of this node: process, RSS, the tenants of host memory with their bytes, and what they do not explain
     others      the largest other processes that the same limit covers: name and RSS, never their arguments
     ways_out    what would make the run fit
 
@@ -9,7 +9,7 @@ Tenants are what the engine counts itself; the rest of a rank's RSS is Python an
 logits, batches and what the allocator keeps. GPU allocations are not counted.
 
 It is made when memory is nearly gone: a process that has ended meanwhile is left out. Cost: a look at every process of
-the box, some ten milliseconds.
+the node, some ten milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ftkit.plan.box_memory import MACHINE
+from ftkit.plan.host_memory import MACHINE
 from ftkit.spec.tiers import NVME
 from ftkit.train.memory_guard import Alarm
 
@@ -46,7 +46,7 @@ class Seat:
 
     Args:
         rank: Its number.
-        host: Name of its box.
+        host: Name of its node.
         pid: Its process number.
         parent: Process number of what started it.
         step: Optimizer steps done when the tenants were counted.
@@ -98,7 +98,7 @@ def make_report(alarm: Alarm, seats: Sequence[Seat], *, outcome: str, step: int,
 
     Args:
         alarm: Says which limit is near, and why the guard acts.
-        seats: The ranks; those of other boxes are left out.
+        seats: The ranks; those of other nodes are left out.
         outcome: `saved` or `ended`.
         step: Optimizer steps done.
         checkpoint: The checkpoint to continue from, or None.
@@ -143,7 +143,7 @@ def other_processes(seats: Sequence[Seat], source: str, at_least: int) -> list[d
     """Return the largest processes that are no ranks, at most `OTHERS`: pid, name, rss_bytes, and what they are to the run.
 
     Args:
-        seats: The ranks of this box.
+        seats: The ranks of this node.
         source: Where the limit comes from: the machine, or a cgroup, of which only its own processes count.
         at_least: Least RSS of a process that is listed, bytes.
     """
@@ -187,13 +187,13 @@ def ways_out(ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, A
     rest = sum(rank["unexplained_bytes"] for rank in ranks)
     foreign = sum(each["rss_bytes"] for each in others if not each["kin"])
     workers = sum(each["rss_bytes"] for each in others if each["kin"].startswith("started by"))
-    limit = "use a box with more memory" if source == MACHINE else "raise the limit of the cgroup or container"
+    limit = "use a node with more memory" if source == MACHINE else "raise the limit of the cgroup or container"
     ways = [
         (moved, f"move state, gradients and activations to disk: memory.nvme_dir ({_mib(moved)} of them are in memory)"),
         (rest, "smaller micro-batches or shorter sequences: engine.micro_batch, data.sequence_tokens, engine.activations"),
         (foreign, f"end the other processes under this limit ({_mib(foreign)})"),
         (workers, f"fewer processes that prepare data: data.workers, dataloader_num_workers ({_mib(workers)})"),
-        (0, "train an adapter instead of all weights (adapter), or shard over more boxes"),
+        (0, "train an adapter instead of all weights (adapter), or shard over more nodes"),
         (0, limit),
     ]
     certain = [way for size, way in sorted(ways[:4], key=lambda each: -each[0]) if size > 0]

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from ftkit.errors import MemoryShort
 from ftkit.output.run_folder import RunFolder, write_json
-from ftkit.plan.box_memory import BoxMemory
+from ftkit.plan.host_memory import HostMemory
 from ftkit.train.memory_guard import Alarm, Guard, Memory
 from ftkit.train.memory_report import Seat, host_tenants, make_report, text_of
 from ftkit.train.recipe_trainer import RecipeTrainer
@@ -41,7 +41,7 @@ class MemoryStop(TrainerCallback):
         self, folder: RunFolder, rank: int, leave: Callable[[MemoryShort], Any], memory: Memory | None = None
     ) -> None:
         self.folder, self.rank, self.leave = folder, rank, leave
-        self.guard = Guard(memory or BoxMemory.find(), self.end_at_once)
+        self.guard = Guard(memory or HostMemory.find(), self.end_at_once)
         self.found = folder.identities()
         self.trainer: RecipeTrainer | None = None
         self.step = 0

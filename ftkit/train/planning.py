@@ -225,7 +225,7 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
         NVME: profile if memory.nvme_gib is None else "memory.nvme_gib",
     }
     own = min(ranks, box.gpus) if box.gpus else ranks
-    return Limits(None if cpu else device, host, nvme, ranks_per_box=own, cpu=cpu, names=tuple(names.items()))
+    return Limits(None if cpu else device, host, nvme, ranks_per_node=own, cpu=cpu, names=tuple(names.items()))
 
 
 def model_of(recipe: Recipe) -> Any:

@@ -114,7 +114,7 @@ def test_a_rank_alone_is_left_as_it_is():
     assert (own_mask(), torch.get_num_threads()) == before
     assert not share.binds
     assert share.threads == before[1]
-    assert "alone on this box" in str(share)
+    assert "alone on this machine" in str(share)
 
 
 def test_the_topology_is_read_from_sys(tmp_path):
@@ -215,7 +215,7 @@ def taken(environ):
     return share.threads, threads, bound_to
 
 
-def test_ranks_of_a_box_divide_its_cores(worlds):
+def test_ranks_of_a_node_divide_its_cores(worlds):
     assert worlds[2].run(taken, {}) == [(4, 4, [(0, 1, 2, 3)]), (4, 4, [(4, 5, 6, 7)])]
     assert worlds[3].run(taken, {}) == [(2, 2, [(0, 1)]), (3, 3, [(2, 3, 4)]), (3, 3, [(5, 6, 7)])]
     own = {"OMP_NUM_THREADS": "7", "FTKIT_NUM_THREADS": "7"}

@@ -44,12 +44,12 @@ MIDDLE = llama(2048, 5632, 18, 32000, world=2, itemsize=4, sequence=256)
 def on(name, **changes):
     """Return the limits of a box by name."""
     known = box(name)
-    limits = Limits(known.device_bytes, known.host_bytes, None, ranks_per_box=known.gpus or 1)
+    limits = Limits(known.device_bytes, known.host_bytes, None, ranks_per_node=known.gpus or 1)
     return replace(limits, **changes)
 
 
 def cpu(host_gib, ranks=2, nvme_gib=0):
-    return Limits(None, int(host_gib * GIB), nvme_gib * GIB or None, ranks_per_box=ranks, cpu=True)
+    return Limits(None, int(host_gib * GIB), nvme_gib * GIB or None, ranks_per_node=ranks, cpu=True)
 
 
 # --- the bytes
@@ -110,7 +110,7 @@ def test_where_everything_fits_the_device_the_choice_is_as_it_was():
     seen = []
     for gib in range(200, 30, -1):
         try:
-            way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_box=8)).strategy
+            way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_node=8)).strategy
         except DoesNotFit:
             break
         if (
@@ -211,7 +211,7 @@ def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
     adapter = make_plan(with_adapter(MIDDLE), cpu(24, nvme_gib=100), Strategy(state="nvme"))
     assert adapter.strategy.state_host_bytes == 0, "no block, embedding or head is trained"
     needed = make_plan(MIDDLE, cpu(24, nvme_gib=100), Strategy(state="nvme", state_host_bytes=0)).needed_bytes("host")
-    tight = Limits(None, needed + embedding, 100 * GIB, ranks_per_box=2, cpu=True)
+    tight = Limits(None, needed + embedding, 100 * GIB, ranks_per_node=2, cpu=True)
     assert make_plan(MIDDLE, tight, Strategy(state="nvme")).strategy.state_host_bytes == embedding // 2 * 9 // 10
 
 
@@ -316,7 +316,7 @@ def test_just_above_the_limit_is_refused():
 
 def test_an_adapter_fits_where_the_whole_model_does_not():
     with pytest.raises(DoesNotFit, match=r"train an adapter"):
-        make_plan(LLAMA_13B, replace(on("1xv100-32gb"), ranks_per_box=8, device_bytes=10 * GIB, host_bytes=50 * GIB))
+        make_plan(LLAMA_13B, replace(on("1xv100-32gb"), ranks_per_node=8, device_bytes=10 * GIB, host_bytes=50 * GIB))
 
 
 def test_a_full_checkpoint_disk_is_refused():

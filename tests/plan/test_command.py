@@ -47,7 +47,17 @@ def test_the_table_says_what_was_granted_and_why(capsys):
     said = capsys.readouterr().out
     assert "granted host: by memory.host_gib" in " ".join(said.split())
     assert "granted device: by the profile 8xv100-16gb" in " ".join(said.split())
-    for word in ("device, a rank", "host, a box", "moments", "granted", "to resume", "chosen", "why", "micro-batch", "disk"):
+    for word in (
+        "device, a rank",
+        "host, a node",
+        "moments",
+        "granted",
+        "to resume",
+        "chosen",
+        "why",
+        "micro-batch",
+        "disk",
+    ):
         assert word in said
 
 

@@ -40,7 +40,7 @@ def llama():
 
 
 def planned(model, *, cpu=False, world=4, sequences=2, dtype=torch.float16, **forced):
-    limits = Limits(None if cpu else 1 << 40, 1 << 40, None, ranks_per_box=world, cpu=cpu)
+    limits = Limits(None if cpu else 1 << 40, 1 << 40, None, ranks_per_node=world, cpu=cpu)
     shape = model_shape(model, find_blocks(model), world, dtype, TOKENS, cpu=cpu)
     name = next(name for name, known in DTYPES.items() if known == dtype)
     chosen = {

@@ -11,7 +11,7 @@ import torch
 from ftkit.config.engine import EngineSettings
 from ftkit.errors import UserError
 from ftkit.hf.models.shapes import limits_here
-from ftkit.plan.box_memory import MACHINE, Reading, guarded_bytes
+from ftkit.plan.host_memory import MACHINE, Reading, guarded_bytes
 from ftkit.plan.memory import GIB, MIB
 from ftkit.train.memory_guard import SAVE
 
@@ -22,7 +22,7 @@ def here(*readings, ranks=2, **settings):
     """Return the limits on a box whose memory says `readings`, and the bytes that this process holds already."""
     memory = mock.Mock(find=lambda: mock.Mock(read=lambda: list(readings)))
     process = mock.Mock(memory_info=lambda: mock.Mock(rss=300 * MIB))
-    with mock.patch("ftkit.hf.models.shapes.BoxMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
+    with mock.patch("ftkit.hf.models.shapes.HostMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
         return limits_here(EngineSettings.of(settings), CPU, ranks)
 
 

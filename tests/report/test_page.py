@@ -20,10 +20,10 @@ HOSTILE = "</style></pre><script>alert(1)</script><img src=http://example.org/x 
 PLAN = {
     "model": {"parameters": 1000},
     "ranks": 2,
-    "ranks_per_box": 2,
+    "ranks_per_node": 2,
     "way": {"says": "stage 2"},
     "why": ["the fastest way fits"],
-    "tiers": {"host": {"per": "box", "granted_bytes": 8 << 30, "purposes": {"parameters": 2 << 30, "moments": 4 << 30}}},
+    "tiers": {"host": {"per": "node", "granted_bytes": 8 << 30, "purposes": {"parameters": 2 << 30, "moments": 4 << 30}}},
 }
 
 

@@ -1,9 +1,9 @@
 """Inputs of recomputed blocks, from forward to backward: kept where they are, or moved to host memory or NVMe meanwhile.
 
-A `ActivationOffload` takes the activations among a block's arguments, floating tensors that ask for a gradient, and gives a
-`OffloadHandle` for each; what blocks share (masks, rotary tables) stays with autograd on the device. The way out runs behind
-the computation on a side stream and, to files, through threads; the way back begins one block before it is wanted. The same
-tensor handed to several blocks (a position bias) is moved once.
+An `ActivationOffload` takes the activations among a block's arguments, floating tensors that ask for a gradient, and gives
+an `OffloadHandle` for each; what blocks share (masks, rotary tables) stays with autograd on the device. The way out runs
+behind the computation on a side stream and, to files, through threads; the way back begins one block before it is wanted.
+The same tensor handed to several blocks (a position bias) is moved once.
 
 What it refuses: to give a tensor back twice; so a second backward over the same graph, which needs recomputation from
 activations twice, is refused while activations are offloaded.

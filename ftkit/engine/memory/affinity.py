@@ -1,8 +1,8 @@
 """Which cores a rank computes on: its own, on the NUMA node of its device, with one thread for each.
 
-Ranks of one box that are left alone each start as many threads as the box has cores, on any of them, and touch their
+Ranks of one machine that are left alone each start as many threads as the machine has cores, on any of them, and touch their
 memory from whichever node they happen to be on. The optimizer on the host is the first to feel it: it costs what memory
-costs. So the ranks of a box divide its cores before anything is allocated; memory then comes from the node of the thread
+costs. So the ranks of a machine divide its cores before anything is allocated; memory then comes from the node of the thread
 that first touches it, which is the kernel's default.
 
 [Note: how cores are divided]
@@ -16,7 +16,7 @@ that first touches it, which is the kernel's default.
        disk and update threads must not stand in line behind its computation.
 
 Threads are as many as a rank's cores, unless the user said OMP_NUM_THREADS (torchrun's own default of 1 is not the
-user's word). A rank that is alone on its box is left as it is.
+user's word). A rank that is alone on its machine is left as it is.
 
 Where the system does not tell or allow, ranks stay unbound, and `str(affinity)` says so. Cost: a few small files, once;
 an exchange of a line between ranks.
@@ -43,7 +43,7 @@ OPENMP_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINI
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank of a box brings: its present mask, and the node of its device, None where there is none."""
+    """What one rank of a machine brings: its present mask, and the node of its device, None where there is none."""
 
     mask: frozenset[int]
     node: int | None
@@ -99,7 +99,7 @@ def divide(claims: Sequence[Claim], rank: int, cores: Callable[[frozenset[int]],
     """Return where a rank computes; see [Note: how cores are divided].
 
     Args:
-        claims: claims of all ranks of this box, the same list on each rank.
+        claims: claims of all ranks of this machine, the same list on each rank.
         rank: index of this rank among the claims.
         cores: returns the physical cores of a mask, by node.
     """
@@ -107,7 +107,7 @@ def divide(claims: Sequence[Claim], rank: int, cores: Callable[[frozenset[int]],
     mates = [index for index, other in enumerate(claims) if other.mask == claim.mask]
     found = cores(claim.mask)
     if len(mates) == 1:
-        reason = f"CPUs {listed(sorted(claim.mask))} from its launcher" if len(claims) > 1 else "alone on this box"
+        reason = f"CPUs {listed(sorted(claim.mask))} from its launcher" if len(claims) > 1 else "alone on this machine"
         return _affinity(found, len(found), reason)
     if {claims[index].node for index in mates} == {core.node for core in found}:
         mates = [index for index in mates if claims[index].node == claim.node]

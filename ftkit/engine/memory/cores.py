@@ -1,4 +1,4 @@
-"""The physical cores of a box, by NUMA node, as Linux tells them.
+"""The physical cores of a machine, by NUMA node, as Linux tells them.
 
 Where the system does not say, every CPU is a core of its own and all lie on node 0. Cost: a few small files. What
 containers grant in CPU time (quotas) is no matter of this file: those are not cores.

@@ -2,8 +2,8 @@
 
 The files (`flat_file.py`) are this run's alone: scratch that a crash may lose, checkpoints being elsewhere. They lie in a
 folder with a lock that the kernel drops when its owner dies, however it dies; the next run in the same place removes what
-it finds unlocked, and says so. The place should be a drive of this box: a lock on a network file system may not be seen by
-other boxes. The files are never synced: what is read again in the same run need not survive a power failure.
+it finds unlocked, and says so. The place should be a drive of this node: a lock on a network file system may not be seen by
+other nodes. The files are never synced: what is read again in the same run need not survive a power failure.
 
 It refuses a folder that is missing, read-only, full, or taken. What it costs: `measure`, two seconds and 256 MiB of the
 drive, where nobody said block size and depth.
@@ -70,7 +70,7 @@ class Disk:
     """One rank's folder on the NVMe drive, and the threads that serve it.
 
     Args:
-        folder: an existing folder on a drive of this box; the rank's own is made in it.
+        folder: an existing folder on a drive of this node; the rank's own is made in it.
         name: unique to run and rank; one part of a file name.
         depth: number of threads that move blocks; None lets `measure` choose it.
         block_bytes: bytes that each thread moves at a time; None lets `measure` choose it.

@@ -31,7 +31,7 @@ from ftkit.errors import UserError
 from ftkit.hf.models.attention import REPEATED
 from ftkit.hf.models.fake import graph_bytes
 from ftkit.plan.attention import Attention
-from ftkit.plan.box_memory import MACHINE, BoxMemory
+from ftkit.plan.host_memory import MACHINE, HostMemory
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape
@@ -145,25 +145,25 @@ def fused_attention(config: Any) -> Attention | None:
     return Attention(heads, getattr(config, "num_key_value_heads", None) or heads, dim, value)
 
 
-def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: int) -> Limits:
+def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: int) -> Limits:
     """Return what may be used on this box: what is granted, else what is free less a reserve.
 
     Args:
         settings: the engine's settings.
         device: compute device of this rank.
-        ranks_per_box: number of ranks that share this box.
+        ranks_per_node: number of ranks that share this box.
 
     Raises:
         UserError: if the NVMe folder is not there, or none is named and something is said of it.
     """
     memory = settings.memory
-    own = ranks_per_box * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
+    own = ranks_per_node * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
     cpu = device.type == "cpu"
     usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
     host, host_name = usable + own, f"what is free of {source}"
     asked = {"memory.host_gib": memory.host_gib}
     if cpu and memory.device_gib:
-        asked["memory.device_gib"] = memory.device_gib * ranks_per_box
+        asked["memory.device_gib"] = memory.device_gib * ranks_per_node
     said = min(((int(gib * GIB), name) for name, gib in asked.items() if gib), default=None)
     if said is not None:
         most = free + own  # by number the user may have all that is there
@@ -190,7 +190,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_box: i
         granted,
         host,
         nvme,
-        ranks_per_box=ranks_per_box,
+        ranks_per_node=ranks_per_node,
         cpu=cpu,
         nvme_dir=memory.nvme_dir,
         names=((DEVICE, device_name), (HOST, host_name), (NVME, "memory.nvme_dir")),
@@ -203,7 +203,7 @@ def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
     Args:
         share: (part, whole), the share of the machine's free memory that may be planned with; a cgroup's may all be.
     """
-    readings = BoxMemory.find().read()
+    readings = HostMemory.find().read()
     part, whole = share
     if not readings:  # no Linux
         available = psutil.virtual_memory().available
@@ -221,7 +221,7 @@ def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
     device, host, nvme = (_least(told, tier) for tier in (DEVICE, HOST, NVME))
     names = tuple((tier, least.name(tier)) for tier, least in ((DEVICE, device), (HOST, host), (NVME, nvme)))
     bytes_ = (device.device_bytes, host.host_bytes, nvme.nvme_bytes)
-    return Limits(*bytes_, ranks_per_box=own.ranks_per_box, cpu=own.cpu, nvme_dir=own.nvme_dir, names=names)
+    return Limits(*bytes_, ranks_per_node=own.ranks_per_node, cpu=own.cpu, nvme_dir=own.nvme_dir, names=names)
 
 
 def _least(told: list[Limits], tier: str) -> Limits:

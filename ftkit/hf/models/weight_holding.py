@@ -2,7 +2,7 @@
 
 Needed are the bytes of all weights gathered (`engine.holding.gathered_bytes`) and of what a caller will put beside them, a
 key/value cache say. Free is the less of two: what was granted to the model when it was sharded, or by the caller, less what
-its ranks take by now; and what the box has left by now, less the reserve that a plan keeps too. On a GPU that is asked of
+its ranks take by now; and what the node has left by now, less the reserve that a plan keeps too. On a GPU that is asked of
 the device, on a CPU of the host, which its ranks share evenly. The rank that has least decides for all.
 
 It refuses `hold=True` where that does not fit, with the numbers. What it costs: one exchange of a few numbers.
@@ -92,9 +92,9 @@ def _on_device(device: torch.device, limits: Limits | None) -> tuple[int, str]:
 
 def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
     """Return the bytes that this rank may still take of the host, where it computes, and what says so."""
-    box = socket.gethostname()
-    told = comm.all((box, psutil.Process().memory_info().rss), "room for all weights")
-    resident = [size for host, size in told if host == box]
+    node = socket.gethostname()
+    told = comm.all((node, psutil.Process().memory_info().rss), "room for all weights")
+    resident = [size for host, size in told if host == node]
     usable, source, _ = usable_host(CPU_SHARE)
     free = [(usable, f"host memory ({source})")]
     if limits is not None and limits.host_bytes is not None:

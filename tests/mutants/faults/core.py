@@ -431,7 +431,7 @@ FAULTS = (
     ),
     _fault(
         "the guard counts file cache, which the kernel takes back, as used",
-        "ftkit/plan/box_memory.py",
+        "ftkit/plan/host_memory.py",
         "max(0, usage - self._reclaimable())",
         "usage",
         _GUARD + "test_v2_limits_leave_out_what_the_kernel_can_take_back",
@@ -459,7 +459,7 @@ FAULTS = (
     ),
     _fault(
         "the plan counts on memory at which the guard ends the run",
-        "ftkit/plan/box_memory.py",
+        "ftkit/plan/host_memory.py",
         "max(0, self.free - guarded_bytes(self.limit))",
         "self.free",
         "tests/plan/test_limits.py::test_of_a_machine_a_share_is_granted_and_of_a_group_all",

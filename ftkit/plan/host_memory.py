@@ -1,7 +1,7 @@
 """How much host memory is left before the kernel's OOM killer acts: of the machine, and of each cgroup above this process.
 
 The kernel acts when one of several limits is reached, and the tightest need not be the nearest: a container's, a Slurm
-step's, a systemd slice's, or the machine's own memory. `BoxMemory.find` looks up once which folders have a say (cgroup v2:
+step's, a systemd slice's, or the machine's own memory. `HostMemory.find` looks up once which folders have a say (cgroup v2:
 `memory.max`; v1: `memory.limit_in_bytes`; the process's own group and all above it that can be seen), and `read` asks each.
 What the kernel can take back at once does not count as used: file cache, and in v2 reclaimable slabs. The machine's own
 word for that is MemAvailable. Swap is ignored: a run that swaps is as good as dead.
@@ -123,7 +123,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class BoxMemory:
+class HostMemory:
     """The limits above this process.
 
     Args:
@@ -133,7 +133,7 @@ class BoxMemory:
     places: tuple[Group | Machine, ...]
 
     @classmethod
-    def find(cls, root: Path = Path("/")) -> BoxMemory:
+    def find(cls, root: Path = Path("/")) -> HostMemory:
         """Look up the limits of the calling process.
 
         Args:
