@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for turn, case in enumerate(cases):
             if turn not in quick:
                 case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the garbage collector's sight: each Trainer and each sharding collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -121,8 +121,10 @@ def doomed_job(text: str, folder: str, moment: Moment | None, ranks: int) -> dic
         for phase, (owner, name) in PHASES.items():
             stack.enter_context(mock.patch.object(owner, name, counted(phase, getattr(owner, name))))
         job(text)
-    if moment is not None:
-        time.sleep(60)  # the run was over before its time had come: it is killed all the same
+    if moment is not None:  # the run was over before its time had come: it is killed all the same
+        if moment.victim == rank and moment.phase != AT_ANY_TIME:
+            kill()
+        time.sleep(60)
     return dict(entered)
 
 

@@ -42,8 +42,8 @@ def stale_weight():
     """Return a fault: one block is never updated."""
     line_step = ShardedOptimizer._line_step
 
-    def without(self, flat, noted, factor):
-        return None if flat is self.units.trainable[1] else line_step(self, flat, noted, factor)
+    def without(self, gradient, noted, factor):
+        return None if gradient.flat is self.units.trainable[1] else line_step(self, gradient, noted, factor)
 
     return mock.patch.object(ShardedOptimizer, "_line_step", without)
 

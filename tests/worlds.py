@@ -195,7 +195,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
     os.environ.update(environ)
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is never garbage; looking at it would copy its pages into every rank
-    meetings = 0
+    meetings = cases = 0
     while True:
         if size > 1 and not dist.is_initialized():  # at the start, and after a case that ended the group (as a job does)
             meetings += 1
@@ -212,4 +212,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
             answer = pickle.dumps((False, traceback.format_exc(limit=-FRAMES)))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
+        cases += 1
         gc.collect()
+        if cases & (cases - 1) == 0:  # after the 1st, 2nd, 4th ...: the modules that cases import are never garbage either
+            gc.freeze()

@@ -113,7 +113,16 @@ class Strategy:
 
     def reopened(self) -> Strategy:
         """Return the strategy with all that a plan decides left to it, but the micro-batch and the gradients' dtype."""
-        derived = ("stage", "activations", "weights", *KINDS, "accumulation", "update", "accumulate_in", "state_host_bytes")
+        derived = (
+            "stage",
+            "activations",
+            "reshard_after_forward",
+            *KINDS,
+            "accumulation",
+            "update",
+            "accumulate_in",
+            "state_host_bytes",
+        )
         opened: dict[str, Any] = dict.fromkeys(derived, AUTO)
         return replace(self, **opened)
 

@@ -22,7 +22,7 @@ def choices(value: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "stage": strategy.stage,
         "activations": strategy.activations,
-        "weights": strategy.weights,
+        "reshard_after_forward": strategy.reshard_after_forward,
         "debug": strategy.debug,
         "resident": any(flat.resident for unit in units.units for flat in unit.weights.flats),
     }

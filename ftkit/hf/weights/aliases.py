@@ -65,8 +65,10 @@ def refuse_aliases(model: nn.Module, trained: Mapping[str, nn.Parameter], shares
                 "for a tie), or give it memory of its own (.clone()), before the model is sharded"
             )
     gc.collect()  # what nobody holds any more is no alias
-    for value in gc.get_objects():
-        if not issubclass(type(value), Tensor) or id(value) in own or id(value) in seen:
+    objects = gc.get_objects()
+    tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}  # a hundred types, a million objects
+    for value in objects:
+        if type(value) not in tensors or id(value) in own or id(value) in seen:
             continue
         if (name := memory.owner(value)) is not None:
             logger.warning(
