@@ -83,7 +83,7 @@ def test_a_container() -> None:
         ({"nccl": None}, "NCCL", "fail", "this torch has none"),
         ({"topology": None}, "links", "warn", "not known"),
         ({"cpu_flags": ("f16c",)}, "CPU", "warn", "without avx2 the optimizer on the host is slow"),
-        ({"nvme": {"path": "/x", "error": "/x is no folder"}}, "NVMe", "fail", "/x is no folder"),
+        ({"nvme": {"path": "/x", "error": "/x is not a folder"}}, "NVMe", "fail", "/x is not a folder"),
         ({"system": "Darwin"}, "system", "fail", "ftkit runs on Linux"),
     ],
 )

@@ -387,7 +387,7 @@ def test_a_killed_rank_ends_the_command_which_then_resumes(tier, home, whole):
     done = subprocess.run([*command, *resumed, *more[4:]], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     after = losses(folder)
-    assert ("removed what crashed runs left" in done.stderr) == bool(kinds)
+    assert ("removed the files of crashed runs" in done.stderr) == bool(kinds)
     assert [line[0] for line in after] == list(range(1, last + 5))
     for mine, other in zip(after, before):
         assert mine == pytest.approx(other, rel=1e-5)

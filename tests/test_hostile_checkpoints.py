@@ -334,7 +334,7 @@ def test_what_may_change_is_said_and_what_cannot_be_told_too(home, newest, tmp_p
     for content in ("", "[1]", "model: [", "\0", "a: &a [*a]"):
         (tmp_path / "recipe.yaml").write_text(content)
         line = check_resumed(now, tmp_path / "recipe.yaml")
-        assert line.startswith(f"what changed since the run began is not known ({tmp_path / 'recipe.yaml'}"), content
+        assert line.startswith(f"the changes since the run began are unknown ({tmp_path / 'recipe.yaml'}"), content
     (tmp_path / "recipe.yaml").write_text("model: 3\ndata: []\neval: x\ntrain: null\noptimizer: {lr: []}\n")
     with pytest.raises(UserError, match="model: 3 in"):
         check_resumed(now, tmp_path / "recipe.yaml")

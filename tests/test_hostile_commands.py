@@ -196,7 +196,7 @@ def test_a_variable_that_nobody_reads_is_named(name, meant, capsys, monkeypatch)
     monkeypatch.setenv(name, "1")
     code, said = told(capsys, "recipes", "list")
     assert code == 2
-    assert f"the environment has {name}, which nobody reads; did you mean {meant}?" in " ".join(said.split())
+    assert f"the environment has {name}, which is not read; did you mean {meant}?" in " ".join(said.split())
     monkeypatch.delenv(name)
     monkeypatch.setenv("FTKIT_RUNS", "1")  # a user's own
     assert told(capsys, "recipes", "list")[0] == 0

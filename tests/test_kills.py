@@ -67,7 +67,7 @@ PLACES = {
         **dict.fromkeys(("parameters", "gradients", "state"), "nvme"),
     },
 }
-SLOW_KILLS, FAST_KILLS = 72, 4
+SLOW_KILLS, FAST_KILLS = 48, 4
 
 
 class Moment(NamedTuple):

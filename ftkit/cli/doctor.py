@@ -158,7 +158,7 @@ def _kernels(probe: Probe) -> Iterator[Finding]:
         kinds = ", ".join(sorted({f"sm_{gpu.capability}" for gpu in probe.gpus}))
         yield Finding("torch", "ok", f"{built}, has kernels for {kinds}")
     old = min(gpu.capability for gpu in probe.gpus) < AMPERE
-    yield Finding("dtype", "ok", "fp16 with a loss scale: there is no bf16 on these GPUs" if old else "bf16")
+    yield Finding("dtype", "ok", "fp16 with a loss scale: these GPUs have no bf16" if old else "bf16")
 
 
 def _driver(probe: Probe) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def check_resumed(recipe: Recipe, earlier: Path) -> str | None:
     if not problem and not document.values:
         problem = f"{earlier}: is empty"
     if problem:
-        return f"what changed since the run began is not known ({problem})"
+        return f"the changes since the run began are unknown ({problem})"
     return compare(recipe, document.values, str(earlier))
 
 
@@ -61,7 +61,7 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str | None:
     if fixed:
         told = "\n".join(f"  {key}: {_short(old)} in {where}, now {_short(new)}" for key, old, new in fixed)
         raise UserError(
-            f"--resume: the recipe has changed in what a step is made of:\n{told}\nset it back to continue that run, or "
+            f"--resume: the recipe has changed in keys that define a step:\n{told}\nset it back to continue that run, or "
             "start a new one: without --resume, with --set output.dir=PATH"
         )
     others = [each for each in changes if each[0].partition(".")[0] not in FREE_SECTIONS]

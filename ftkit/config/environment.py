@@ -34,7 +34,7 @@ def check_names(environ: Mapping[str, str]) -> None:
         near = difflib.get_close_matches(name.upper(), known, 1, cutoff=alike)
         if near and name not in known:
             meant = known[near[0]]
-            raise UserError(f"the environment has {name}, which nobody reads; did you mean {meant}? Rename or unset it")
+            raise UserError(f"the environment has {name}, which is not read; did you mean {meant}? Rename or unset it")
 
 
 def is_strict() -> bool:

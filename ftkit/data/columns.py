@@ -1,4 +1,4 @@
-"""Names in rows: which columns and keys there are, which are left out by the recipe, which nobody reads.
+"""Names in rows: which columns and keys there are, which are left out by the recipe, which is not read.
 
 A name is a column (`module`), or a key below one, with dots between them (`messages.name`); elements of lists have no
 number in it. A format reads some columns, the chat template reads some keys of a turn; `Watched` notes the latter while

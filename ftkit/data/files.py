@@ -37,7 +37,7 @@ NO_ROWS = ("readme", "license", "licence", "notice", "citation", "changelog")
 CACHES = "cache-*.arrow"
 """Files that `datasets` leaves beside a data set that was saved, of rows it has made from it."""
 NAMED = 5
-NAME_OF_BYTES = "has a name that is no UTF-8; rename it"
+NAME_OF_BYTES = "has a name that is not UTF-8; rename it"
 SPECIAL = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -110,7 +110,7 @@ def _advice(file: Path) -> str:
         return 'Write plain text as rows: one {"text": "…"} a line, in a .jsonl file.'
     if file.suffix.lower() in (".zip", ".tar", ".tgz", ".7z", ".rar"):
         return "Unpack it first."
-    return "Convert it to one of these, or rename it to what it is."
+    return "Convert it to one of these, or give it the suffix of its real format."
 
 
 def _files_of_folder(folder: Path) -> Files:
@@ -133,8 +133,8 @@ def _files_of_folder(folder: Path) -> Files:
         more = f"\n  … and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
         shown = "\n".join(refused[:NAMED])
         raise UserError(
-            f"{folder}: holds what cannot be read:\n{shown}{more}\nMove that elsewhere, or name the files and folders to "
-            f"read in data.sources; needed: {_expected()}."
+            f"{folder}: holds files that cannot be read:\n{shown}{more}\nMove that elsewhere, or name the files and folders "
+            f"to read in data.sources; needed: {_expected()}."
         )
     if not read:
         beside = f" (passed over: {', '.join(passed_over[:NAMED])})" if passed_over else ""

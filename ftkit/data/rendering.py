@@ -400,7 +400,7 @@ class Rendering:
     def refusal(self, reason: str) -> UserError:
         """Return the error that names the template."""
         return UserError(
-            f"the chat template of {name_of(self.tokenizer)} {reason}, so its answers cannot be told apart from the "
+            f"the chat template of {name_of(self.tokenizer)} {reason}, so its answers cannot be separated from the "
             "questions exactly. Give the tokenizer a template with {% generation %} marks, or set data.loss_on: all."
         )
 

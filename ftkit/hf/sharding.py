@@ -417,13 +417,13 @@ def _tell(tiers: Tiers, comm: Communicator) -> None:
         return
     if removed:
         logger.warning(
-            "%s: removed what crashed runs left, %.1f GiB (%s)",
+            "%s: removed the files of crashed runs, %.1f GiB (%s)",
             disk.path.parent,
             sum(removed.values()) / 2**30,
             ", ".join(sorted(removed)),
         )
     if disk.filesystem in IN_MEMORY:
-        logger.warning("%s: %s is host memory itself: what lies there saves none", disk.path.parent, disk.filesystem)
+        logger.warning("%s: %s is host memory itself: files there save none", disk.path.parent, disk.filesystem)
     elif not disk.direct:
         logger.warning(
             "%s: %s takes no O_DIRECT, so the NVMe tier goes through the page cache: slower, and the cache competes with "
@@ -512,7 +512,7 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for flag, wanted in asked.items():
         if wanted:
             raise UserError(
-                f"{flag}=True while gradients are on: what is taken from inside blocks carries no gradient there. Leave it "
+                f"{flag}=True while gradients are on: tensors from inside blocks carry no gradient there. Leave it "
                 f"off, ask for it under torch.no_grad(), or {PLAIN}"
             )
 

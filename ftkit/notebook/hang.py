@@ -147,7 +147,7 @@ class Hangs:
         stand = self.stands[rank]
         others = [f"rank {other} {what}" for other, what in sorted(ended.items())]
         others += [f"rank {r} waits in {self.stands[r].collective} ({self.stands[r].told()})" for r in waiting[1:]]
-        text = f"rank {rank} has waited for {stand.seconds:.0f} s in {stand.collective}, and nobody will come: "
+        text = f"rank {rank} has waited for {stand.seconds:.0f} s in {stand.collective}, and no other rank will come: "
         return rank, "\n".join([text + ", ".join(others), *stand.stack()])
 
     def doubt(self, running: Collection[int]) -> str | None:

@@ -4,8 +4,8 @@ They are linked into the new folder before it has its name, and the former one i
 under one name or the other whatever happens: a full disk, a kill. A checkpoint that was put aside when a run was killed, and
 whose place nobody took, gets its name back.
 
-It refuses, by name, a file of a user's whose name the new checkpoint needs, and what is no folder. What it costs: a link a
-file; where the file system has no links, a copy, which is then compared.
+It refuses, by name, a file of a user's whose name the new checkpoint needs, and what is not a folder. What it costs: a link
+a file; where the file system has no links, a copy, which is then compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def replace(temporary: Path, final: Path) -> None:
     """
     if os.path.lexists(final):  # the same step again, after a resume from before it; or a callback made it
         if not final.is_dir():
-            raise UserError(f"{final} is there and is no folder: move it, what is saved needs that name")
+            raise UserError(f"{final} is there and is not a folder: move it; the save needs that name")
         keep_files_of_others(final, temporary)
         final.rename(_hidden(final, FORMER))
     temporary.rename(final)
@@ -69,7 +69,7 @@ def keep(files: Iterable[Path], former: Path, folder: Path) -> None:
             for above in target.relative_to(folder).parents:
                 _sync(folder / above)
         elif path.lstat().st_size and not _same(path, target):
-            raise UserError(f"{path} is there and ftkit did not write it: move it, what is saved needs that name")
+            raise UserError(f"{path} is there and ftkit did not write it: move it; the save needs that name")
 
 
 def set_aside(checkpoint: Path) -> None:

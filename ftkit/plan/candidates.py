@@ -96,7 +96,7 @@ def order(limits: Limits, asked: Strategy, sequences: int, preferred: int) -> It
             further = list(stages).index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
             found.append((_depth(strategy), further + cost(strategy, preferred), strategy))
     if not found:
-        raise UserError(f"what was chosen contradicts itself: {problems[0]}. Change it, or set it to auto")
+        raise UserError(f"the choices contradict each other: {problems[0]}. Change it, or set it to auto")
     yield from (strategy for _, _, strategy in sorted(found, key=lambda each: each[:2]))
 
 

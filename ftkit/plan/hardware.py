@@ -158,13 +158,13 @@ def _read(path: Path, key: str) -> Box:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key}: {path} cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{key}: {path} is no YAML: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{key}: {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{key}: {path}: {where}: {first['msg']}") from None
     except ValueError as error:  # PyYAML, of a date that is none
-        raise UserError(f"{key}: {path} is no YAML: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{key}: {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 CHECKED: TypeAdapter[Box] = TypeAdapter(Box)

@@ -36,7 +36,7 @@ def compare(folders: Sequence[Path], out: Path) -> None:
         UserError: One is no run's folder, there are more than six, or the page cannot be written.
     """
     if len(folders) > COLOURS:
-        raise UserError(f"{len(folders)} runs were named, and a chart tells {COLOURS} apart; name at most {COLOURS}")
+        raise UserError(f"{len(folders)} runs were named; a chart can show at most {COLOURS}")
     runs = list(zip(names_of(folders), map(read, folders)))
     refuse_foreign_page(out, "--out")
     try:

@@ -229,11 +229,11 @@ def read(path: Path) -> Facts:
     """Return what a run's folder says.
 
     Raises:
-        UserError: It is no folder of a run.
+        UserError: It is not a folder of a run.
     """
     folder = RunFolder(path)
     if not path.is_dir():
-        raise UserError(f"{path} is no folder; name the folder of a run (output.dir of its recipe)")
+        raise UserError(f"{path} is not a folder; name the folder of a run (output.dir of its recipe)")
     if not any(each.is_file() for each in (folder.recipe, folder.metrics, folder.summary, folder.standing)):
         raise UserError(
             f"{path} holds none of recipe.yaml, metrics.jsonl and summary.json; name the folder of a run (output.dir of its "

@@ -232,9 +232,9 @@ class RecipeTrainer(Trainer):
         """
         losses, evaluated = noted.get("losses", []), noted.get("evaluated", {})
         if not isinstance(losses, list) or not isinstance(evaluated, dict):
-            raise UserError(f"{path}: its losses are no list, or those of evaluations no object")
+            raise UserError(f"{path}: its losses are not a list, or those of evaluations not an object")
         if not all(isinstance(loss, float) and math.isfinite(loss) for loss in (*losses, *evaluated.values())):
-            raise UserError(f"{path}: its losses are no numbers")
+            raise UserError(f"{path}: its losses are not numbers")
         if not all(step.isdecimal() and len(step) < 16 for step in evaluated):
             raise UserError(f"{path}: its evaluations name no steps")
         self.losses = LossWindow(losses)

@@ -62,7 +62,7 @@ def train(model: Two, optimizer: ShardedAdamW, steps: int) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -132,7 +132,7 @@ def test_what_the_drive_gives_back_is_compared(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(flatfile, "clone_range", flipped),
-        pytest.raises(UserError, match=r"bytes \d+ to \d+ are not what was written to NVMe"),
+        pytest.raises(UserError, match=r"bytes \d+ to \d+ are not those written to NVMe"),
     ):
         Saving(tmp_path / "save", units, optimizer).wait()
     assert not list(tmp_path.glob("save*"))

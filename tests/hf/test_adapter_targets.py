@@ -193,7 +193,7 @@ def test_a_name_that_matches_nothing_stops_where_peft_was_called_by_the_user(cas
 
 @pytest.mark.parametrize("adapter", [{"rank": 8}, "/nope"])
 def test_what_is_no_configuration_of_an_adapter_stops(adapter, folder):
-    with pytest.raises(ftkit.UserError, match=r"is no configuration of peft: .*peft\.LoraConfig"):
+    with pytest.raises(ftkit.UserError, match=r"is not a configuration of PEFT: .*peft\.LoraConfig"):
         ftkit.load_model(folder, adapter=adapter)
 
 

@@ -295,7 +295,7 @@ def test_a_file_with_a_name_that_is_no_utf8_stops(tmp_path, tokenizer):
     path = tmp_path / os.fsdecode(b"rows\xff.jsonl")
     path.write_text('{"text": "a"}\n')
     for named in (path, tmp_path):
-        with pytest.raises(UserError, match=r"rows\\udcff.jsonl: has a name that is no UTF-8; rename it"):
+        with pytest.raises(UserError, match=r"rows\\udcff.jsonl: has a name that is not UTF-8; rename it"):
             prepare(named, tokenizer, cache_dir=tmp_path / "cache", workers=1)
 
 

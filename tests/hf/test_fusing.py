@@ -170,7 +170,7 @@ def test_what_does_not_agree_is_left_alone_and_told(made: Any) -> None:
     own = type(model[0])
     report = fuse(model, torch.float32, CPU)
     assert type(model[0]) is own
-    assert report.left == {"0": f"{own.__name__} does not compute what is expected of it"}
+    assert report.left == {"0": f"{own.__name__} does not compute what its attributes say"}
     assert report.told().endswith("left as they are: 0 (" + report.left["0"] + ")")
 
 

@@ -219,7 +219,7 @@ def test_an_adapter_of_shared_vectors_is_saved_as_peft_saves_it(tmp_path):
 def test_a_users_file_under_the_name_of_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-2").write_text("mine")
     run = Run(model=tiny, rows=12, arguments={"max_steps": 1, "save_strategy": "steps", "save_steps": 1})
-    with pytest.raises(UserError, match="checkpoint-2 is there and is no folder"):
+    with pytest.raises(UserError, match="checkpoint-2 is there and is not a folder"):
         runs.make_trainer("ours", str(tmp_path), run).train()
     assert (tmp_path / "checkpoint-2").read_text() == "mine"
 
@@ -278,19 +278,19 @@ def test_a_rule_with_a_state_is_not_called_by_a_resume(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"gradient_checkpointing_kwargs": {"use_reentrnt": False}}, "'use_reentrnt' is read by nobody; .*'use_reentrant'"),
-        ({"include_for_metrics": ["lossess"]}, "'lossess' is read by nobody; did you mean 'loss'"),
-        ({"optim": "adamw_torch", "optim_args": "beta1=0.1,foo=3"}, "'beta1' is read by nobody. Read: none; .*adam_beta1"),
-        ({"optim": "sgd", "optim_args": "momentun=0.9"}, "'momentun' is read by nobody; did you mean 'momentum'"),
-        ({"train_sampling_strategy": "group-by-length"}, "'group-by-length' is read by nobody; .*'group_by_length'"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrnt": False}}, "'use_reentrnt' is not read; .*'use_reentrant'"),
+        ({"include_for_metrics": ["lossess"]}, "'lossess' is not read; did you mean 'loss'"),
+        ({"optim": "adamw_torch", "optim_args": "beta1=0.1,foo=3"}, "'beta1' is not read. Read: none; .*adam_beta1"),
+        ({"optim": "sgd", "optim_args": "momentun=0.9"}, "'momentun' is not read; did you mean 'momentum'"),
+        ({"train_sampling_strategy": "group-by-length"}, "'group-by-length' is not read; .*'group_by_length'"),
         ({"train_sampling_strategy": "length"}, "train_sampling_strategy: 'length' .*Read: random, sequential, group_by_"),
-        ({"include_num_input_tokens_seen": "nonpadding"}, "'nonpadding' is read by nobody; did you mean 'non_padding'"),
+        ({"include_num_input_tokens_seen": "nonpadding"}, "'nonpadding' is not read; did you mean 'non_padding'"),
         (
             {"lr_scheduler_type": "constant_with_warmup", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
             r"lr_scheduler_kwargs \(with lr_scheduler_type=constant_with_warmup\): 'min_lr' .*Read: none",
         ),
-        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"last_epoch": 1}}, "'last_epoch' is read by nobody"),
-        ({"optim_target_modules": ["q_porj"]}, r"optim_target_modules=\['q_porj'\] is read by nobody with optim=adamw"),
+        ({"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"last_epoch": 1}}, "'last_epoch' is not read"),
+        ({"optim_target_modules": ["q_porj"]}, r"optim_target_modules=\['q_porj'\] is not read with optim=adamw"),
     ],
 )
 def test_a_name_in_the_arguments_that_nobody_reads_stops(tmp_path, arguments, words):

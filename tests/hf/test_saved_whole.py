@@ -380,7 +380,7 @@ def done(folder: str, callback: Any, **arguments: Any) -> tuple[list[str], str |
 def test_a_file_under_a_checkpoints_name_stays(world1, tmp_path):
     [(names, told, steps)] = world1.run(done, str(tmp_path), Does("file"))
     assert (names, steps) == (ALL, 3)
-    assert "checkpoint-2 is there and is no folder" in told
+    assert "checkpoint-2 is there and is not a folder" in told
     assert (tmp_path / "checkpoint-2").read_text() == "mine"
 
 

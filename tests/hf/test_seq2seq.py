@@ -82,7 +82,7 @@ def test_a_misspelled_field_of_a_generation_configuration_stops(tmp_path, marked
     file.write_text(json.dumps({"_from_model_config": marked, "max_length": 7, "num_beam": 2}))
     for given in (str(file), file, wrong):
         arguments = ftkit.Seq2SeqTrainingArguments(str(tmp_path), generation_config=given, **told)
-        with pytest.raises(ftkit.UserError, match="has a field 'num_beam', which nobody reads; did you mean 'num_beams'"):
+        with pytest.raises(ftkit.UserError, match="has a field 'num_beam', which is not read; did you mean 'num_beams'"):
             ftkit.Seq2SeqTrainer(runs.t5(), arguments)
     file.write_text(json.dumps({"_from_model_config": marked, "max_length": 7, "num_beams": 2}))
     trainer = ftkit.Seq2SeqTrainer(runs.t5(), replace(arguments, generation_config=str(file)))

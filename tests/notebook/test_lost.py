@@ -96,7 +96,7 @@ def test_a_rank_that_waits_for_one_that_ended_is_named_with_its_place(ranks):
     assert time.monotonic() - began < 20
     told = short(caught.value)
     assert caught.value.rank == 0
-    assert "in barrier, and nobody will come: rank 1 has ended its cell" in told
+    assert "in barrier, and no other rank will come: rank 1 has ended its cell" in told
     assert "cell [7], line 3, in <module>: dist.barrier()" in told
     assert "ranks.restart()" in told
     assert ranks.pids == {}

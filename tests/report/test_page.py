@@ -227,9 +227,9 @@ def test_runs_are_compared(tmp_path):
     assert "seed" not in text
     assert "<tr><th>steps</th><td>5</td><td>9</td></tr>" in text
     assert 'class="line s1"' in text
-    with pytest.raises(UserError, match="a chart tells 6 apart"):
+    with pytest.raises(UserError, match="a chart can show at most 6"):
         compare([first] * 7, out)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         compare([first, tmp_path / "nowhere"], out)
     with pytest.raises(UserError, match="holds none of recipe"):
         refresh(tmp_path)

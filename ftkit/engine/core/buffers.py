@@ -115,8 +115,8 @@ def refuse_unsaved(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise UserError(
-                f"{name or type(module).__name__} has a state of its own (get_extra_state), which is not saved: keep what "
-                "it holds in a buffer (register_buffer)"
+                f"{name or type(module).__name__} has extra state (get_extra_state), which is not saved: keep its "
+                "content in a buffer (register_buffer)"
             )
     for name, buffer in persistent_buffers(model).items():
         if buffer.dtype not in NAMES:

@@ -104,9 +104,9 @@ def gathered(units: Units) -> Iterator[None]:
         names = [name for name in units.comm.all(edited) if name is not None]
     if names:
         raise UserError(
-            f"gathered_parameters: a value of {names[0]} was edited. Values are read in the body, not written: what is "
-            "gathered is a copy. Edit weights before ftkit.shard() or before training; one that is whole on every rank "
-            "(all at stages 0 to 2) also in place, under torch.no_grad(), outside of the body"
+            f"gathered_parameters: a value of {names[0]} was edited. The values in the body are copies: read them, do not "
+            "write them. Edit weights before ftkit.shard() or before training. A weight that every rank has whole (all "
+            "weights at stages 0 to 2) may also be edited in place, under torch.no_grad(), outside of the body"
         )
 
 

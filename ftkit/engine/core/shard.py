@@ -579,7 +579,7 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
                 f"{name} has sparse=True: gradients are summed in shards, where none is sparse; set {name}.sparse = False"
             )
         if is_sharded(module):
-            raise UserError(f"{name} is sharded already: use what the first ftkit.shard() returned (ftkit.units_of(model))")
+            raise UserError(f"{name} is sharded already: use the result of the first ftkit.shard(), ftkit.units_of(model)")
     for name, block in blocks:
         if "forward" in vars(block):
             raise UserError(
@@ -671,9 +671,9 @@ def _sort(
         elif any(id(place.module) in block_of for place in bindings[id(parameter)]):
             others = [place.name for place in bindings[id(parameter)] if place.name != name]
             raise UserError(
-                f"{name} and {others[0]} are one parameter, which a block shares with another block or with what is outside "
-                "of it: blocks are sharded one by one. Untie them before the model is sharded (give each a parameter of its "
-                "own)"
+                f"{name} and {others[0]} are one parameter, which a block shares with another block or with a module "
+                "outside the blocks. Blocks are sharded one by one. Untie them before the model is sharded (give each a "
+                "parameter of its own)"
             )
         else:
             key = ("root", name, parameter.requires_grad, dtype, 0)

@@ -69,7 +69,7 @@ class Unit:
         split: Split | None = None,
     ) -> None:
         if parts > 1 and split is None:
-            raise ValueError("to divide a block's batch, shard() must be told what of its arguments is the batch (split)")
+            raise ValueError("to divide a block's batch, shard() needs `split`, which says which arguments hold the batch")
         self.parts, self.split = parts, split
         self.number, self.name = weights.number, weights.name
         self.module = module
@@ -202,7 +202,7 @@ class Unit:
             take_tensors(result, found)
             if any(each.requires_grad for each in found):
                 raise UserError(
-                    f"the block {self.name} is frozen, and so is what it is given; but something in it asks for gradients "
+                    f"the block {self.name} is frozen, and so are its arguments; but something in it asks for gradients "
                     "that is neither an argument nor a weight of the block (a tensor that a hook or an attribute brings "
                     "in), and would get none here. Hand it over as an argument, or set "
                     "ftkit={'stage': 1, 'activations': 'keep'}"
@@ -319,10 +319,10 @@ class Unit:
         eps = max((torch.finfo(each.dtype).eps for each in results if each.is_floating_point()), default=1.0)
         if differ(first, sample(results), eps):
             raise UserError(
-                f"the block {self.name} gives other results in backward, where it is computed again, than in forward: it "
-                "depends on something that is no argument, weight, buffer or attribute of its modules, such as a global "
-                "switch or a random generator of Python's or NumPy's. Keep that in an attribute of a module in the block, a "
-                "generator as a torch.Generator, or set ftkit={'activations': 'keep'}"
+                f"the block {self.name} gives other results in backward, where it is computed again, than in forward. It "
+                "depends on something besides its arguments, weights, buffers and attributes, such as a global switch or a "
+                "random generator of Python's or NumPy's. Keep that in an attribute of a module in the block (a generator "
+                "as a torch.Generator), or set ftkit={'activations': 'keep'}"
             )
 
     def check_version(self, version: int) -> None:
@@ -388,7 +388,7 @@ class _Use(torch.autograd.Function):
             )
         if ctx.graphs == [] or (ctx.graphs is None and not call.contexts):
             way_out = "recompute activations" if unit.keep else "call the first with retain_graph=True"
-            raise RuntimeError(f"a second backward through {unit.name}: what it needs is gone after the first; {way_out}")
+            raise RuntimeError(f"a second backward through {unit.name}: its tensors are gone after the first; {way_out}")
         unit.weights.begin_backward()
         tensors: list[Tensor] = []
         if ctx.graphs is None:
@@ -453,7 +453,7 @@ def _walk_back(graph: _Graph, gradients: Sequence[Tensor | None]) -> list[Tensor
         if "through the graph a second time" not in str(error):
             raise
         raise UserError(
-            "blocks that are computed again in backward read a tensor with a graph that is no argument of theirs (an "
+            "blocks that are computed again in backward read a tensor with a graph that is not one of their arguments (an "
             "attribute outside of them, a list in a closure): each of them would walk back through its graph. Hand it over "
             "as an argument of the block, read it with detach(), or set ftkit={'stage': 1, 'activations': 'keep'}"
         ) from error

@@ -51,7 +51,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for name in manifest["files"]:
         check_name(path, name)
         if "/" in name or not name.endswith(SUFFIX):
-            raise BrokenCheckpoint(f"{path}: {name} is no name of a line's file")
+            raise BrokenCheckpoint(f"{path}: {name} is not the file name of a flat parameter")
     return manifest
 
 

@@ -238,7 +238,7 @@ def read_back(
             for number, expected in enumerate(own):
                 if word_sum(data[number * piece_bytes : (number + 1) * piece_bytes]) != expected:
                     low = at + number * piece_bytes
-                    raise BrokenCheckpoint(f"{path}: bytes {low} to {low + piece_bytes} are not what was written to NVMe")
+                    raise BrokenCheckpoint(f"{path}: bytes {low} to {low + piece_bytes} are not those written to NVMe")
             look(first * piece_bytes, room[: data.nbytes])
             found.append(Piece(at, at + data.nbytes, checksum(data)))
     finally:

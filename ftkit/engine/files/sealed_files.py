@@ -176,7 +176,7 @@ def check_contents(folder: Path) -> list[str]:
 def check_name(listing: Path, name: str) -> None:
     """Raise BrokenCheckpoint unless a name in a list is that of a file in its folder or below: `a/b`, printable, no `..`."""
     if not _is_name(name):
-        raise BrokenCheckpoint(f"{listing}: {name!r:.80} is no name of a file in its folder")
+        raise BrokenCheckpoint(f"{listing}: {name!r:.80} is not the name of a file in its folder")
 
 
 def _is_name(name: str) -> bool:

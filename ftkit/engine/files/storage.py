@@ -247,7 +247,7 @@ def _entry(value: dict[str, Any], data_start: int) -> tuple[Entry, int]:
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or offsets {offsets} are not counts")
     if begin > end or len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"offsets {offsets} or {len(shape)} dimensions are no tensor's")
+        raise ValueError(f"offsets {offsets} or {len(shape)} dimensions do not fit a tensor")
     if dtype is not None and end - begin != prod(shape) * dtype.itemsize:
         raise ValueError(f"shape {shape} of {value['dtype']} does not fill offsets {offsets}")
     return Entry(dtype, tuple(shape), data_start + begin), end

@@ -167,7 +167,7 @@ class Disk:
             DiskError: if there is no room for it, or the folder is gone.
         """
         if numel % NUMEL_MULTIPLE:
-            raise ValueError(f"{name}: {numel} elements are no multiple of {NUMEL_MULTIPLE}")
+            raise ValueError(f"{name}: {numel} elements are not a multiple of {NUMEL_MULTIPLE}")
         path = self.path / f"{name}.safetensors"
         if path.parent != self.path:
             raise ValueError(f"{name!r} is not one part of a file name")

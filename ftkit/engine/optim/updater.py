@@ -351,7 +351,7 @@ class _Piece:
 
     @property
     def _rewrites_all(self) -> bool:
-        """Whether the runs leave no element of the piece as it is (padding aside, which nobody reads)."""
+        """Whether the runs leave no element of the piece as it is (padding aside, which is not read)."""
         own = min(self.stop, self.step.flat.own_numel)
         covered = sum(max(0, min(run.stop, own) - max(run.start, self.start)) for run in self.step.runs)
         return covered == max(own - self.start, 0)

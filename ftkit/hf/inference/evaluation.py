@@ -179,7 +179,7 @@ def _dealt(
 def _config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     if not hasattr(config, "is_encoder_decoder"):
-        raise UserError(f"evaluation: {type(model).__name__} is no model of transformers")
+        raise UserError(f"evaluation: {type(model).__name__} is not a transformers model")
     return config
 
 

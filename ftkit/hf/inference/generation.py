@@ -438,7 +438,7 @@ def base_of(model: nn.Module) -> Any:
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel) or not base.can_generate():
-        raise UserError(f"{type(base).__name__} is no model of transformers that generates text")
+        raise UserError(f"{type(base).__name__} is not a transformers model that generates text")
     return base
 
 

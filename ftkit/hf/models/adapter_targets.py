@@ -120,8 +120,8 @@ def _check_excluded(excluded: Any, modules: Sequence[str], targeted: Sequence[st
         below = [target for target in targeted if any(target.startswith(f"{module}.") for module in named)]
         if below and named.isdisjoint(targeted):
             raise UserError(
-                f"adapter: exclude_modules: {name!r} excludes none of the targets: PEFT excludes what has this name, and "
-                f"not what is in it, such as {below[0]}. Name that, or give a pattern, which is text and no list: "
+                f"adapter: exclude_modules: {name!r} excludes none of the targets: PEFT excludes modules of this name, and "
+                f"not modules inside them, such as {below[0]}. Name that, or give a pattern (text, not a list): "
                 f"exclude_modules={'(.*[.])?' + (name if excluded == name else re.escape(name)) + '[.].*'!r}"
             )
 
@@ -146,7 +146,7 @@ def check_kinds(config: Any) -> None:
     """
     if not isinstance(config, PeftConfig):
         raise UserError(
-            f"adapter: {str(config)[:60]!r} is no configuration of peft: give load_model an object, such as "
+            f"adapter: {str(config)[:60]!r} is not a configuration of PEFT: give load_model an object, such as "
             "peft.LoraConfig(r=8, target_modules='all-linear'). A trained adapter's folder is added with "
             "peft.PeftModel.from_pretrained(model, folder, is_trainable=True)"
         )
@@ -268,7 +268,7 @@ def _check_layers(model: nn.Module, layers: Any, patterns: Any, adapted: Sequenc
     for layer in [layers] if isinstance(layers, int) else layers:
         if layer not in numbers:
             there = f"layers {min(numbers)} to {max(numbers)} have targets" if numbers else "no layer has a target"
-            raise UserError(f"adapter: layers_to_transform: {layer} is no layer of {type(model).__name__}: {there}")
+            raise UserError(f"adapter: layers_to_transform: {layer} is not a layer of {type(model).__name__}: {there}")
 
 
 def _layer_of(module: str, patterns: Any) -> int | None:
@@ -311,6 +311,6 @@ def _check_tokens(model: Any, field: str, indices: Any, modules: Sequence[str]) 
         wrong = [row for row in rows if weight is not None and not 0 <= row < len(weight)]
         if wrong:
             raise UserError(
-                f"adapter: {field}: {wrong[0]} is no token of {name or 'the input embedding'}, which has "
+                f"adapter: {field}: {wrong[0]} is not a token of {name or 'the input embedding'}, which has "
                 f"rows 0 to {len(weight) - 1}"
             )

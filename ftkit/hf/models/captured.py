@@ -37,9 +37,9 @@ def tell_hooks(units: Units, instead: str) -> None:
         if found and units.comm.rank == 0:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             logger.warning(
-                "%s has the forward hook %s%s: blocks are recomputed or sharded here, so what it keeps from inside of one "
-                "carries no gradient, and a loss on that, or on a weight of the block, trains nothing. Hooks that look or "
-                "change what passes are right. For such a loss %s",
+                "%s has the forward hook %s%s. Blocks are recomputed or sharded here: a tensor that the hook keeps from "
+                "inside a block carries no gradient, and a loss on it, or on a weight of the block, trains nothing. A hook "
+                "may look at activations or change them. For such a loss %s",
                 *found[0],
                 more,
                 instead,

@@ -126,10 +126,10 @@ def check_generation(config: GenerationConfig | str | os.PathLike[str], revision
         if name not in names and not _is_passed(name, names, dict.fromkeys(given), unread):
             (close,) = difflib.get_close_matches(name, names, 1)
             raise UserError(
-                f"{place} has a field {name!r}, which nobody reads; did you mean {close!r}? Correct the name or remove it."
+                f"{place} has a field {name!r}, which is not read; did you mean {close!r}? Correct the name or remove it."
             )
     if unread:
-        logger.warning("%s has fields that nobody reads: %s", place, ", ".join(unread))
+        logger.warning("%s has fields that are not read: %s", place, ", ".join(unread))
 
 
 def check_changes(changes: Mapping[str, Any], config: PretrainedConfig, *, generation: bool = True) -> None:
@@ -267,7 +267,7 @@ def check_tokenizer_fields(folder: str) -> None:
             close = difflib.get_close_matches(name, TOKENIZER_FIELDS, 1, cutoff=LIKE_A_FIELD)
             if close and name not in TOKENIZER_FIELDS and (close[0] not in given or _misspelt(name, close[0])):
                 raise UserError(
-                    f"{folder}/{file}: {name!r} is read by nobody; did you mean {close[0]!r}? Correct the name or remove it."
+                    f"{folder}/{file}: {name!r} is not read; did you mean {close[0]!r}? Correct the name or remove it."
                 )
     for name in TOKENIZER_FIELDS:
         one, other = _token(stated.get(name)), _token(mapped.get(name))

@@ -145,7 +145,7 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
             found.note(best.kind, name)
             inside |= {id(module._modules[child]) for child in best.replaced}
         elif candidates[0].expected:
-            found.left[name] = f"{type(module).__name__} does not compute what is expected of it"
+            found.left[name] = f"{type(module).__name__} does not compute what its attributes say"
     _fuse_rotations(model, dtype, device, found)
     return found
 

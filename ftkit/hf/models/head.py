@@ -202,7 +202,7 @@ def proven_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
         return "its loss is not that of a causal language model"
     head = base.get_output_embeddings()
     if type(head) is not nn.Linear:
-        return "its head is no linear layer" if head is not None else "it has no head"
+        return "its head is not a linear layer" if head is not None else "it has no head"
     config = base.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None) or 0.0
     divisor = getattr(config, "logits_scaling", None) or 1.0

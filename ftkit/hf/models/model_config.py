@@ -97,8 +97,8 @@ def read_config(
     file, fields = check_folder(where)
     if not fields and (adapted := base_of_adapter(where)) is not None:
         raise UserError(
-            f"{where}: is an adapter of {adapted}, and a whole model is needed: name that one, or add the adapter to it "
-            "first (ftkit export ADAPTER OUT --merge-adapter) and name what is written"
+            f"{where}: is an adapter of {adapted}, and a whole model is needed. Name that model, or merge the adapter "
+            "first (ftkit export ADAPTER OUT --merge-adapter) and name the merged folder"
         )
     with reading(file, "no model configuration that transformers can read", fields, NEEDED if not fields else ""):
         loaded = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)

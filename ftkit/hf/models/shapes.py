@@ -104,7 +104,7 @@ def shape_of(
             kept = graph_bytes(model, widest, sequence_tokens, wide, dtype)
             elements, scores = -(-kept // (sequence_tokens * itemsize)), 0
         except Exception as error:  # of any model that asks for values: the estimate stands in
-            logger.warning("what autograd keeps of a block is estimated, not measured: %s", error)
+            logger.warning("the memory that autograd keeps of a block is estimated, not measured: %s", error)
     return Shape(
         blocks=tuple(tuple(_line(m) for m in members if (m.kind, m.owner) == ("block", name)) for name, _ in blocks),
         roots=tuple(_line(m) for m in members if m.kind == "root"),
@@ -180,7 +180,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: 
     if memory.nvme_dir is None and settings.strategy.state_host_bytes not in (AUTO, 0):
         raise UserError("engine.state_host_bytes: it is of a state on NVMe; set memory.nvme_dir to a folder on a drive")
     if memory.nvme_dir is not None and not os.path.isdir(memory.nvme_dir):
-        raise UserError(f"memory.nvme_dir: {memory.nvme_dir} is no folder; make it, or name another")
+        raise UserError(f"memory.nvme_dir: {memory.nvme_dir} is not a folder; make it, or name another")
     if memory.nvme_dir is not None and not os.access(memory.nvme_dir, os.W_OK | os.X_OK):
         raise UserError(f"memory.nvme_dir: {memory.nvme_dir} cannot be written by this user; name another folder")
     nvme = disk_free(memory.nvme_dir)

@@ -374,7 +374,7 @@ class Accelerator(accelerate.Accelerator):
         if not even and self.num_processes > 1:
             raise UserError(
                 "join_uneven_inputs(even_batches=False): a rank without a batch would leave the others waiting in a block. "
-                "Leave even_batches on: the loader fills the last batch, and gather_for_metrics drops what was repeated"
+                "Leave even_batches on: the loader fills the last batch, and gather_for_metrics drops the repeated rows"
             )
         yield
 
@@ -537,7 +537,7 @@ def _refuse_handlers(accelerator: accelerate.Accelerator) -> None:
     if not accelerator.even_batches and accelerator.num_processes > 1:
         raise UserError(
             "DataLoaderConfiguration(even_batches=False): ranks with fewer batches would leave the others waiting in a "
-            "block. Leave it on: gather_for_metrics drops what was repeated"
+            "block. Leave it on: gather_for_metrics drops the repeated rows"
         )
 
 

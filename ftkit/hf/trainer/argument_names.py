@@ -71,7 +71,7 @@ def check_arguments(args: Any, trainer: type) -> None:
     _check(f"optim_args (with optim={optimizer})", names, OPTIMIZER_READS[optimizer], advice)
     if args.optim_target_modules:
         raise UserError(
-            f"optim_target_modules={args.optim_target_modules!r} is read by nobody with optim={optimizer}, which trains all "
+            f"optim_target_modules={args.optim_target_modules!r} is not read with optim={optimizer}, which trains all "
             "parameters that want gradients; remove it"
         )
 
@@ -113,7 +113,7 @@ def _check(argument: str, names: Iterable[Any], known: Iterable[str], advice: st
             close = difflib.get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             read = ", ".join(known) or "none"
-            raise UserError(f"{argument}: {name!r} is read by nobody{meant or '.'} Read: {read}{advice}")
+            raise UserError(f"{argument}: {name!r} is not read{meant or '.'} Read: {read}{advice}")
 
 
 def _is_own(trainer: type, *methods: str) -> bool:

@@ -237,9 +237,9 @@ class LossMixin(_Beside):
                 self.loss_is_scaled_for_ga = False
         if found.kind == RANKS and reduction == AUTO and comm.world_size > 1 and comm.rank == 0:
             logger.warning(
-                "the loss of this batch is no sum or mean of the losses of its parts (negatives from the batch, class "
-                "weights, inputs that cannot be split): the loss of %d ranks is the mean of theirs, as under DDP. If it is "
-                "a sum or a mean, say so: ftkit={'loss_reduction': 'sum', 'mean-rows' or 'mean-tokens'}",
+                "the loss of this batch is neither a sum nor a mean of the losses of its parts (negatives from the batch, "
+                "class weights, inputs that cannot be split): the loss of %d ranks is the mean of theirs, as under DDP. If "
+                "it is a sum or a mean, say so: ftkit={'loss_reduction': 'sum', 'mean-rows' or 'mean-tokens'}",
                 comm.world_size,
             )
         return found

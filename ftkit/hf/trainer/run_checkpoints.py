@@ -294,7 +294,7 @@ class RunCheckpoints:
         try:
             self._seal(folder)
         except (OSError, UserError) as problem:
-            logger.error("%s: what a callback has changed in it could not be sealed: %s", folder, problem)
+            logger.error("%s: the changes of a callback in it could not be sealed: %s", folder, problem)
 
     def check(self) -> None:
         """Raise UserError, before the first step, if what is to be saved could not be saved or not be read again."""
@@ -326,7 +326,7 @@ class RunCheckpoints:
                 return
             for path in Path(self.trainer.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 if path.name.rpartition("-")[2].isdecimal() and not path.is_dir():
-                    raise UserError(f"{path} is there and is no folder: move it, a checkpoint may get that name")
+                    raise UserError(f"{path} is there and is not a folder: move it, a checkpoint may get that name")
             self._write_once("no checkpoint could be saved", ", or set save_strategy='no'")
 
     def try_model_files(self) -> None:

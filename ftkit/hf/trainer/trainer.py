@@ -437,8 +437,8 @@ class TrainerMixin(LossMixin):
             logger.warning(text, self.state.global_step, told, scale.value)
             if scale.value <= LEAST_SCALE:
                 logger.warning(
-                    "step %d: the loss scale is at its least, so this is no overflow: no scale makes gradients finite, "
-                    "and later ones vanish in fp16 until it has grown again, in %d clean steps for each doubling",
+                    "step %d: the loss scale is at its least, so this is not an overflow: no scale makes the gradients "
+                    "finite, and later ones vanish in fp16 until it has grown again, in %d clean steps for each doubling",
                     self.state.global_step,
                     scale.growth_steps,
                 )

@@ -451,7 +451,7 @@ def _described(model: nn.Module) -> PreTrainedModel:
     """Return the model that a folder of weights would describe: without PEFT's wrapping."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel):
-        raise UserError(f"{type(inner).__name__} is no transformers model: its weights cannot be found in a folder")
+        raise UserError(f"{type(inner).__name__} is not a transformers model: its weights cannot be found in a folder")
     return inner
 
 

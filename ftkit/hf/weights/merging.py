@@ -168,7 +168,7 @@ def _check_kind(config: PeftConfig, adapter: Path) -> None:
     if config.peft_type != PeftType.LORA:
         told = f"is an adapter of another kind ({getattr(config.peft_type, 'value', config.peft_type)})"
     elif getattr(config, "use_dora", False):
-        told = "is a LoRA of another kind (DoRA), which is no change of a matrix alone"
+        told = "is a LoRA of another kind (DoRA), which changes more than a matrix"
     elif getattr(config, "trainable_token_indices", None):
         told = "trains rows of a vocabulary (trainable_token_indices)"
     elif first not in (True, "gaussian"):
@@ -203,7 +203,7 @@ def _changes(layers: PeftModel, model: Any, own: TensorFile) -> tuple[dict[str, 
         if not isinstance(variant, QALoraLinearVariant | None):
             kind = getattr(variant, "__name__", type(variant).__name__)
             raise UserError(
-                f"{own.path}: {name} has a LoRA of another kind ({kind}), which is no change of its matrix alone"
+                f"{own.path}: {name} has a LoRA of another kind ({kind}), which changes more than its matrix"
             )
         delta = Delta(first, second, float(layer.scaling[active]), bool(getattr(layer, "fan_in_fan_out", False)))
         if f"{name}.weight" not in names:  # of two tied weights the second has no name of its own

@@ -101,7 +101,7 @@ def _refuse_own_states(model: nn.Module) -> None:
         found = [hook for kind in STATE_HOOKS for hook in vars(module).get(kind, {}).values()]
         if hook := next((each for each in found if home_of(each).partition(".")[0] not in LIBRARIES), None):
             raise UserError(
-                f"{told} has {name_of(hook)} as a hook of its state_dict(), which nobody calls here: weights are saved "
+                f"{told} has {name_of(hook)} as a hook of its state_dict(), which is not called here: weights are saved "
                 "under the names that modules have, as they are. Remove it, or change the saved file"
             )
 
@@ -376,7 +376,7 @@ def hub_names(model: nn.Module, own: Sequence[str], aliases: Mapping[str, str]) 
 def _not_savable(model: PreTrainedModel, reason: str) -> UserError:
     return UserError(
         f"{type(model).__name__} is stored in another form than it has in the model ({reason}), and cannot be saved from "
-        "shards. What works: an adapter (LoRA on the attention's matrices, for instance), which PEFT saves as always; or "
+        "shards. Train an adapter (LoRA on the attention's matrices, for instance), which PEFT saves as always, or "
         "train without saving (save_strategy='no') and use units.state_dict() with save_pretrained(state_dict=...) yourself"
     )
 

@@ -165,7 +165,7 @@ FAULTS = (
     fault(
         "an alias in a script's variable is passed over in silence",
         "ftkit/hf/weights/aliases.py",
-        "    for value in gc.get_objects():\n",
+        "    objects = gc.get_objects()\n",
         "    for value in ():\n",
         "tests/hf/test_aliases.py::test_an_alias_that_only_a_script_holds_is_told",
     ),
