@@ -178,9 +178,9 @@ def plan(
     most: Annotated[
         bool, typer.Option("--largest", help="Plan the largest model that fits: with more, or fewer, of the same blocks.")
     ] = False,
-    dry_run: Annotated[
+    fake_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Execute the engine with tensors that hold nothing, and compare; 1 if they differ."),
+        typer.Option("--fake-run", help="Run the engine with fake tensors, and compare its peaks with the plan."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object, sizes in bytes.")] = False,
 ) -> None:
@@ -191,8 +191,8 @@ def plan(
     if box is not None and box.gpus and ranks > box.gpus * box.boxes:
         has = counted(box.gpus * box.boxes, "GPU")
         raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
-    if most and dry_run:
-        raise UserError("found both --largest and --dry-run: a dry run is of the recipe's own model; keep one")
+    if most and fake_run:
+        raise UserError("found both --largest and --fake-run: a fake run is of the recipe's own model; keep one")
     if page is not None:
         refuse_foreign_page(page, "--page")
     from ftkit.train.planning import ask, epoch_of  # here, see the top of this file
@@ -206,11 +206,11 @@ def plan(
 
         _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this box'}"))
     done = None
-    if dry_run:
-        from ftkit.train.dry_run import dry_run_recipe  # here, see the top of this file
+    if fake_run:
+        from ftkit.train.fake_run import fake_run_recipe  # here, see the top of this file
 
-        with Console(stderr=True).status("executing the engine with tensors that hold nothing …"):
-            done = dry_run_recipe(facts, made)
+        with Console(stderr=True).status("running the engine with fake tensors …"):
+            done = fake_run_recipe(facts, made)
     wonder = made.speed is not None and not as_json if wonder is None else wonder
     answers = []
     if wonder and made.asked is not None:
@@ -221,7 +221,7 @@ def plan(
         if wonder:
             found["what_if"] = [each.as_dict() for each in answers]
         if done is not None:
-            found["dry_run"] = done.as_dict()
+            found["fake_run"] = done.as_dict()
         typer.echo(json.dumps(found, indent=1))
     else:
         _show_plan(made, epoch, answers, done, most=most)
@@ -230,7 +230,7 @@ def plan(
 
 
 def _show_plan(made: Plan, epoch: object, answers: list[Answer], done: Any, *, most: bool) -> None:
-    """Print a plan, and what was asked for beside it: an epoch's time, other boxes, a dry run."""
+    """Print a plan, and what was asked for beside it: an epoch's time, other boxes, a fake run."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if most:
         size = f"{made.shape.numel / 1e9:.2f}B"

@@ -47,7 +47,7 @@ from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.divergence_callback import DivergenceWatch
-from ftkit.train.dry_run import DryCommunicator
+from ftkit.train.fake_run import FakeCommunicator
 from ftkit.train.memory_stop import MemoryStop
 from ftkit.train.notices import notices
 from ftkit.train.parts import decoder_inputs, make_parts, positions_of
@@ -499,7 +499,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     order = rows.prepared.order(recipe.train.seed)
     epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
     steps = steps_of(recipe, len(order), step_sequences)
-    alone = DryCommunicator(torch.device("cpu"), 1)
+    alone = FakeCommunicator(torch.device("cpu"), 1)
     checkpoint = first_whole([str(each) for each in checkpoints], alone, lambda line: say.print(literal(line)))
     if checkpoint is not None:
         check_noted(checkpoint, recipe, rows.prepared.report.digest)

@@ -194,7 +194,7 @@ def _cut(tensor: Tensor, module: nn.Module, key: str) -> Tensor:
 
 
 def sample(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return some elements of each floating-point result, in fp32; none of one that holds no values, as in a dry run."""
+    """Return some elements of each floating-point result, in fp32; none of one that holds no values, as in a fake run."""
     plain = [result for result in results if type(result) is Tensor and not result.is_meta]
     floats = [result.detach().flatten() for result in plain if result.is_floating_point()]
     return [each[:: max(1, each.numel() // SAMPLE)].float().clone() for each in floats]

@@ -115,7 +115,7 @@ def repeated_sdpa(
     if groups > 1 and attention_mask is None and query.shape[2] > 1 and not takes_groups(query, key, value, dropout):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         stand_in = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # it would ask the module for its groups
-    with CudaAttention() if query.device.type == "meta" else nullcontext():  # a dry run: the memory of the GPU's kernel
+    with CudaAttention() if query.device.type == "meta" else nullcontext():  # a fake run: the memory of the GPU's kernel
         found, _ = sdpa_attention_forward(stand_in, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return found, None
 
@@ -134,7 +134,7 @@ def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> b
         kernels = torch.backends.cuda
         fused = kernels.can_use_flash_attention, kernels.can_use_efficient_attention, kernels.can_use_cudnn_attention
         return any(can(asked) for can in fused)
-    return query.device.type != "meta"  # a dry run counts what the oldest cards take
+    return query.device.type != "meta"  # a fake run counts what the oldest cards take
 
 
 def repeat_grouped_keys(model: Any, device: torch.device) -> bool:

@@ -261,7 +261,7 @@ class CudaAttentionBackward(TorchDispatchMode):
         heads, tokens = BACKWARDS[func]
         attention = Attention(query.shape[heads], key.shape[heads], query.shape[3], value.shape[3])
         dtype = "fp32" if query.dtype == torch.float32 else "fp16"
-        packed = func is torch.ops.aten._efficient_attention_backward.default  # a dry run's rows hold one sample: count more
+        packed = func is torch.ops.aten._efficient_attention_backward.default  # rows of a fake run hold one sample
         size = backward_bytes(attention, query.shape[0], query.shape[tokens], dtype, sm=70, packed=packed)
         workspace = torch.empty(size, dtype=torch.uint8, device=gradient.device)
         made = [torch.empty_like(each) if each is not None else None for each in (query, key, value, bias)]

@@ -166,7 +166,7 @@ FAULTS = (
         "an alias in a script's variable is passed over in silence",
         "ftkit/hf/weights/aliases.py",
         "    objects = gc.get_objects()\n",
-        "    for value in ():\n",
+        "    objects: list[object] = []\n",
         "tests/hf/test_aliases.py::test_an_alias_that_only_a_script_holds_is_told",
     ),
     fault(

@@ -1,4 +1,4 @@
-"""A dry run: the engine's own code for one rank of W, at the model's full size, with tensors that hold nothing.
+"""A fake run: the engine's own code for one rank of W, at the model's full size, with tensors that hold nothing.
 
 The plan counts bytes by formula; this executes what the plan describes and counts what is allocated: `shard`, gathers,
 recomputation, autograd, reductions, the move of gradients, the update. Tensors of the device are on `meta` (fake CUDA
@@ -62,7 +62,7 @@ PASSES = 2
 """Micro-batches that are run at most: the second one finds gradients where the first one left them."""
 
 CLOSE = 0.05
-"""Share by which the plan may differ from the dry run."""
+"""Share by which the plan may differ from the fake run."""
 
 PLANNED_AS = {
     "parameters": "parameters",
@@ -76,18 +76,18 @@ PLANNED_AS = {
     "logits": "activations",
     "root parameters": "activations",
 }
-"""The plan's purposes as the dry run can tell them apart: autograd's own tensors are one."""
+"""The plan's purposes as the fake run can tell them apart: autograd's own tensors are one."""
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """What a dry run found.
+class FakeRun:
+    """What a fake run found.
 
     Args:
         found: bytes that one rank holds at its peak, by tier and purpose.
         planned: the same as the plan has it, without the runtime's own memory.
         largest: bytes of the device's activations at the peak, by the operation that made them, largest first.
-        seconds: how long the dry run took.
+        seconds: how long the fake run took.
     """
 
     found: dict[str, dict[str, int]]
@@ -110,7 +110,7 @@ class DryRun:
 
     @property
     def agrees(self) -> bool:
-        """Whether plan and dry run agree within `CLOSE` on every tier."""
+        """Whether plan and fake run agree within `CLOSE` on every tier."""
         return all(abs(self.share(tier) - 1) <= CLOSE for tier in self.found)
 
     def show(self, console: Console) -> None:
@@ -119,7 +119,7 @@ class DryRun:
         table.add_column("")
         for tier in self.found:
             table.add_column(f"{tier}, planned", justify="right")
-            table.add_column("dry run", justify="right")
+            table.add_column("fake run", justify="right")
         for purpose in dict.fromkeys([*PLANNED_AS.values(), "activations"]):
             sizes = [part[tier].get(purpose, 0) for tier in self.found for part in (self.planned, self.found)]
             if any(sizes):
@@ -129,7 +129,7 @@ class DryRun:
         console.print(table)
         shares = ", ".join(f"{tier} {self.share(tier):.1%}" for tier in self.found)
         verdict = "agrees with" if self.agrees else f"differs by more than {CLOSE:.0%} from"
-        console.print(f"[bold]{'dry run':<13}[/] {verdict} the plan: {shares} of it; {self.seconds:.0f} s")
+        console.print(f"[bold]{'fake run':<13}[/] {verdict} the plan: {shares} of it; {self.seconds:.0f} s")
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as an object for JSON, sizes in bytes of one rank."""
@@ -147,24 +147,24 @@ class DryRun:
         }
 
 
-def dry_run_recipe(recipe: Recipe, plan: Plan) -> DryRun:
-    """Execute a recipe's plan with tensors that hold nothing; see `dry_run`.
+def fake_run_recipe(recipe: Recipe, plan: Plan) -> FakeRun:
+    """Execute a recipe's plan with tensors that hold nothing; see `fake_run`.
 
     Args:
         recipe: the facts.
         plan: the plan of this recipe.
     """
-    return dry_run(plan, model_of(recipe), packed=recipe.data.packing)
+    return fake_run(plan, model_of(recipe), packed=recipe.data.packing)
 
 
-def dry_run(
+def fake_run(
     plan: Plan,
     model: Any,
     *,
     packed: bool = False,
     device: torch.device | None = None,
     world_size: int | None = None,
-) -> DryRun:
+) -> FakeRun:
     """Execute a step of one rank with tensors that hold nothing, and count the bytes.
 
     Args:
@@ -179,9 +179,9 @@ def dry_run(
         UserError: if the plan is of a box without GPUs, or puts anything on NVMe.
     """
     if plan.limits.cpu and device is None:
-        raise UserError("--dry-run stands for a GPU and this plan is for ranks without one: run a few steps instead")
+        raise UserError("--fake-run stands for a GPU and this plan is for ranks without one: run a few steps instead")
     if plan.strategy.uses_nvme:
-        raise UserError(f"--dry-run does not know files, and this plan puts something on NVMe ({plan.strategy})")
+        raise UserError(f"--fake-run does not know files, and this plan puts something on NVMe ({plan.strategy})")
     began = time.perf_counter()
     device = device or torch.device("meta")
     dtype = DTYPES.get(plan.strategy.dtype) or own_dtype(model)
@@ -191,7 +191,7 @@ def dry_run(
     with nothing_behind(device), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
-        return DryRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)
+        return FakeRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)
 
 
 def build(
@@ -200,8 +200,8 @@ def build(
     """Shard the model for rank 0 of W as the plan says, and make its optimizer with all state."""
     use_packed_attention(model)  # also where rows are not packed: on meta it has the memory of the GPU's kernel
     model.train()
-    comm = DryCommunicator(device, world_size or plan.shape.world_size)
-    units = shard_as(model, find_blocks(model), comm, plan.strategy, DryTiers(device, plan.strategy), DryLoops)
+    comm = FakeCommunicator(device, world_size or plan.shape.world_size)
+    units = shard_as(model, find_blocks(model), comm, plan.strategy, FakeTiers(device, plan.strategy), FakeLoops)
     rule = plan.shape.rule
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
     optimizer.prepare()  # from its second step on a run has all state in every forward
@@ -237,7 +237,7 @@ def train(plan: Plan, units: Units, optimizer: ShardedOptimizer, *, packed: bool
 # --- what is replaced
 
 
-class DryCommunicator(Communicator):
+class FakeCommunicator(Communicator):
     """One rank among W that are not there. Nothing is sent; a sum is such that a step is made of it."""
 
     def __init__(self, device: torch.device, world_size: int) -> None:
@@ -291,7 +291,7 @@ class DryCommunicator(Communicator):
         """Wait for nobody."""
 
 
-class DryArena(Arena):
+class FakeArena(Arena):
     """An arena of the same size without memory."""
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -307,12 +307,12 @@ class DryArena(Arena):
         self._memory = None
 
 
-class DryTiers(Tiers):
+class FakeTiers(Tiers):
     """Tiers whose host memory is none."""
 
-    def arena(self, size_bytes: int, *, huge: bool = True) -> DryArena:
+    def arena(self, size_bytes: int, *, huge: bool = True) -> FakeArena:
         """See `Tiers.arena`."""
-        return DryArena(size_bytes, self.device)
+        return FakeArena(size_bytes, self.device)
 
     def worker(self, name: str) -> Executor:
         """See `Tiers.worker`."""
@@ -332,7 +332,7 @@ class AtOnce(Executor):
         return future
 
 
-class DryLoops(HostLoops):
+class FakeLoops(HostLoops):
     """The arithmetic on host shards, not done: it works in place and needs no memory."""
 
     def __init__(self, threads: int) -> None:
@@ -393,7 +393,7 @@ def _permanent(units: Units, optimizer: ShardedOptimizer) -> Iterator[tuple[str,
 
 
 def _planned(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return what the plan has in training, by the purposes of a dry run; the runtime is none of them."""
+    """Return what the plan has in training, by the purposes of a fake run; the runtime is none of them."""
     planned = {}
     for tier in (DEVICE, HOST):
         sizes: Counter[str] = Counter()

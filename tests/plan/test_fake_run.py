@@ -1,4 +1,4 @@
-"""The dry run: the same bytes as an engine that allocates, and as the plan; the packaged recipes at full size."""
+"""The fake run: the same bytes as an engine that allocates, and as the plan; the packaged recipes at full size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftkit.hf.sharding import find_blocks, model_shape, shard_as
 from ftkit.plan.choice import make_plan
 from ftkit.plan.limits import Limits
 from ftkit.spec.strategy import Strategy
-from ftkit.train.dry_run import DryCommunicator, DryTiers, build, dry_run, train
+from ftkit.train.fake_run import FakeCommunicator, FakeTiers, build, fake_run, train
 from ftkit.train.meter import Meter
 
 TOKENS, CPU = 32, torch.device("cpu")
@@ -61,7 +61,7 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
         tiers = tiers | {"activation_offload": "device"}
     model = llama()
     plan = planned(model, stage=stage, activations=activations, **tiers)
-    found = dry_run(plan, model)
+    found = fake_run(plan, model)
     for tier in ("device", "host"):
         for purpose in {*found.planned[tier], *found.found[tier]} - {"activations"}:
             assert found.found[tier].get(purpose, 0) == found.planned[tier].get(purpose, 0), (tier, purpose)
@@ -72,7 +72,7 @@ def test_what_stays_is_what_was_planned(stage, tiers, activations):
 
 @pytest.mark.parametrize("activations", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("recompute", "keep")), 2])
 @pytest.mark.parametrize("stage, tiers", [(3, HOST), (3, DEVICE), (2, DEVICE)])
-def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, activations):
+def test_a_fake_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, activations):
     """The same meter beside both: the same storages, at the same peak."""
     if activations == "keep":
         tiers = tiers | {"activation_offload": "device"}
@@ -84,7 +84,7 @@ def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, a
     model = llama()
     strategy = plan.strategy
     with real:
-        units = shard_as(model.train(), find_blocks(model), DryCommunicator(CPU, 1), strategy, Tiers(CPU, strategy))
+        units = shard_as(model.train(), find_blocks(model), FakeCommunicator(CPU, 1), strategy, Tiers(CPU, strategy))
         optimizer = ShardedAdamW(units)
         optimizer.prepare()
         train(plan, units, optimizer, packed=False)
@@ -94,27 +94,27 @@ def test_a_dry_run_on_the_cpu_takes_what_a_run_with_memory_takes(stage, tiers, a
 def test_without_gpus_or_with_files_it_is_refused():
     model = llama()
     with pytest.raises(UserError, match="stands for a GPU"):
-        dry_run(planned(model, cpu=True, stage=3, **DEVICE), model)
+        fake_run(planned(model, cpu=True, stage=3, **DEVICE), model)
 
 
 def test_collectives_fill_nothing_and_host_memory_is_none():
     with nothing_behind(torch.device("meta")):
-        arena = DryTiers(torch.device("meta"), planned(llama(), stage=3, **HOST).strategy).arena(1 << 44)
+        arena = FakeTiers(torch.device("meta"), planned(llama(), stage=3, **HOST).strategy).arena(1 << 44)
         assert arena.take(1 << 40, torch.float32).numel() == 1 << 40
         with pytest.raises(MemoryError):
             arena.take(1 << 44, torch.float32)
-    assert DryCommunicator(CPU, 8).totals(torch.zeros(3)) == [1.0] * 3
-    assert [DryCommunicator(CPU, 8).any(flag) for flag in (True, False)] == [True, False]
+    assert FakeCommunicator(CPU, 8).totals(torch.zeros(3)) == [1.0] * 3
+    assert [FakeCommunicator(CPU, 8).any(flag) for flag in (True, False)] == [True, False]
 
 
 @pytest.mark.slow
 def test_the_command_prints_both_and_says_whether_they_agree(capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", "llama-2-13b-full-8xv100-16gb", "--hardware", "8xv100-16gb", "--dry-run", "--json"])
+        cli.main(["plan", "llama-2-13b-full-8xv100-16gb", "--hardware", "8xv100-16gb", "--fake-run", "--json"])
     assert not caught.value.code
     told = json.loads(capsys.readouterr().out)
-    assert told["dry_run"]["agrees"]
-    assert abs(told["dry_run"]["share"]["host"] - 1) < 0.01
+    assert told["fake_run"]["agrees"]
+    assert abs(told["fake_run"]["share"]["host"] - 1) < 0.01
 
 
 OF_EACH_KIND = ("falcon3-10b-full", "gemma-3-12b-lora", "gpt-10b-full", "t5-11b-lora", "llama-2-13b-long")
@@ -126,8 +126,8 @@ def test_full_size_recipes(name, capsys):
     """Issue 6: device and host peaks within 5 % of the plan. All of them: `make dry-runs`."""
     assert name in packaged()
     with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", name, "--hardware", "8xv100-16gb", "--dry-run", "--json"])
-    found = json.loads(capsys.readouterr().out)["dry_run"]
+        cli.main(["plan", name, "--hardware", "8xv100-16gb", "--fake-run", "--json"])
+    found = json.loads(capsys.readouterr().out)["fake_run"]
     assert not caught.value.code, found["share"]
 
 
