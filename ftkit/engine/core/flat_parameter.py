@@ -158,29 +158,6 @@ class FlatParameter:
             guard(parameter, segment.name)
         self.detach()
 
-    def unusable(self) -> tuple[set[str], dict[str, float]]:
-        """Return tensors that came with values which are not finite, and the largest values of those beyond the dtype.
-
-        This rank looks at what it is going to take over: before `allocate`.
-        """
-        broken: set[str] = set()
-        beyond: dict[str, float] = {}
-        first, last = (0, self.layout.numel) if self.resident else self.layout.shard_range(self.rank)
-        for span in self.layout.spans(first, last):
-            source, name = self.parameters[span.index].detach(), span.segment.name
-            if is_absent(source):
-                continue
-            low = span.start - span.segment.start
-            values = source.reshape(-1)[low : low + span.numel]
-            for part in [values] if values.dtype == self.dtype else values.split(PIECE_NUMEL):
-                if is_finite(part.to(self.dtype)):
-                    continue
-                if is_finite(part):
-                    beyond[name] = max(float(part.abs().max()), beyond.get(name, 0.0))
-                else:
-                    broken.add(name)
-        return broken, beyond
-
     def _take_over(self, device: torch.device) -> None:
         sources = [parameter.detach() for parameter in self.parameters]
         self.built = not all(map(is_absent, sources))
@@ -372,3 +349,27 @@ class FlatParameter:
 def store_bytes(store: Store) -> int:
     """Return the bytes of a shard, wherever it lies."""
     return store.numel * store.dtype.itemsize
+
+
+def unusable(flat: FlatParameter) -> tuple[set[str], dict[str, float]]:
+    """Return tensors that came with values which are not finite, and the largest values of those beyond the dtype.
+
+    This rank looks at the values that it will take over; called before `allocate`.
+    """
+    broken: set[str] = set()
+    beyond: dict[str, float] = {}
+    first, last = (0, flat.layout.numel) if flat.resident else flat.layout.shard_range(flat.rank)
+    for span in flat.layout.spans(first, last):
+        source, name = flat.parameters[span.index].detach(), span.segment.name
+        if is_absent(source):
+            continue
+        low = span.start - span.segment.start
+        values = source.reshape(-1)[low : low + span.numel]
+        for part in [values] if values.dtype == flat.dtype else values.split(PIECE_NUMEL):
+            if is_finite(part.to(flat.dtype)):
+                continue
+            if is_finite(part):
+                beyond[name] = max(float(part.abs().max()), beyond.get(name, 0.0))
+            else:
+                broken.add(name)
+    return broken, beyond

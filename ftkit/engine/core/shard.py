@@ -32,7 +32,7 @@ from ftkit.engine.core import block_weights
 from ftkit.engine.core.block_call import Split
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.dtypes import compute_dtype
-from ftkit.engine.core.flat_parameter import FlatParameter, absent
+from ftkit.engine.core.flat_parameter import FlatParameter, absent, unusable
 from ftkit.engine.core.gradient import DeferredGradient, Gradient, ReducedGradient, reduced_at_once
 from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
@@ -509,7 +509,7 @@ def _refuse_values(units: Units) -> None:
 
     Cost: one pass over the values that this rank takes over.
     """
-    found = [(flat.dtype, *flat.unusable()) for flat in units.flats]
+    found = [(flat.dtype, *unusable(flat)) for flat in units.flats]
     refuse_broken(units.comm, {name for _, broken, _ in found for name in broken})
     for dtype in dict.fromkeys(dtype for dtype, _, _ in found):
         largest = {name: most for own, _, beyond in found if own == dtype for name, most in beyond.items()}
