@@ -594,7 +594,7 @@ def test_in_fp16_a_loss_scale_that_cannot_come_down_further_is_told(tmp_path, ca
     run = Run(mixin=NaNGradients, arguments={"max_steps": 1}, ftkit={**SETTINGS, "dtype": "fp16"})
     with pytest.raises(Diverged):
         runs.make_trainer("ours", str(tmp_path), run).train()
-    assert "the loss scale is at its least, so this is no overflow" in caplog.text
+    assert "the loss scale is at its least, so this is not an overflow" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
