@@ -137,6 +137,13 @@ def test_numbers_of_base_8_in_an_override_stop_and_quoted_ones_are_text():
     assert read.model.name == "010"
 
 
+def test_a_key_set_twice_stops():
+    (found,) = problems(SMALL, "train.seed=3", "train.seed=4")
+    assert found == "--set train.seed=4: train.seed: set twice; keep one of the two"
+    (found,) = problems(SMALL, "engine.stage=1", "engine.reshard_after_forward=true")
+    assert "engine.reshard_after_forward: is of stage 3, and engine.stage is 1" in found
+
+
 def test_a_key_given_twice_in_an_override_stops():
     (found,) = problems(SMALL, "optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}")
     assert found == "--set optimizer={lr: 1e-3, eps: 1e-8, lr: 5e-1}: optimizer.lr: given twice; keep one of the two"

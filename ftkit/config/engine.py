@@ -40,6 +40,8 @@ def contradiction(strategy: Strategy, memory: Memory) -> str | None:
     on_disk = [kind for kind in KINDS if getattr(strategy, kind) == NVME]
     if on_disk and memory.nvme_dir is None:
         return f"engine.{on_disk[0]} is nvme and no folder is named for it; set memory.nvme_dir"
+    if strategy.reshard_after_forward != AUTO and strategy.stage in (0, 1, 2):
+        return f"engine.reshard_after_forward is of stage 3, and engine.stage is {strategy.stage}; remove one of them"
     if strategy.state_host_bytes not in (AUTO, 0) and strategy.state not in (AUTO, NVME):
         return f"engine.state_host_bytes is of a state on NVMe, and engine.state is {strategy.state}; remove one of them"
     return None

@@ -155,6 +155,8 @@ def override(document: Document, assignment: str) -> None:
     if isinstance(target, list) and not _fits(target, step):
         document.problems.append(Problem(place, dotted((*path, step)), f"needs an index below {len(target)}"))
         return
+    if document.places.get((*path, step), "").startswith("--set "):
+        document.problems.append(Problem(place, dotted((*path, step)), "set twice; keep one of the two"))
     target[step] = value
     path = (*path, step)
     for known in [known for known in document.places if known[: len(path)] == path]:

@@ -390,6 +390,7 @@ def shard_as(
     )
     assert isinstance(units, ShardedModel)
     refuse_foreign_optimizers(units)
+    _tell_rounded(model, units)
     look_before_saving(model, units)
     return units
 
@@ -515,6 +516,22 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 f"{flag}=True while gradients are on: tensors from inside blocks carry no gradient there. Leave it "
                 f"off, ask for it under torch.no_grad(), or {PLAIN}"
             )
+
+
+def _tell_rounded(model: nn.Module, units: ShardedModel) -> None:
+    """Say which frozen weights have lost precision: they have no masters, and are saved as they are now."""
+    if isinstance(model, PeftModel) or not units.trainable:  # an adapter's folder has no frozen weights
+        return
+    frozen = [(flat.dtype, segment.name) for flat in units.flats if not flat.trainable for segment in flat.layout.segments]
+    narrowed = [name for dtype, name in frozen if dtype.itemsize < units.dtypes[name].itemsize]
+    if narrowed and units.comm.rank == 0:
+        logger.warning(
+            "%d frozen weights (%s, ...) came in a wider dtype and are held in %s, in which they are used: a saved model "
+            "has them so rounded. To keep them exact, train in fp32 (ftkit={'dtype': 'fp32'})",
+            len(narrowed),
+            narrowed[0],
+            str(units.compute_dtype).removeprefix("torch."),
+        )
 
 
 def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, accumulation_steps: int) -> Plan:

@@ -102,8 +102,8 @@ WRONG = {
     ),
     "a rank of a module that is trained whole": (
         lora(modules_to_save=["up_proj"], target_modules=["q_proj", "up_proj"], rank_pattern={"up_proj": 4}),
-        "rank_pattern: 'up_proj'",
-        "q_proj",
+        "target_modules: 'up_proj' is in modules_to_save, too",
+        "Remove it from one of the two",
     ),
     "a rank of the head": (
         lora(target_modules="all-linear", rank_pattern={"lm_head": 4}),
@@ -129,10 +129,20 @@ WRONG = {
     "a single layer": (lora(layers_to_transform=7), "layers_to_transform: 7", "layers 0 to 2"),
     "a list of layers": (lora(layers_to_transform=[0], layers_pattern="layer"), "layers_pattern: 'layer'", "layers"),
     "a parameter": (lora(target_parameters=["q_proj.weigth"]), "target_parameters: 'q_proj.weigth'", "weight"),
-    "a token": (lora(trainable_token_indices=[3, 97]), "97 is no token", "rows 0 to 96"),
+    "a pattern behind one as wide": (
+        lora(rank_pattern={"q_proj": 8, "self_attn.q_proj": 2}),
+        "rank_pattern: 'self_attn.q_proj' stands behind 'q_proj'",
+        "or remove it",
+    ),
+    "a pattern behind several": (
+        lora(target_modules=["q_proj", "k_proj"], rank_pattern={"q_proj": 8, "k_proj": 6, ".*attn.*": 2}),
+        "rank_pattern: '.*attn.*' stands behind 'q_proj' and 'k_proj'",
+        "or remove it",
+    ),
+    "a token": (lora(trainable_token_indices=[3, 97]), "97 is not a token", "rows 0 to 96"),
     "a token before the first": (
         lora(trainable_token_indices={"embed_tokens": [-1]}),
-        "-1 is no token",
+        "-1 is not a token",
         "rows 0 to 96",
     ),
     "a token that invokes": (lora(alora_invocation_tokens=[5, 97]), "alora_invocation_tokens: 97", "rows 0 to 96"),
@@ -141,10 +151,10 @@ WRONG = {
         "use_bdlora.target_modules_bd_a: 'q_porj'",
         "q_proj",
     ),
-    "a token alone": (TrainableTokensConfig(token_indices=[97]), "token_indices: 97 is no token", "rows 0 to 96"),
+    "a token alone": (TrainableTokensConfig(token_indices=[97]), "token_indices: 97 is not a token", "rows 0 to 96"),
     "a token alone before the first": (
         TrainableTokensConfig(token_indices=[-1], target_modules=["embed_tokens"]),
-        "-1 is no token",
+        "-1 is not a token",
         "rows 0 to 96",
     ),
     "a text instead of a list": (

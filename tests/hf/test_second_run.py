@@ -508,7 +508,7 @@ def reading_outside(model: Any) -> Any:
 
 
 def test_blocks_that_read_one_tensor_with_a_graph_from_outside_are_refused():
-    with pytest.raises(UserError, match="read a tensor with a graph that is no argument of theirs"):
+    with pytest.raises(UserError, match="read a tensor with a graph that is not one of their arguments"):
         compare(reading_outside, loss_of)
 
 

@@ -166,6 +166,16 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
         raise UserError(f"{folder}: has no optimizer state of {min(wanted - steps)}; it was not trained then")
     if steps - wanted:
         raise UserError(f"{folder}: has optimizer state of {min(steps - wanted)}, which this run does not train")
+    members, now = saved.get("members", {}), optimizer.groups_by_name()  # earlier versions did not note them
+    if not isinstance(members, dict):
+        raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.members is not valid")
+    moved = [name for name in sorted(now) if members.get(name, now[name]) != now[name]]
+    if moved:
+        raise UserError(
+            f"{folder}: {moved[0]} was in parameter group {members[moved[0]]!r:.20}, and is in group {now[moved[0]]} of "
+            "this run's optimizer: each would go on with the learning rate of the other. Make the groups as they were, in "
+            "the same order"
+        )
     for own, group in zip(optimizer.plain_groups(), groups):
         odd = [key for key in _known(optimizer) & set(group) if not alike(group[key], own.get(key, own["lr"]))]
         if odd:

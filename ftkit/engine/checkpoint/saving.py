@@ -447,6 +447,7 @@ def _manifest(units: Units, optimizer: ShardedOptimizer | None, extra: dict[str,
         manifest["optimizer"] = {
             "class": type(optimizer).__name__,
             "groups": optimizer.plain_groups(),
+            "members": optimizer.groups_by_name(),
             "loss_scale": asdict(optimizer.loss_scale),
             "steps": {
                 segment.name: count

@@ -26,6 +26,7 @@ from itertools import pairwise
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.transfer import Transfer, WeightSlot
+from ftkit.errors import UserError
 
 
 class WeightState(Enum):
@@ -121,10 +122,21 @@ class BlockWeights:
         return [coming] if coming is not None else []
 
     def leave(self) -> None:
-        """Free the weights. A buffer of their own stays while a backward will ask for it."""
+        """Free the weights. A buffer of their own stays while a backward will ask for it.
+
+        Raises:
+            UserError: if one was written in place: it is a copy, and the write would be lost.
+        """
+        edited = next((name for flat in self.gathered if (name := flat.edited()) is not None), None)
         if self.gathered:
             self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
         self._rest()
+        if edited is not None:
+            raise UserError(
+                f"{edited} was written in place while its block {self.name} computed. At stage 3 a block's weights are "
+                "copies meanwhile, and the write would be lost. Compute with a changed copy (weight * scale), use a "
+                "parametrization, or set ftkit={'stage': 2}"
+            )
 
     def hold_whole(self) -> None:
         """Gather the weights into a buffer of their own, where calls without gradients find them until `give_back`."""

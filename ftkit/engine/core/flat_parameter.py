@@ -100,6 +100,7 @@ class FlatParameter:
         self.version = 0  # of the weights: +1 an update
         self.full: Tensor | None = None
         self.full_version = 0
+        self._versions: list[int] = []  # of gathered parameters, when they were attached
         self.refreshed: torch.cuda.Event | None = None  # when a resident copy is up to date
         self.origin: Origin | None = None  # weights as they came, where they are wider than the compute dtype
         self.valued: Sequence[bool] = ()  # which tensors had values before sharding, where there is an origin
@@ -253,6 +254,8 @@ class FlatParameter:
             if not self.resident:
                 parameter.__class__ = plain_class(parameter)
             parameter.data = full[segment.start : segment.stop].view(segment.shape)
+        if not self.resident:
+            self._versions = self._counts()
 
     def detach(self) -> None:
         """Make the parameters absent; until they are attached again, computing with one raises (resharded.py)."""
@@ -262,12 +265,23 @@ class FlatParameter:
             parameter.data = absent(parameter, self.comm.device, self.dtype)
             parameter.__class__ = resharded_class(kind)
 
+    def edited(self) -> str | None:
+        """Return the name of a gathered parameter that was written in place since it was attached; None if none was.
+
+        Cost: a count of each parameter; one read of this rank's part where a count has changed.
+        """
+        changed = [s.name for s, old, new in zip(self.layout.segments, self._versions, self._counts()) if old != new]
+        return changed[0] if changed and differs_from_shard(self) else None
+
+    def _counts(self) -> list[int]:
+        return [0 if parameter.is_inference() else parameter._version for parameter in self.parameters]
+
     def edits(self) -> int:
         """Return a count of in-place writes to resident parameters by others; the engine's own, to `full`, leave it alone.
 
         A parameter counts what is written through it and its views; `.data` is a view that counts for itself.
         """
-        return sum(p._version for p in self.parameters if not p.is_inference()) if self.resident else 0
+        return sum(self._counts()) if self.resident else 0
 
     def displaced(self) -> str | None:
         """Return the name of a resident parameter whose `.data` was replaced, so that it lies elsewhere than in `full`.
@@ -373,3 +387,17 @@ def unusable(flat: FlatParameter) -> tuple[set[str], dict[str, float]]:
             else:
                 broken.add(name)
     return broken, beyond
+
+
+def differs_from_shard(flat: FlatParameter) -> bool:
+    """Return whether this rank's part of the gathered values differs from its shard."""
+    base, _ = flat.layout.shard_range(flat.rank)
+    for low, high in flat.weights.pieces():
+        shard = flat.weights.read(low, high)
+        for span in flat.layout.spans(base + low, min(base + high, base + flat.own_numel)):
+            own = shard[span.start - base - low : span.stop - base - low]
+            first = span.start - span.segment.start
+            there = flat.parameters[span.index].reshape(-1)[first : first + span.numel]
+            if not torch.equal(there.view(torch.uint8), own.to(there.device).view(torch.uint8)):
+                return True
+    return False

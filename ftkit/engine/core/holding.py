@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.flat_parameter import FlatParameter, differs_from_shard
 from ftkit.engine.core.resharded import Guard
 from ftkit.engine.core.root_parameters import RootParameter, gather_whole
 from ftkit.engine.core.shard import Units
@@ -118,7 +118,7 @@ def _changed(flat: FlatParameter, before: tuple[list[int], Tensor] | None) -> st
         before: versions and marks that a resident line had; None for a gathered one, which is compared with its shard.
     """
     if before is None:
-        return flat.name if _edited(flat) else None
+        return flat.name if differs_from_shard(flat) else None
     versions, marks = before
     if flat.displaced() is None and torch.equal(marks, _marks(flat)):
         return None
@@ -138,17 +138,3 @@ def _marks(flat: FlatParameter) -> Tensor:
     words = flat.shard.view(torch.int64)  # a shard is a whole number of them
     whole = len(words) // MARKS * MARKS
     return torch.cat([words[:whole].view(-1, MARKS).sum(0), words[whole:]])
-
-
-def _edited(flat: FlatParameter) -> bool:
-    """Return whether this rank's part of the gathered values differs from its shard."""
-    base, _ = flat.layout.shard_range(flat.rank)
-    for low, high in flat.weights.pieces():
-        shard = flat.weights.read(low, high)
-        for span in flat.layout.spans(base + low, min(base + high, base + flat.own_numel)):
-            own = shard[span.start - base - low : span.stop - base - low]
-            first = span.start - span.segment.start
-            there = flat.parameters[span.index].reshape(-1)[first : first + span.numel]
-            if not torch.equal(there.view(torch.uint8), own.to(there.device).view(torch.uint8)):
-                return True
-    return False

@@ -36,6 +36,7 @@ from ftkit.engine.core.flat_parameter import FlatParameter, absent, unusable
 from ftkit.engine.core.gradient import DeferredGradient, Gradient, ReducedGradient, reduced_at_once
 from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
+from ftkit.engine.core.resharded import plain_class
 from ftkit.engine.core.root_parameters import RootParameter, Running, receive, refuse_gradients
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
@@ -580,6 +581,14 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
             )
         if is_sharded(module):
             raise UserError(f"{name} is sharded already: use the result of the first ftkit.shard(), ftkit.units_of(model)")
+    listed = {id(parameter) for parameter in model.parameters()}
+    for name, module in model.named_modules():
+        hidden = [key for key, each in module._parameters.items() if each is not None and id(each) not in listed]
+        if hidden:
+            raise UserError(
+                f"{f'{name}.'.lstrip('.')}{hidden[0]} is a parameter that named_parameters() of the model does not list: a "
+                "class overrides it. It would neither be sharded nor saved; let the method list every parameter"
+            )
     for name, block in blocks:
         if "forward" in vars(block):
             raise UserError(
@@ -750,6 +759,11 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         return
     if flat.trainable:
         refuse_gradients(flat)
+    if (kind := plain_class(flat.parameters[0])) is not nn.Parameter:
+        raise UserError(
+            f"{flat.name} is a {kind.__name__}, a subclass of nn.Parameter: outside blocks, stage 3 gives a module a plain "
+            "tensor in its place. Make it an nn.Parameter, or set ftkit={'stage': 2}"
+        )
     for place in bindings[id(flat.parameters[0])]:
         gradient = units.gradient_of.get(flat)
         root = RootParameter(flat, gradient, place.module, place.attribute, units.running, lambda: units.transfer.updates)

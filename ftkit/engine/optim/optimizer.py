@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,27 @@ class LossScale:
             self.value = min(self.value, self.limit)
 
 
+class StateInShards(defaultdict[Any, Any]):
+    """In the place of `optimizer.state`: it is empty, and refuses what would have no effect."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise _state_refusal()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise _state_refusal()
+
+    def clear(self) -> None:
+        """Refuse to forget state that lies elsewhere."""
+        raise _state_refusal()
+
+
+def _state_refusal() -> UserError:
+    return UserError(
+        "optimizer.state of a sharded model: the state lies in shards, and nothing that is read or written here would be "
+        "its. To begin with fresh state, make a new Trainer or optimizer; to keep it, save a checkpoint"
+    )
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """What all sharded optimizers share: groups, norm, clipping, loss scale, the walk over the shards.
 
@@ -145,6 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
         self.hyper_parameters = frozenset(defaults)  # `defaults` may have more: those of an optimizer that this one replaces
         super().__init__(params if params is not None else _trainable(units), defaults)
+        self.state = StateInShards()
         self.updater = Updater(
             units.tiers,
             update_piece=self.update_piece,
@@ -204,6 +227,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         plain = ({key: _plain(value) for key, value in group.items() if key != "params"} for group in self.param_groups)
         known = self.hyper_parameters
         return [{key: each for key, each in group.items() if key in known or _has_json(each)} for group in plain]
+
+    def groups_by_name(self) -> dict[str, int | None]:
+        """Return each trained tensor's parameter group; None where it is in none."""
+        flats = self.units.trainable
+        return {s.name: group for flat in flats for s, group in zip(flat.layout.segments, self.group_of[flat.name])}
 
     # --- state
 

@@ -86,6 +86,8 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     _check_layers(model, layers, lists, [*adapted, *others] or modules)
     if not isinstance(asked["target_modules"], str) and not _is_made_by_peft(model, asked["exclude_modules"], targeted):
         _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
+    if not isinstance(asked["target_modules"], str):
+        _check_not_saved(targets, adapted, asked["modules_to_save"])
     chosen = adapted or ([] if others else modules)
     chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
     if not isinstance(targets, str):  # of a pattern PEFT leaves layers aside
@@ -135,6 +137,17 @@ def _check_left(targets: Any, left: Sequence[str], adapted: Sequence[str]) -> No
             raise UserError(
                 f"adapter: target_modules (adapter.targets in a recipe): {name!r} {why}, so that it would have no adapter. "
                 "Remove it, or correct the other field"
+            )
+
+
+def _check_not_saved(targets: Any, adapted: Sequence[str], saved: Any) -> None:
+    """Raise for a target all of whose modules are trained whole: PEFT gives them no adapter."""
+    for name in sorted(map(str, targets or ())):
+        found = [module for module in adapted if _is_target(name, module)]
+        if found and all(_is_saved(module, saved) for module in found):
+            raise UserError(
+                f"adapter: target_modules: {name!r} is in modules_to_save, too: its modules would be trained whole and get "
+                "no adapter. Remove it from one of the two"
             )
 
 
@@ -230,14 +243,15 @@ def _each(
 
 
 def _check_hidden(field: str, names: Sequence[str], there: Sequence[str]) -> None:
-    """Raise for a name before which another matches all of its modules, and more: PEFT takes the first that matches."""
+    """Raise for a name before which others match all of its modules: PEFT takes the first that matches."""
     matched = {name: {found for found in there if _is_pattern(name, found)} for name in names}
     for number, name in enumerate(names):
-        hiding = next((earlier for earlier in names[:number] if matched[name] < matched[earlier]), None)
-        if hiding is not None:
+        hiding = [earlier for earlier in names[:number] if matched[name] & matched[earlier]]
+        if matched[name] and matched[name] <= set().union(*(matched[earlier] for earlier in hiding)):
             raise UserError(
-                f"adapter: {field}: {name!r} stands behind {hiding!r}, which matches all of its modules; PEFT takes the "
-                f"first that matches, so that {name!r} would never be used. Write it before {hiding!r}"
+                f"adapter: {field}: {name!r} stands behind {' and '.join(map(repr, hiding))}, which matches all of its "
+                f"modules; PEFT takes the first that matches, so that {name!r} would never be used. Write it before "
+                f"{hiding[0]!r}, or remove it"
             )
 
 

@@ -135,6 +135,11 @@ class RunCheckpoints:
                 if first:
                     make_folder(temporary)
             write()
+            if self.sharded and trainer.units.saving is None:
+                raise UserError(
+                    "nothing wrote its weights: ftkit does so in _save_optimizer_and_scheduler, which is overridden without "
+                    "super(). To save without optimizer state, set save_only_model=True"
+                )
             state.best_model_checkpoint = best
             if comm.rank == 0:
                 state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))

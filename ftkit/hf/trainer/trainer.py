@@ -99,6 +99,12 @@ class EngineCheck(TrainerCallback):
                 "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
                 "accelerator. Call super() there, or set ftkit=None"
             )
+        if (left := self.trainer.left_to_load) is not None:
+            raise UserError(
+                f"the weights of {left} were not read: _load_optimizer_and_scheduler, in which ftkit reads them, is "
+                "overridden without super(). To continue with a new optimizer, give the saved weights as the model "
+                "(trainer.save_model, ftkit export) and train without resume_from_checkpoint"
+            )
         begun = TrainerState()
         begun.compute_steps(args, state.max_steps)
         for name in ("logging_steps", "eval_steps"):  # 0 in a checkpoint of a run that did not log or evaluate by steps
@@ -200,7 +206,7 @@ class TrainerMixin(LossMixin):
         if self.args.ftkit is not None:
             self._check_callbacks()
             check_length_column(self.args, self.train_dataset)
-        self.loss_record = LossRecord()
+        self.loss_record, self.left_to_load = LossRecord(), None
         try:
             with explained(lambda: self.units):
                 result = super().train(*args, **kwargs)
@@ -211,6 +217,7 @@ class TrainerMixin(LossMixin):
             self.take_failure(problem)
         return result
 
+    left_to_load: str | None = None  # the checkpoint that is continued, until its weights are read
     _checked: Sequence[TrainerCallback] = ()  # callbacks that were looked at; others may be added at any time
 
     def _check_callbacks(self) -> None:
@@ -719,7 +726,9 @@ class TrainerMixin(LossMixin):
         noted = {**self.noted, BASE: self.checkpoints.base(), LOSSES: losses}
         if self._needs_fp32_modules():
             noted[FP32_MODULES] = units.fp32_modules.as_dict()
-        Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
+        saving = Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
+        if self.checkpoints.writing is None:  # called by hand, or by a _save_checkpoint without super(): nobody waits for it
+            saving.wait()
         if self.args.should_save:
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, transformers.trainer.SCHEDULER_NAME))
@@ -743,7 +752,7 @@ class TrainerMixin(LossMixin):
         """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Leave a checkpoint of ours for later, when the model is sharded; load weights of others now."""
+        """Leave a checkpoint of ours for later, when the model is sharded. Called by hand, take its weights now."""
         ours = Path(resume_from_checkpoint, ENGINE_FOLDER, MANIFEST).is_file()
         if ours and not self.engine_is_on:
             raise UserError(
@@ -754,6 +763,10 @@ class TrainerMixin(LossMixin):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         if ours:
             check_folder(Path(resume_from_checkpoint))  # the engine's own files are compared as they are read
+            if self.is_in_train:
+                self.left_to_load = resume_from_checkpoint
+            else:
+                self._load_weights_of(Path(resume_from_checkpoint))
             return
         raise UserError(
             f"{resume_from_checkpoint}: no checkpoint of ftkit's engine ({ENGINE_FOLDER}/{MANIFEST} is missing). A stock "
@@ -765,6 +778,13 @@ class TrainerMixin(LossMixin):
             return super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        if names := overriders(type(self), ["_load_from_checkpoint"], KNOWN):
+            raise UserError(
+                f"{names[0]} overrides _load_from_checkpoint. ftkit reads the weights of a checkpoint later, in "
+                "_load_optimizer_and_scheduler, so what the override does to weights would be lost. Change weights before "
+                "the Trainer is built or in a callback's on_train_begin, or override _load_optimizer_and_scheduler and call "
+                "super() first"
+            )
         folder = Path(checkpoint)
         manifest = folder / ENGINE_FOLDER / MANIFEST
         extra = load_checkpoint(folder / ENGINE_FOLDER, self.engine, self.sharded_optimizer, frozen=self.saves_frozen)
@@ -780,17 +800,23 @@ class TrainerMixin(LossMixin):
         if not scheduler.is_file():
             raise UserError(f"{folder}: {scheduler.name} is missing; the learning rate could not go on where it was")
         load_scheduler(scheduler, self.lr_scheduler)
+        self.left_to_load = None
 
     def _load_best_model(self) -> None:
         if not self.engine_is_on:
             return super()._load_best_model()
         self.finish_save()
         folder = Path(self.state.best_model_checkpoint)
-        units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
+        units = self.accelerator.sharded(self.model)
         if not units.comm.same(folder.is_dir() and any(folder.iterdir())):
             if units.comm.rank == 0:
                 logger.warning("%s, the best checkpoint, is gone: the model is that of the last step", folder)
             return
+        self._load_weights_of(folder)
+
+    def _load_weights_of(self, folder: Path) -> None:
+        """Take the weights of a checkpoint, of ours or of weights alone, and nothing else of it. A collective."""
+        units, optimizer = self._sharded(), self.sharded_optimizer
         if (folder / ENGINE_FOLDER / MANIFEST).is_file():
             load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen, state=False)
         elif isinstance(self.model, PeftModel):

@@ -7,6 +7,7 @@ from tests.mutants.fault import fault
 _CHECKPOINTS = "ftkit/hf/trainer/run_checkpoints.py"
 _WHOLE = "tests/hf/test_saved_whole.py::"
 
+_DOORS = "tests/hf/test_overridden_doors.py::"
 FAULTS = (
     fault(
         "a best checkpoint that was saved before its evaluation is forgotten",
@@ -133,6 +134,76 @@ FAULTS = (
         "{name: config_note(inner[name]) for name in others}",
         "{}",
         "tests/hf/test_base.py::test_every_model_of_a_users_module_is_compared",
+    ),
+    fault(
+        "a resume goes on from the base where an override reads no checkpoint",
+        "ftkit/hf/trainer/trainer.py",
+        "                self.left_to_load = resume_from_checkpoint\n",
+        "                self.left_to_load = None\n",
+        _DOORS + "test_weights_of_a_checkpoint_that_an_override_would_lose_are_refused[NewOptimizer",
+    ),
+    fault(
+        "a checkpoint that is loaded by hand changes nothing",
+        "ftkit/hf/trainer/trainer.py",
+        "                self._load_weights_of(Path(resume_from_checkpoint))\n",
+        "                pass\n",
+        _DOORS + "test_a_checkpoint_that_is_loaded_by_hand_is_evaluated",
+    ),
+    fault(
+        "a checkpoint without weights gets its name",
+        "ftkit/hf/trainer/run_checkpoints.py",
+        "if self.sharded and trainer.units.saving is None:",
+        "if False:",
+        _DOORS + "test_a_checkpoint_without_weights_is_not_left_behind",
+    ),
+    fault(
+        "a checkpoint that a Trainer puts together stays unfinished",
+        "ftkit/hf/trainer/trainer.py",
+        "            saving.wait()\n",
+        "            pass\n",
+        _DOORS + "test_a_checkpoint_that_a_trainer_puts_together_is_whole",
+    ),
+    fault(
+        "groups in another order take each other's learning rate",
+        "ftkit/engine/checkpoint/saving.py",
+        '"members": optimizer.groups_by_name()',
+        '"members": {}',
+        _DOORS + "test_groups_in_another_order_are_refused_at_resume",
+    ),
+    fault(
+        "state that is written past the shards is lost in silence",
+        "ftkit/engine/optim/optimizer.py",
+        "        self.state = StateInShards()\n",
+        "",
+        _DOORS + "test_state_that_is_written_past_the_shards_is_refused",
+    ),
+    fault(
+        "frozen weights are rounded in silence",
+        "ftkit/hf/sharding.py",
+        "    _tell_rounded(model, units)\n",
+        "",
+        _DOORS + "test_frozen_weights_that_lose_precision_are_told",
+    ),
+    fault(
+        "a parameter that a model hides is not saved",
+        "ftkit/engine/core/shard.py",
+        "        if hidden:\n",
+        "        if False:\n",
+        _DOORS + "test_parameters_that_a_model_hides_are_refused",
+    ),
+    fault(
+        "a gathered head has lost the attributes of its weight",
+        "ftkit/engine/core/root_parameters.py",
+        "        gathered.__dict__.update({key: value for key, value in own.items() if not key.startswith(\"ftkit_\")})\n",
+        "",
+        _DOORS + "test_attributes_of_a_heads_weight_are_on_what_is_read",
+    ),
+    fault(
+        "a weight that is written while its block computes is put back in silence",
+        "ftkit/engine/core/block_weights.py",
+        "        if edited is not None:\n",
+        "        if False:\n",
+        _DOORS + "test_a_weight_that_is_written_while_its_block_computes_is_refused",
     ),
     fault(
         "an adapter's scale that was set by hand is not noted",
