@@ -230,3 +230,27 @@ def clamps() -> str:
 def test_a_weight_that_is_written_while_its_block_computes_is_refused(world2):
     for told in world2.run(clamps):
         assert "was written in place while its block model.layers.1 computed" in told
+
+
+class Normalised(nn.Linear):
+    """A head that writes its weight in forward."""
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            self.weight.div_(2.0)
+        return super().forward(x)
+
+
+def halves() -> str:
+    model = runs.llama(num_hidden_layers=2)
+    model.lm_head = Normalised(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    ftkit.shard(model, {"stage": 3, "affinity": False})
+    rows = torch.stack([row["input_ids"] for row in runs.token_rows(2)])
+    with pytest.raises(UserError) as refused:
+        model(input_ids=rows, labels=rows)
+    return str(refused.value)
+
+
+def test_a_head_that_is_written_in_its_forward_is_refused(world2):
+    for told in world2.run(halves):
+        assert told.startswith("lm_head.weight was written in place while its module computed")

@@ -95,6 +95,7 @@ class RootParameter:
         self.gathered: Tensor | None = None
         self.whole: Tensor | None = None  # while all weights of the model are held (holding.py)
         self.sharing = False
+        self._written = 0
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
     def read(self) -> Tensor:
@@ -109,7 +110,9 @@ class RootParameter:
         if self.sharing:
             wants_graph = torch.is_grad_enabled() and self.parameter.requires_grad
             if self.gathered is None or (wants_graph and not self.gathered.requires_grad):
+                self._refuse_written(self.gathered)
                 self.gathered = self._gather()
+                self._written = self._writes(self.gathered)
             return self.gathered
         return self._gather() if self.running.gathers else self.parameter
 
@@ -127,12 +130,28 @@ class RootParameter:
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Let all reads in the body share one gather, at the first of them."""
+        """Let all reads in the body share one gather, at the first of them.
+
+        Raises:
+            UserError: if the gathered tensor was written in place: it is a copy, and the write would be lost.
+        """
         self.sharing = True
         try:
             yield
         finally:
-            self.sharing, self.gathered = False, None
+            gathered, self.sharing, self.gathered = self.gathered, False, None
+        self._refuse_written(gathered)
+
+    def _refuse_written(self, gathered: Tensor | None) -> None:
+        if gathered is not None and self._writes(gathered) != self._written:
+            raise UserError(
+                f"{self.flat.name} was written in place while its module computed. At stage 3 it is a copy meanwhile, and "
+                "the write would be lost. Compute with a changed copy (weight * scale), or set ftkit={'stage': 2}"
+            )
+
+    @staticmethod
+    def _writes(gathered: Tensor) -> int:
+        return 0 if gathered.is_inference() else gathered._version
 
     def _gather(self) -> Tensor:
         """Return the whole parameter. Cost: one all-gather; in backward one reduce-scatter.
