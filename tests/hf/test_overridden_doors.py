@@ -49,6 +49,7 @@ class ZeroHead(ftkit.Trainer):
         (NewOptimizer, r"the weights of \S*checkpoint-1 were not read: _load_optimizer_and_scheduler"),
         (ZeroHead, "ZeroHead overrides _load_from_checkpoint"),
     ],
+    ids=["a new optimizer", "another load"],
 )
 def test_weights_of_a_checkpoint_that_an_override_would_lose_are_refused(kind, words, tmp_path):
     made(tmp_path).train()

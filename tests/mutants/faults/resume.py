@@ -140,7 +140,7 @@ FAULTS = (
         "ftkit/hf/trainer/trainer.py",
         "                self.left_to_load = resume_from_checkpoint\n",
         "                self.left_to_load = None\n",
-        _DOORS + "test_weights_of_a_checkpoint_that_an_override_would_lose_are_refused[NewOptimizer",
+        _DOORS + "test_weights_of_a_checkpoint_that_an_override_would_lose_are_refused[a new optimizer]",
     ),
     fault(
         "a checkpoint that is loaded by hand changes nothing",
