@@ -581,14 +581,7 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
             )
         if is_sharded(module):
             raise UserError(f"{name} is sharded already: use the result of the first ftkit.shard(), ftkit.units_of(model)")
-    listed = {id(parameter) for parameter in model.parameters()}
-    for name, module in model.named_modules():
-        hidden = [key for key, each in module._parameters.items() if each is not None and id(each) not in listed]
-        if hidden:
-            raise UserError(
-                f"{f'{name}.'.lstrip('.')}{hidden[0]} is a parameter that named_parameters() of the model does not list: a "
-                "class overrides it. It would neither be sharded nor saved; let the method list every parameter"
-            )
+    _refuse_hidden(model)
     for name, block in blocks:
         if "forward" in vars(block):
             raise UserError(
@@ -613,6 +606,18 @@ def _refuse(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], units: Un
             raise UserError(
                 f"{name} has dtype {parameter.dtype}: fp32, bf16 and fp16 can be trained here. Cast the model before it is "
                 "sharded (model.float()), or set dtype (ftkit={'dtype': 'fp32'})"
+            )
+
+
+def _refuse_hidden(model: nn.Module) -> None:
+    """Raise for a parameter that a model's own named_parameters() leaves out."""
+    listed = {id(parameter) for parameter in model.parameters()}
+    for name, module in model.named_modules():
+        hidden = [key for key, each in module._parameters.items() if each is not None and id(each) not in listed]
+        if hidden:
+            raise UserError(
+                f"{f'{name}.'.lstrip('.')}{hidden[0]} is a parameter that named_parameters() of the model does not list: a "
+                "class overrides it. It would neither be sharded nor saved; let the method list every parameter"
             )
 
 
