@@ -84,9 +84,9 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     if lists and layers in (None, []):
         raise UserError("adapter: layers_pattern is read beside layers_to_transform only: give both, or neither")
     _check_layers(model, layers, lists, [*adapted, *others] or modules)
-    if not isinstance(asked["target_modules"], str) and not _is_made_by_peft(model, asked["exclude_modules"], targeted):
-        _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
     if not isinstance(asked["target_modules"], str):
+        if not _is_made_by_peft(model, asked["exclude_modules"], targeted):
+            _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
         _check_not_saved(targets, adapted, asked["modules_to_save"])
     chosen = adapted or ([] if others else modules)
     chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
