@@ -60,7 +60,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     asked = {field: getattr(config, field, None) for field in _FIELDS}
     if config.peft_type == PeftType.ADAPTION_PROMPT and isinstance(asked["target_modules"], str):
         asked["target_modules"] = [asked["target_modules"]]  # the end of a name, and no pattern
-    added = ADDED_BY_PEFT.get(TaskType(config.task_type), set()) if config.task_type is not None else set()
+    added = ADDED_BY_PEFT.get(TaskType(config.task_type), set()) if config.task_type is not None else ()
     _each(model, "target_modules", asked["target_modules"], modules, _is_target)
     _each(model, "exclude_modules", asked["exclude_modules"], modules, _is_target)
     _each(model, "feedforward_modules", asked["feedforward_modules"], modules, _is_target)
@@ -68,9 +68,8 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     _each(model, "modules_to_save", saved, modules, lambda name, found: found.endswith(name))
     parameters = [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
     _each(model, "target_parameters", asked["target_parameters"], parameters, _is_target)
-    targets = asked["target_modules"]
-    if isinstance(targets, str) and targets.lower() == "all-linear":
-        targets = _linear(model)
+    text = isinstance(targets := asked["target_modules"], str)
+    targets = _linear(model) if text and targets.lower() == "all-linear" else targets
     targeted = [name for name in modules if _is_adapted(name, targets)]
     _check_excluded(asked["exclude_modules"], modules, targeted)
     adapted = [name for name in modules if _is_adapted(name, targets) and not _is_adapted(name, asked["exclude_modules"])]
@@ -84,7 +83,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     if lists and layers in (None, []):
         raise UserError("adapter: layers_pattern is read beside layers_to_transform only: give both, or neither")
     _check_layers(model, layers, lists, [*adapted, *others] or modules)
-    if not isinstance(asked["target_modules"], str):
+    if not text:
         if not _is_made_by_peft(model, asked["exclude_modules"], targeted):
             _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
         _check_not_saved(targets, adapted, asked["modules_to_save"])
