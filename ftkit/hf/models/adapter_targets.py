@@ -69,7 +69,7 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     parameters = [name.replace(".base_layer.", ".") for name, _ in model.named_parameters()]
     _each(model, "target_parameters", asked["target_parameters"], parameters, _is_target)
     text = isinstance(targets := asked["target_modules"], str)
-    targets = _linear(model) if text and targets.lower() == "all-linear" else targets
+    targets = _linear(model) if text and str(targets).lower() == "all-linear" else targets
     targeted = [name for name in modules if _is_adapted(name, targets)]
     _check_excluded(asked["exclude_modules"], modules, targeted)
     adapted = [name for name in modules if _is_adapted(name, targets) and not _is_adapted(name, asked["exclude_modules"])]
