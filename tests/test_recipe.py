@@ -140,6 +140,8 @@ def test_numbers_of_base_8_in_an_override_stop_and_quoted_ones_are_text():
 def test_a_key_set_twice_stops():
     (found,) = problems(SMALL, "train.seed=3", "train.seed=4")
     assert found == "--set train.seed=4: train.seed: set twice; keep one of the two"
+    (found,) = problems(SMALL, "engine.stage=1", "engine={debug: true}")
+    assert "engine: set twice" in found
     (found,) = problems(SMALL, "engine.stage=1", "engine.reshard_after_forward=true")
     assert "engine.reshard_after_forward: is of stage 3, and engine.stage is 1" in found
 

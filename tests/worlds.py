@@ -20,6 +20,7 @@ import pickle
 import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -195,7 +196,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
     os.environ.update(environ)
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is never garbage; looking at it would copy its pages into every rank
-    meetings = cases = 0
+    meetings, known = 0, len(sys.modules)
     while True:
         if size > 1 and not dist.is_initialized():  # at the start, and after a case that ended the group (as a job does)
             meetings += 1
@@ -212,7 +213,7 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
             answer = pickle.dumps((False, traceback.format_exc(limit=-FRAMES)))
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
-        cases += 1
         gc.collect()
-        if cases & (cases - 1) == 0:  # after the 1st, 2nd, 4th ...: the modules that cases import are never garbage either
+        if len(sys.modules) > known:  # what a case has imported is never garbage either
             gc.freeze()
+            known = len(sys.modules)

@@ -155,8 +155,9 @@ def override(document: Document, assignment: str) -> None:
     if isinstance(target, list) and not _fits(target, step):
         document.problems.append(Problem(place, dotted((*path, step)), f"needs an index below {len(target)}"))
         return
-    if document.places.get((*path, step), "").startswith("--set "):
-        document.problems.append(Problem(place, dotted((*path, step)), "set twice; keep one of the two"))
+    whole = (*path, step)
+    if any(known[: len(whole)] == whole and said.startswith("--set ") for known, said in document.places.items()):
+        document.problems.append(Problem(place, dotted(whole), "set twice; keep one of the two"))
     target[step] = value
     path = (*path, step)
     for known in [known for known in document.places if known[: len(path)] == path]:

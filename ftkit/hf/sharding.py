@@ -537,7 +537,8 @@ def _tell_rounded(model: nn.Module, units: ShardedModel) -> None:
 def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, accumulation_steps: int) -> Plan:
     """Return the plan: what is decided, and for the rest the fastest strategy that fits on every rank."""
     limits = free
-    decided = AUTO not in (strategy.stage, strategy.activations, strategy.reshard_after_forward)
+    gathers = strategy.stage not in (0, 1, 2)  # else nothing is there to reshard
+    decided = AUTO not in (strategy.stage, strategy.activations, *((strategy.reshard_after_forward,) * gathers))
     if decided and memory.device_gib is None and memory.host_gib is None:
         limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
     together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in  # the caller's loop is as it is

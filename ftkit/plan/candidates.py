@@ -67,7 +67,8 @@ def order(limits: Limits, asked: Strategy, sequences: int, preferred: int) -> It
     """
     tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
     tiers += [NVME] if limits.nvme_bytes else []
-    stages = dict.fromkeys((_or(asked.stage, stage), _or(asked.reshard_after_forward, reshard)) for stage, reshard in STAGES)
+    wanted = ((_or(asked.stage, stage), _or(asked.reshard_after_forward, reshard)) for stage, reshard in STAGES)
+    stages = dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in wanted)
     choices: dict[str, list[Any]] = {
         "micro_batch": micro_batches(asked, sequences, preferred),
         "stage, reshard": list(stages),

@@ -41,6 +41,9 @@ GOING_ON, ENDED, ENDED_EARLY, FAILED = "going on", "ended", "ended early", "fail
 MOST_STEPS = 1e12
 """A line of a later step is no line of a run."""
 
+PER_NODE = ("node", "box")
+"""Marks of a plan's tier that the ranks of a node share; the second is that of plans before 25 Nov 2026."""
+
 
 @dataclass
 class Curves:
@@ -150,14 +153,17 @@ class Facts:
     def purposes(self, tier: str) -> list[tuple[str, float]]:
         """Return what was planned for a rank on a tier, by purpose."""
         found = record(record(self.plan.get("tiers")).get(tier))
-        sharing = 1.0 if found.get("per") != "node" else max(finite(self.plan.get("ranks_per_node")) or self.ranks, 1.0)
+        sharing = 1.0 if found.get("per") not in PER_NODE else max(self._ranks_of_a_node(), 1.0)
         sizes = [(str(name), finite(size)) for name, size in record(found.get("purposes")).items()]
         return [(name, size / sharing) for name, size in sizes if size is not None and size > 0]
+
+    def _ranks_of_a_node(self) -> float:
+        return finite(self.plan.get("ranks_per_node")) or finite(self.plan.get("ranks_per_box")) or self.ranks
 
     def granted_bytes(self, tier: str) -> float | None:
         """Return what was granted to a rank on a tier; None without a limit."""
         found = record(record(self.plan.get("tiers")).get(tier))
-        sharing = 1.0 if found.get("per") != "node" else max(finite(self.plan.get("ranks_per_node")) or self.ranks, 1.0)
+        sharing = 1.0 if found.get("per") not in PER_NODE else max(self._ranks_of_a_node(), 1.0)
         granted = finite(found.get("granted_bytes"))
         return None if granted is None else granted / sharing
 

@@ -101,7 +101,7 @@ def given_back() -> tuple[int, int, list[bool]]:
     with hold(units):
         slots = [unit.weights._whole.buffer for unit in units.units]
         whole = units.root_parameters[0].whole
-        assert all(each.whole is whole for each in units.root_parameters)  # a tied weight is held once
+        assert len({each.whole.data_ptr() for each in units.root_parameters}) == 1  # a tied weight is held once
         numel = sum(flat.layout.padded_numel for flat in units.flats if not flat.resident)
     lines = [(slot.view(torch.float32), unit.weights.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
     poisoned = [bool(values[:length].isnan().all()) for values, length in lines]

@@ -132,12 +132,12 @@ WRONG = {
     "a pattern behind one as wide": (
         lora(rank_pattern={"q_proj": 8, "self_attn.q_proj": 2}),
         "rank_pattern: 'self_attn.q_proj' stands behind 'q_proj'",
-        "or remove it",
+        "Remove it",
     ),
     "a pattern behind several": (
         lora(target_modules=["q_proj", "k_proj"], rank_pattern={"q_proj": 8, "k_proj": 6, ".*attn.*": 2}),
         "rank_pattern: '.*attn.*' stands behind 'q_proj' and 'k_proj'",
-        "or remove it",
+        "Remove it",
     ),
     "a token": (lora(trainable_token_indices=[3, 97]), "97 is not a token", "rows 0 to 96"),
     "a token before the first": (

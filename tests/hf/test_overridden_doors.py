@@ -126,6 +126,8 @@ def test_state_that_is_written_past_the_shards_is_refused():
         lambda: optimizer.state[parameter]["exp_avg"].zero_(),
         lambda: optimizer.state.__setitem__(parameter, {}),
         lambda: optimizer.state.clear(),
+        lambda: optimizer.state.update({parameter: {}}),
+        lambda: optimizer.state.setdefault(parameter, {}),
     ):
         with pytest.raises(UserError, match=r"optimizer\.state of a sharded model"):
             write()

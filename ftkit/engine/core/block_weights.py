@@ -20,6 +20,7 @@ Resident weights are always usable, and have no state: they are brought up to da
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
@@ -127,10 +128,13 @@ class BlockWeights:
         Raises:
             UserError: if one was written in place: it is a copy, and the write would be lost.
         """
-        edited = next((name for flat in self.gathered if (name := flat.edited()) is not None), None)
-        if self.gathered:
-            self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
-        self._rest()
+        try:
+            failing = sys.exc_info()[0] is not None  # then that is what the user has to see
+            edited = None if failing else next((name for flat in self.gathered if (name := flat.edited())), None)
+        finally:
+            if self.gathered:
+                self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
+            self._rest()
         if edited is not None:
             raise UserError(
                 f"{edited} was written in place while its block {self.name} computed. At stage 3 a block's weights are "

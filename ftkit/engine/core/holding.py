@@ -67,7 +67,7 @@ def _hold_roots(units: Units, roots: list[RootParameter], stack: ExitStack) -> N
     """Give the readers of one line its whole tensor, until `stack` is left."""
     whole = gather_whole(roots[0].flat)
     for root in roots:
-        root.whole = whole
+        root.whole = root.with_attributes(whole.view_as(whole))
 
     def give_back() -> None:
         for root in roots:

@@ -163,15 +163,15 @@ class RootParameter:
             updates, shared = self.running.shared.get(self.flat, (-1, None))
             if hooks and shared is not None and updates == self.updates():
                 return shared
-            gathered: Tensor = self._with_attributes(_Gather.apply(self.gradient, self.anchor))
+            gathered: Tensor = self.with_attributes(_Gather.apply(self.gradient, self.anchor))
             for hook in hooks:
                 gathered.register_hook(hook)
             if hooks and self.running.gathers:
                 self.running.shared[self.flat] = self.updates(), gathered
             return gathered
-        return self._with_attributes(gather_whole(self.flat))
+        return self.with_attributes(gather_whole(self.flat))
 
-    def _with_attributes(self, gathered: Tensor) -> Tensor:
+    def with_attributes(self, gathered: Tensor) -> Tensor:
         """Give a gathered tensor the attributes that the user has put on the parameter."""
         own = vars(self.parameter)
         gathered.__dict__.update({key: value for key, value in own.items() if not key.startswith("ftkit_")})

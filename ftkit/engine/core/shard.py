@@ -7,9 +7,9 @@ the model) a `__call__` that knows when the model runs.
 
 Which parameters go where, decided in this order:
 
-    in a block, used nowhere else      -> the block's flat parameters, one for each (trainable, dtype)
-    small, or asked for by `replicated`     -> one replicated line for each (trainable, dtype); optimizer state is sharded
-    anything else (embeddings, heads)  -> a root parameter, one line each
+    in a block, used nowhere else         -> the block's flat parameters, one for each (trainable, dtype)
+    small, or asked for by `replicated`   -> one replicated line for each (trainable, dtype); optimizer state is sharded
+    anything else (embeddings, heads)     -> a root parameter, one line each
 
 After this, tying, resizing or adding parameters is refused at the next forward; copying and pickling are refused at once.
 """

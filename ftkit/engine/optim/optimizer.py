@@ -106,9 +106,10 @@ class StateInShards(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         raise _state_refusal()
 
-    def clear(self) -> None:
-        """Refuse to forget state that lies elsewhere."""
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise _state_refusal()
+
+    clear = get = pop = popitem = setdefault = update = __delitem__ = _refuse
 
 
 def _state_refusal() -> UserError:

@@ -83,9 +83,8 @@ def check_names(model: nn.Module, config: PeftConfig) -> None:
     if lists and layers in (None, []):
         raise UserError("adapter: layers_pattern is read beside layers_to_transform only: give both, or neither")
     _check_layers(model, layers, lists, [*adapted, *others] or modules)
-    if not text:
-        if not _is_made_by_peft(model, asked["exclude_modules"], targeted):
-            _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
+    if not text and not _is_made_by_peft(model, asked["exclude_modules"], targeted):
+        _check_left(targets, [name for name in adapted if _is_in_layers(name, layers, lists)], adapted)
         _check_not_saved(targets, adapted, asked["modules_to_save"])
     chosen = adapted or ([] if others else modules)
     chosen = [name for name in chosen if not _is_saved(name, asked["modules_to_save"])]
@@ -247,10 +246,11 @@ def _check_hidden(field: str, names: Sequence[str], there: Sequence[str]) -> Non
     for number, name in enumerate(names):
         hiding = [earlier for earlier in names[:number] if matched[name] & matched[earlier]]
         if matched[name] and matched[name] <= set().union(*(matched[earlier] for earlier in hiding)):
+            before = any(matched[name] < matched[earlier] for earlier in hiding)
             raise UserError(
-                f"adapter: {field}: {name!r} stands behind {' and '.join(map(repr, hiding))}, which matches all of its "
-                f"modules; PEFT takes the first that matches, so that {name!r} would never be used. Write it before "
-                f"{hiding[0]!r}, or remove it"
+                f"adapter: {field}: {name!r} stands behind {' and '.join(map(repr, hiding))}, and each of its modules is "
+                f"matched there. PEFT takes the first that matches, so that {name!r} would never be used. "
+                + (f"Write it before {hiding[0]!r}, or remove it" if before and len(hiding) == 1 else "Remove it")
             )
 
 

@@ -83,6 +83,7 @@ class RunCheckpoints:
     push_later: bool = False
     unfinished: Unfinished | None = None
     fresh: Path | None = None
+    begun: bool = False  # whether weights of the checkpoint that is being written were handed over
     begun_in: str = ""
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
     _base: tuple[Any, Note] | None = None
@@ -127,7 +128,7 @@ class RunCheckpoints:
         if not self._has_room(final.parent):
             return
         self.writing, self.sharded = temporary, not trainer.args.save_only_model
-        self.push_later = False
+        self.push_later = self.begun = False
         problem, best_before = None, state.best_model_checkpoint
         best = comm.same(self._best(run_folder)) or best_before  # no collective while a rank's own files may fail
         try:
@@ -135,7 +136,7 @@ class RunCheckpoints:
                 if first:
                     make_folder(temporary)
             write()
-            if self.sharded and trainer.units.saving is None:
+            if self.sharded and not self.begun:
                 raise UserError(
                     "nothing wrote its weights: ftkit does so in _save_optimizer_and_scheduler, which is overridden without "
                     "super(). To save without optimizer state, set save_only_model=True"

@@ -211,6 +211,7 @@ class TrainerMixin(LossMixin):
             with explained(lambda: self.units):
                 result = super().train(*args, **kwargs)
         except BaseException:
+            self.is_in_train = False  # the Trainer leaves it as it is
             self.checkpoints.rescue()
             raise
         if self.engine_is_on and (problem := self.failure()) is not None:
@@ -727,6 +728,7 @@ class TrainerMixin(LossMixin):
         if self._needs_fp32_modules():
             noted[FP32_MODULES] = units.fp32_modules.as_dict()
         saving = Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
+        self.checkpoints.begun = True
         if self.checkpoints.writing is None:  # called by hand, or by a _save_checkpoint without super(): nobody waits for it
             saving.wait()
         if self.args.should_save:

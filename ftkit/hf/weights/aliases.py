@@ -66,9 +66,10 @@ def refuse_aliases(model: nn.Module, trained: Mapping[str, nn.Parameter], shares
             )
     gc.collect()  # what nobody holds any more is no alias
     objects = gc.get_objects()
-    tensors = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}  # a hundred types, a million objects
+    kinds = {id(kind): kind for kind in map(type, objects)}  # a thousand of them, and a million objects; not all have a hash
+    tensors = {key for key, kind in kinds.items() if issubclass(kind, Tensor)}
     for value in objects:
-        if type(value) not in tensors or id(value) in own or id(value) in seen:
+        if id(type(value)) not in tensors or id(value) in own or id(value) in seen:
             continue
         if (name := memory.owner(value)) is not None:
             logger.warning(
