@@ -870,7 +870,7 @@ FAULTS = (
         "ftkit/plan/schedule.py",
         "        if self.slots.get(number % 2) == number and not held:",
         "        if False:",
-        "tests/plan/test_order.py::test_the_engine_does_what_is_simulated[3-free]",
+        "tests/plan/test_order.py::test_the_engine_does_what_is_simulated[3-True]",
     ),
     _fault(
         "a number of kept blocks keeps the first ones",
