@@ -331,4 +331,4 @@ def test_a_part_of_a_configuration_is_merged_with_what_is_there():
 def test_a_field_of_a_generation_configuration_that_resembles_none_is_named(tmp_path, caplog):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "house_style": 1}))
     assert generation_config(tmp_path, config=LLAMA).eos_token_id == 2
-    assert "fields that nobody reads: house_style" in caplog.text
+    assert "fields that are not read: house_style" in caplog.text

@@ -137,7 +137,7 @@ def test_data_without_labels_are_refused():
         evaluate(model, [])
     with pytest.raises(ftkit.UserError, match="needs `labels`"):
         evaluate(model, [{"input_ids": torch.ones(1, 3, dtype=torch.int64)}])
-    with pytest.raises(ftkit.UserError, match="no model of transformers"):
+    with pytest.raises(ftkit.UserError, match="not a transformers model"):
         evaluate(nn.Linear(2, 2), [])
 
 

@@ -135,7 +135,7 @@ NOT_READ = {
     "rows.parquet.gz": (lambda path: path.write_bytes(LINES), "Convert it"),
     "rows.jsonl.lz4": (lambda path: path.write_bytes(LINES), "Convert it"),
     "rows.zip": (lambda path: path.write_bytes(LINES), "Unpack it first"),
-    "rows": (lambda path: path.write_bytes(LINES), "rename it to what it is"),
+    "rows": (lambda path: path.write_bytes(LINES), "give it the suffix of its real format"),
     "test": (lambda path: path.mkdir(), "is a folder"),
     "more.jsonl": (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which cannot be read"),
     "loop.jsonl": (lambda path: path.symlink_to("loop.jsonl"), "is a link to loop.jsonl"),

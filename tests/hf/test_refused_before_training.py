@@ -131,7 +131,7 @@ def with_fake_quantised() -> Any:
 
 
 REFUSED = [
-    (with_extra_state, {}, r"model\.norm has a state of its own"),
+    (with_extra_state, {}, r"model\.norm has extra state"),
     (with_complex_buffer, {}, r"the buffer model\.norm\.phases has dtype torch\.complex64"),
     (with_sparse_buffer, {}, r"the buffer model\.norm\.edges has layout torch\.sparse_coo"),
     (with_invalid_generation, {}, "GenerationConfig is invalid"),

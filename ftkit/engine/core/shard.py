@@ -764,7 +764,8 @@ def _outside(units: Units, flat: FlatParameter, bindings: dict[int, list[Binding
         return
     if flat.trainable:
         refuse_gradients(flat)
-    if (kind := plain_class(flat.parameters[0])) is not nn.Parameter:
+    kind = plain_class(flat.parameters[0])
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
         raise UserError(
             f"{flat.name} is a {kind.__name__}, a subclass of nn.Parameter: outside blocks, stage 3 gives a module a plain "
             "tensor in its place. Make it an nn.Parameter, or set ftkit={'stage': 2}"
