@@ -1,4 +1,4 @@
-"""What may be used of a node, and what is short of it.
+"""The memory that a run may use on a node, and where it falls short.
 
 It knows no torch. It refuses nothing: `shortages` says what does not fit, in bytes.
 """

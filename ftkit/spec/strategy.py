@@ -94,7 +94,8 @@ class Strategy:
     )
     state_host_bytes: Auto | Bytes = Field(
         default=AUTO,
-        description="part of each rank's NVMe state kept in host memory: bytes, or 4GiB; auto = what is free, or two units",
+        description="part of a rank's NVMe state that stays in host memory, in bytes or as 4GiB; auto = the free memory, or "
+        "that of two units",
     )
     prefetch: Switch = Field(default=True, description="gather the neighbour while a unit computes")
     kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
