@@ -31,18 +31,17 @@ demo-control: setup  ## the same with shuffled answers: must come out worse, or 
 		--set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
 
-WORKERS := -n 2 --dist worksteal
-test: setup  ## the tests, about ten minutes on two cores
-	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(WORKERS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m "not slow" $(WORKERS)
+test: setup  ## the tests, TESTMINUTES on two cores (FTKIT_TEST_PATIENCE=3 multiplies all time limits)
+	$(BIN)/python -m tests.run
 
-test-all: setup  ## full products and long fault tests, then the mutants that changed and a rotating part of the others
-	$(BIN)/python -m pytest -m "slow and not gpu" $(WORKERS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels -m slow $(WORKERS)
-	$(BIN)/python -m tests.mutants --minutes 4
+test-all: setup  ## the slow tests: full products and long fault tests, about half an hour
+	$(BIN)/python -m tests.run --slow
 
-mutants: setup  ## plant every committed fault; each must turn a test red; records the commit in tests/mutants/green.json
-	$(BIN)/python -m tests.mutants
+mutants: setup  ## plant the committed faults whose file differs from SINCE=REF (without it: all); each must turn a test red
+	$(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))
+
+ci:  ## run .ci/run on a fresh clone of HEAD with a new environment (LOAD=2: beside two busy processes); writes runs/ci-passed
+	@LOAD=$(LOAD) bash .ci/fresh
 
 gpu: setup  ## the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -131,5 +130,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-watchdog bench-kernels bench-generate kernels

@@ -1,7 +1,7 @@
 """`make published`: write docs/published.md, what the plan's event language says of results that others published.
 
 `--fit` finds anew the constants that benchmarks/literature/published.yaml calls fitted, from figures with the role `used`
-alone, each within its range; a test holds that no neighbour of theirs is better.
+alone, each within its range; `python -m benchmarks.peer_models` checks that no neighbour of theirs is better.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all tests share: no network, one thread, and worlds of ranks that live as long as the session."""
+"""Shared set-up of all tests: no network, one thread, seeded generators, and worlds of ranks for the whole session."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Hypothesis keeps tables of Unicode even without a database of examples: not in the folder that it was started in
+# Hypothesis stores Unicode tables even without a database of examples. Keep them out of the working directory.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(tempfile.gettempdir(), f"hypothesis-{os.getuid()}"))
 
 import hypothesis
 import pytest
 import torch
 
-from tests.worlds import World, Worlds
+from tests.worlds import PATIENCE, World, Worlds, seed_all
+
+WORLD_FIXTURES = {"worlds", "world1", "world2", "world3"}
+SLOW_SECONDS = 600.0
+"""Limit of a test that is marked slow, before `PATIENCE`. `timeout` in pyproject.toml limits the others."""
 
 hypothesis.settings.register_profile("same every time", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("same every time")
@@ -24,7 +28,11 @@ hypothesis.settings.load_profile("same every time")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow all but n cases of a test that is marked `quick(n)`, evenly spread, before `-m` chooses."""
+    """Mark tests before `-m` selects them.
+
+    All but n evenly spread cases of a test marked `quick(n)` become slow. Tests that use a world of ranks are marked
+    `ranks`. Each test gets its time limit.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick") is not None and item.get_closest_marker("slow") is None:
@@ -37,24 +45,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for turn, case in enumerate(cases):
             if turn not in quick:
                 case.add_marker(pytest.mark.slow)
+    for item in items:
+        if WORLD_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("timeout") is None:
+            slow = item.get_closest_marker("slow") is not None
+            item.add_marker(pytest.mark.timeout((SLOW_SECONDS if slow else float(item.config.getini("timeout"))) * PATIENCE))
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of the garbage collector's sight: each Trainer and each sharding collects garbage."""
+    """Exclude imported modules from garbage collection, which every Trainer and every sharding runs."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A test's random numbers do not depend on which tests its worker ran before (`worksteal` deals anew each time)."""
-    torch.manual_seed(0)
+    """Seed before fixtures, so that random numbers do not depend on the tests that the worker ran before."""
+    seed_all()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
-    """Nor on which fixtures of several tests were made for this one."""
-    torch.manual_seed(0)
+    """Seed again before the test, so that random numbers do not depend on the fixtures that were made for it."""
+    seed_all()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,7 +78,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """`worlds[2]` is a world of two ranks; started at first use, ended with the session."""
+    """Worlds by size: `worlds[2]` has two ranks. Started at first use, ended with the session."""
     worlds = Worlds()
     yield worlds
     worlds.close()
@@ -87,7 +101,7 @@ def world3(worlds: Worlds) -> World:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a base model, rows and held-out rows."""
+    """Folder with a base model, rows and held-out rows."""
     from tests.tiny import make_base, write_rows  # here: the engine's tests need no tokenizers
 
     folder = tmp_path_factory.mktemp("finetune")
@@ -99,7 +113,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(home, worlds):
-    """A run from beginning to end on two ranks: its folder and what rank 0 returned."""
+    """Complete run on two ranks: its folder and the result of rank 0."""
     from tests.jobs import job, recipe  # here: the engine's tests need no recipes
 
     (home / "whole").mkdir()

@@ -51,6 +51,7 @@ from ftkit.cli import app as cli
 from ftkit.config import recipe
 from ftkit.data.formats import detect, read_row
 from ftkit.plan.hardware import box
+from tests.worlds import PATIENCE
 
 HERE = Path(__file__).resolve().parents[1]
 LANGUAGES = ("python", "bash", "yaml", "json", "text")
@@ -389,7 +390,7 @@ def run_line(line: str, extra: tuple[str, ...], folder: Path) -> None:
         return
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(HERE)}
     done = subprocess.run(
-        ["bash", "-ec", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS
+        ["bash", "-ec", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=COMMAND_SECONDS * PATIENCE
     )
     if done.returncode:
         raise RuntimeError(f"`{line.strip()}` ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

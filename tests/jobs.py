@@ -1,4 +1,4 @@
-"""Small jobs of `ftkit finetune` for tests: a recipe of ten steps on a tiny model, and being one rank of its run."""
+"""Small jobs of `ftkit finetune` for tests: a recipe of ten steps on a tiny model, and one rank of its run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ftkit.train.job import run
 
 
 class Asked:
-    """Asks to end at the given reading, which is made once a step."""
+    """Requests the end of a run at the given reading. The run reads once per step."""
 
     rank = property(lambda self: int(os.environ["RANK"]))
 
@@ -30,7 +30,7 @@ class Asked:
 
 
 def job(text, settings=(), checkpoint=None, end_at=None):
-    """Be one rank of a run; the last rank alone is asked to end."""
+    """Run one rank of a job. Only the last rank is requested to end."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,5 +71,13 @@ def resumed_job(text, checkpoints):
 
 
 def ranks_of(pid):
-    """Return the process numbers of the ranks: the launcher starts them in order."""
-    return sorted(each.pid for each in psutil.Process(pid).children() if "spawn_main" in " ".join(each.cmdline()))
+    """Return the process ids of the ranks, which the launcher starts in order."""
+    return sorted(each.pid for each in psutil.Process(pid).children() if "spawn_main" in " ".join(command_of(each)))
+
+
+def command_of(process):
+    """Return a process's command line, empty if it has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []

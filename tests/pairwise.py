@@ -59,21 +59,6 @@ def _gain(row: Row, member: tuple[str, Hashable], by_member: Mapping[tuple[str, 
     return sum(all(other in have or other == member for other in each) for each in by_member.get(member, ()))
 
 
-def pairs_of(row: Mapping[str, Hashable]) -> set[_Tuple]:
-    """Return the pairs of (setting, value) that meet in `row`."""
-    return tuples_of(row, 2)
-
-
-def all_pairs(settings: Mapping[str, Sequence[Hashable]]) -> list[_Tuple]:
-    """Return every pair of values of two settings, in a fixed order."""
-    return all_tuples(settings, 2)
-
-
 def pairwise(settings: Mapping[str, Sequence[Hashable]]) -> list[Row]:
     """Return rows that hold every pair of values of two settings at least once."""
     return covering(settings, 2)
-
-
-def full_product(settings: Mapping[str, Sequence[Hashable]]) -> list[Row]:
-    """Return every combination of the settings' values."""
-    return [dict(zip(settings, values)) for values in product(*settings.values())]

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ftkit
 from ftkit.cli import app as cli
-from ftkit.errors import UserError
+from ftkit.errors import UNEXPECTED, UserError
 from ftkit.output.run_folder import RunFolder
-from ftkit.train.recipe_arguments import check_report_to
 from tests.tiny import make_base, make_tokenizer, write_rows
-from tests.worlds import free_port
+from tests.worlds import PATIENCE, free_port
 
 SCREEN_LINES = 24
 RECIPE = """\
@@ -87,28 +85,19 @@ def test_the_version_and_the_public_names(capsys):
     assert {"Trainer", "ShardedAdamW", "__version__"} <= set(dir(ftkit))
 
 
-def test_the_door_opens_quickly():
+def test_the_command_imports_nothing_heavy():
     code = "import sys; import ftkit.cli.app; heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules); print(heavy)"
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60 * PATIENCE)
     assert done.stdout.strip() == "set()"
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--set", "train.epoch=3"), "train.epoch: unknown key; here it is 'train.epochs'"),
-        (("--set", "optimizer.lr=fast"), "--set optimizer.lr=fast: optimizer.lr: found 'fast', needs a number"),
         (("--set", "data.path=nowhere.jsonl"), "data.path: no such file or folder: nowhere.jsonl"),
-        (("--set", "model.name=./nowhere"), "model.name: no such file or folder: ./nowhere"),
-        (("--set", "data.path=owner/name"), "a hub data set goes in data.name"),
-        (("--set", "model.name=runs/nowhere"), "model.name: no such file or folder: runs/nowhere"),
-        (("--set", "model.name=tests/nowhere"), "model.name: no such file or folder: tests/nowhere"),
-        (("--set", "model.load_in_8bit=true"), "quantised bases are not supported"),
         (("--set", "output.dir=/proc/nothing"), "output.dir: /proc/nothing cannot be written"),
         (("--resume", "/nowhere"), "--resume: no such checkpoint folder: /nowhere"),
-        (("--nproc", "zero"), "--nproc"),
         (("--frobnicate",), "No such option"),
     ],
 )
@@ -118,11 +107,6 @@ def test_faults_of_the_recipe(capsys, places, arguments, words):
 
 def test_a_recipe_that_is_not_there(capsys):
     assert "no packaged recipe of that name" in refusal(capsys, "finetune", "nowhere.yaml")
-
-
-def test_an_output_folder_below_a_file(capsys, places, tmp_path):
-    (tmp_path / "file").touch()
-    assert "cannot be written" in refusal(capsys, "finetune", places(out=tmp_path / "file" / "out"))
 
 
 def test_more_ranks_than_gpus(capsys, places, monkeypatch):
@@ -287,13 +271,6 @@ def test_faults_that_show_with_the_model(capsys, places, base, tmp_path):
     assert "data.sequence_tokens is 32 and the model has 16 positions" in told(*scratch)
 
 
-def test_a_place_to_report_to_that_is_not_there():
-    with pytest.raises(UserError, match=r"known: .*tensorboard"):
-        check_report_to(("tensorbord",))
-    with pytest.raises(UserError, match="comet_ml is not installed"):
-        check_report_to(("comet_ml",))
-
-
 def test_a_batch_that_cannot_be_divided(capsys, places):
     text = refusal(capsys, "finetune", places(), "--dry-run", "--nproc", "3")
     assert "a step has 4 sequences" in text
@@ -350,3 +327,15 @@ def test_generate_runs_no_code_of_a_folder(capsys, base, tmp_path, monkeypatch):
         path.write_text(whole)
     assert not asked
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_unexpected_error_is_one_line_and_a_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "show_recipes", lambda *_: {}["missing"])
+    assert leave("recipes", "list") == UNEXPECTED
+    said = capsys.readouterr().err
+    (report,) = tmp_path.glob("ftkit-fault-*.txt")
+    assert "KeyError: 'missing'" in said
+    assert str(report) in said
+    assert "Traceback" not in said
+    assert "Traceback" in report.read_text()

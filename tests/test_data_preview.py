@@ -143,20 +143,6 @@ def test_hostile_rows_stay_text(recipe, tmp_path):
         assert "url(" not in page
 
 
-def test_the_notebooks_element_keeps_its_style_to_itself(recipe):
-    found = ftkit.preview(recipe([chat("1+1?", "two")]))
-    style = re.search("<style>(.*?)</style>", found._repr_html_(), re.S)[1]
-    depth, top = 0, []
-    for line in re.split("([{}])", style):
-        if not depth and line.strip("{} \n"):
-            top.append(line.strip())
-        depth += (line == "{") - (line == "}")
-    assert depth == 0
-    assert all(".ftkit-data" in each or each.startswith("@media") for each in top)
-    assert repr(found).startswith("data of recipe.yaml")
-    assert "⟦" not in repr(found)
-
-
 def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recipe, capsys):
     rows = [chat("1+1?", "two"), chat("2+2?", "four")]
     for row in rows:
@@ -173,34 +159,6 @@ def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recip
     assert "A run would not begin" in path.with_suffix(".html").read_text()
     with pytest.raises(UserError, match=r"rows.jsonl:1: has nothing to learn"):
         dry_run(load(str(path)), 1)
-
-
-def test_marks_that_leave_answers_out_are_shown_and_the_run_is_refused(recipe, capsys):
-    path = recipe([chat("1+1?", "two"), chat("2+2?", "four")], TEMPLATE.replace("== 'assistant'", "== 'nobody'"))
-    with pytest.raises(SystemExit) as left:
-        cli.main(["data", str(path)])
-    assert left.value.code == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert "leave out turn 2 of the assistant" in said
-    assert "<begin>Q:1+1?<end>Q:two<end>" in said
-    with pytest.raises(UserError, match=r"leave out turn 2 of the assistant"):
-        dry_run(load(str(path)), 1)
-
-
-def test_names_that_nobody_reads_are_listed_and_the_run_is_refused(recipe, capsys):
-    path = recipe([{**chat("1+1?", "two"), "id": 7}, chat("2+2?", "four")])
-    with pytest.raises(SystemExit) as left:
-        cli.main(["data", str(path)])
-    assert left.value.code == 2
-    said = " ".join(capsys.readouterr().out.split())
-    assert 'data.ignore_columns: ["id"]' in said
-    assert "⟦two<end>⟧" in said
-    with pytest.raises(UserError, match=r"id: 1 row, the first .*rows.jsonl:1"):
-        dry_run(load(str(path)), 1)
-    with pytest.raises(SystemExit) as left:
-        cli.main(["data", str(path), "--set", "data.ignore_columns=[id]"])
-    assert left.value.code in (0, None)
-    assert "ignored: id (1)" in capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_read_are_told_beside_those_that_can(recipe):
@@ -223,17 +181,6 @@ def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
     assert f"warning: {fault}" in capsys.readouterr().out
 
 
-def test_samples_beyond_the_longest_text_of_the_tokenizer_are_told(recipe, base, capsys):
-    path = recipe([chat(f"{n}+1? and some more words", str(n)) for n in range(8)], room=64)
-    dry_run(load(str(path)), 1)
-    assert "model_max_length" not in capsys.readouterr().out
-    file = base / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 8}))
-    dry_run(load(str(path)), 1)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the tokenizer's model_max_length is 8: tokens beyond it are trained on" in said
-
-
 def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
     template = TEMPLATE.replace("+ eos_token }}{% endgeneration", "+ '<pad>' }}{% endgeneration")
     rows = [chat("1+1?", "two"), chat("2+2?", "four")]
@@ -251,42 +198,6 @@ def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
     finally:
         says.write_text(before)
         (base / "config.json").write_text(json.dumps(config))
-
-
-def test_what_rows_say_does_not_steer_the_terminal_of_a_run(recipe, capsys):
-    bad = {"\x1b[31mcolumn\x07": 1}
-    path = recipe([*(chat(f"{n}+1?", str(n)) for n in range(8)), bad])
-    dry_run(load(str(path), ["data.on_bad_row=skip"]), 1)
-    said = capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["finetune", str(path), "--dry-run"])
-    for text in (said, capsys.readouterr().err):
-        assert "␛[31mcolumn␇" in text
-        assert not {"\x1b", "\x07"} & set(text)
-
-
-def test_the_reason_is_told_whatever_rows_are_shown(recipe, tmp_path):
-    path = recipe([{"messages": [{"role": "user", "content": "1+1?"}]}])
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{\n" * 3 + rows.read_text())
-    for count in (0, 3, 4):
-        found = ftkit.preview(path, rows=count)
-        assert "4 of 4 rows cannot be used" in found.refused
-        assert len(found.shown) == count
-    rows.write_text("{\n" * 3)
-    for count in (0, 3):
-        found = ftkit.preview(path, rows=count)
-        assert "rows.jsonl:1: " in found.refused
-        assert [each.samples[0].problem != "" for each in found.shown] == [True] * count
-
-
-def test_the_rows_of_a_held_out_file_that_is_refused_are_shown(recipe, tmp_path):
-    path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
-    held = tmp_path / "held.jsonl"
-    held.write_text(json.dumps(chat("1+1?", "")) + "\n")
-    found = ftkit.preview(path, settings=[f"eval.path={held}"])
-    assert "held.jsonl:1: " in found.refused
-    assert [each.samples[0].place for each in found.shown] == [f"{held}:1"]
 
 
 def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
@@ -327,15 +238,6 @@ def test_long_samples_are_shown_at_both_ends(tmp_path):
     assert (sample.tokens, sample.hidden_tokens) == (1000, 900)
     assert "".join(piece.text for piece in sample.pieces) == "x" * 75 + "y" * 25
     assert sample.hidden_at == 75
-
-
-def test_a_row_is_found_by_its_place(recipe):
-    import datasets
-
-    places = ["a.json, row 12, a.json, row 1", "b.jsonl:31, b.jsonl:3", "a.json, row 2"]
-    dataset = datasets.Dataset.from_dict({"place": places})
-    found = [row_at(dataset, place) for place in ("a.json, row 1", "b.jsonl:3", "a.json, row 2", "b.jsonl:1")]
-    assert found == [0, 1, 2, None]
 
 
 def test_a_row_is_found_among_those_that_are_not_held_out(recipe):

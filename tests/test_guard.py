@@ -1,11 +1,7 @@
-"""The memory guard: the limits it finds, when it speaks and when not, what it reports, and the real thing in a cgroup."""
+"""The memory guard: limits of cgroups, the marks at which it saves or ends, and a run that it ends."""
 
 import json
 import os
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +10,9 @@ import pytest
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refusal
 from ftkit.launch.supervisor import Failure, RankError, explain
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.host_memory import MACHINE, V1, V2, Group, HostMemory, Reading
-from ftkit.train.memory_guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
-from ftkit.train.memory_report import TENANTS, Seat, make_report, other_processes, text_of
+from ftkit.plan.host_memory import MACHINE, HostMemory, Reading
+from ftkit.train.memory_guard import END, SAVE, Alarm, Guard, Mark
+from ftkit.train.memory_report import text_of
 from ftkit.train.memory_stop import MemoryStop
 from tests.jobs import job, recipe
 
@@ -101,17 +97,6 @@ def test_what_cannot_be_read_is_no_limit(tmp_path):
     assert found(tmp_path)["a"] == (GIB, MIB)
 
 
-def test_a_reading_of_this_machine_is_cheap():
-    memory = HostMemory.find()
-    assert any(each.source == MACHINE for each in memory.read())
-    seconds = []
-    for _ in range(50):
-        began = time.perf_counter()
-        memory.read()
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 0.001
-
-
 # ---- marks
 
 
@@ -179,27 +164,6 @@ def test_spikes_shorter_than_the_times_above_are_ignored(box):
     assert not box.ends
 
 
-def test_marks_of_small_limits_are_bytes():
-    assert (SAVE.bytes(100 * GIB), END.bytes(100 * GIB)) == (3 * GIB, GIB)
-    assert (SAVE.bytes(GIB), END.bytes(GIB)) == (96 * MIB, 32 * MIB)
-
-
-def test_growth_asks_before_the_mark_is_reached(box):
-    alarms = []
-    for number in range(60):
-        alarms.append(box.step(low=30.0, high=70.0 + 0.5 * number))
-        if alarms[-1]:
-            break
-    # 0.5 GiB a second is 1 GiB a window: with four windows' worth left there is time to save.
-    assert 100 - box_high(box) == pytest.approx(WINDOWS * WINDOW_SECONDS * 0.5, abs=1.1)
-    assert "rose by" in alarms[-1].reason
-    assert not box.ends
-
-
-def box_high(box):
-    return max(box.guard.histories["box"].peaks) / GIB
-
-
 def test_a_healthy_run_close_to_its_limit_is_left_alone(box):
     box.pass_(3.0, 98.0)  # loading
     box.guard.begin()
@@ -207,89 +171,6 @@ def test_a_healthy_run_close_to_its_limit_is_left_alone(box):
     for high in highs + [96.8, 95.5] * 30:
         assert box.step(seconds=2.2, low=40.0, high=high) is None, high
     assert not box.ends
-
-
-def test_the_thread_looks_and_ends(box):
-    box.used = 99.9
-    box.guard.clock = time.monotonic
-    with box.guard:
-        deadline = time.monotonic() + 20
-        while not box.ends and time.monotonic() < deadline:
-            time.sleep(0.02)
-    assert len(box.ends) == 1
-    assert not box.guard.thread.is_alive()
-    assert box.guard.pause_seconds() < 0.1
-
-
-# ---- report
-
-
-@contextmanager
-def child(mib=1):
-    """Start a process that holds so much memory, and wait until it does."""
-    code = f"import time; held = bytearray(b'x') * ({mib} << 20); print('ready', flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code, "--secret=hunter2"], stdout=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        yield process.pid
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_the_report_names_the_tenants_of_each_rank_of_the_box():
-    tenants = dict.fromkeys(TENANTS, 3 * MIB)
-    with child() as rank1:
-        seats = [
-            Seat.own(0, 7, tenants),
-            Seat(1, Seat.own(1, 7, {}).host, rank1, os.getpid(), 7, {**tenants, "state": 0}),
-            Seat(2, "elsewhere", 1, 1, 7, tenants),
-        ]
-        alarm = Alarm(Reading(MACHINE, 32 * GIB, 31 * GIB), "it is so")
-        report = make_report(alarm, seats, outcome="saved", step=7, checkpoint=Path("runs/x/checkpoint-7"))
-    assert json.loads(json.dumps(report)) == report
-    own, other = report["ranks"]
-    assert (own["rank"], other["rank"]) == (0, 1)
-    assert own["tenants_bytes"] == tenants
-    assert own["unexplained_bytes"] == own["rss_bytes"] - 18 * MIB > 0
-    assert report["limit"] == {
-        "source": MACHINE,
-        "bytes": 32 * GIB,
-        "used_bytes": 31 * GIB,
-        "free_bytes": GIB,
-    }
-    text = text_of(report)
-    assert "31,744 MiB of 32,768 MiB are used, 1,024 MiB are left" in text
-    assert "saved runs/x/checkpoint-7 after step 7" in text
-    assert "--resume auto" in text
-    assert "memory.nvme_dir (21 MiB" in text
-    assert all(kind in text for kind in (*TENANTS, "RSS", "unexplained"))
-    assert len(text.splitlines()) < 30
-
-
-def test_other_processes_are_named_without_their_arguments(tmp_path):
-    with child() as worker, child(200) as big:
-        (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n{worker}\n")
-        (tmp_path / "below").mkdir()
-        (tmp_path / "below" / "cgroup.procs").write_text(f"{big}\n0\n999999999\n")
-        own = Seat.own(0, 0, {})
-        told = other_processes([own], str(tmp_path), 0)
-        assert [each["pid"] for each in told] == [big, worker]
-        assert told[0]["rss_bytes"] > 200 * MIB
-        assert told[0]["kin"] == "started by rank 0"
-        assert other_processes([own], str(tmp_path), 2 * told[0]["rss_bytes"]) == []
-        assert all(each["rss_bytes"] > 200 * MIB for each in other_processes([own], MACHINE, 200 * MIB))
-    assert "hunter2" not in json.dumps(told)
-
-
-def test_a_run_that_ended_at_once_says_whether_there_is_something_to_resume():
-    alarm = Alarm(Reading("/sys/fs/cgroup/a", GIB, GIB), "it is so")
-    text = text_of(make_report(alarm, [], outcome="ended", step=3, checkpoint=None))
-    assert "the cgroup /sys/fs/cgroup/a" in text
-    assert "no checkpoint to continue from" in text
-    assert "raise the limit of the cgroup" in text
-    text = text_of(make_report(alarm, [], outcome="ended", step=3, checkpoint=Path("c-2")))
-    assert "at step 3; --resume auto continues from c-2" in text
 
 
 def test_exit_codes_and_the_cause():
@@ -366,109 +247,3 @@ def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
         assert held["slots"] > 0
         assert 0 < sum(held.values()) + rank["unexplained_bytes"] == rank["rss_bytes"]
     assert text == others == text_of(report)
-
-
-# ---- the real thing
-
-BALLAST = """
-import sys, time
-held, rate = [], float(sys.argv[1])
-while True:
-    held.append(bytearray(b"x") * int(rate * 0.05 * (1 << 20)))
-    time.sleep(0.05)
-"""
-
-
-class Cgroup:
-    """A memory cgroup of this machine, v1 or v2, made and removed."""
-
-    def __init__(self, parent, names):
-        self.folder = parent / f"ftkit-guard-{os.getpid()}"
-        self.group = Group(self.folder, names)
-        self.folder.mkdir()
-        self.limit = self.folder / names.limit
-
-    def tighten(self, free, seconds):
-        """Watch the use for some seconds, and set the limit so that at its highest this many bytes are left."""
-        self.limit.write_text(str(64 * GIB))  # without a limit there is no reading
-        highest, deadline = 0, time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            highest = max(highest, self.group.read().used)
-            time.sleep(0.02)
-        self.limit.write_text(str(highest + free))
-
-    def start(self, command, **kwargs):
-        """Start a process in it."""
-        shell = f'echo $$ > {self.folder}/cgroup.procs && exec "$0" "$@"'
-        return subprocess.Popen(["/bin/sh", "-c", shell, *command], **kwargs)
-
-    def kernel_kills(self):
-        for name in ("memory.oom_control", "memory.events"):
-            path = self.folder / name
-            if path.exists():
-                return int(dict(line.split() for line in path.read_text().splitlines()).get("oom_kill", 0))
-        return 0
-
-    def remove(self):
-        """End what is in it, and remove it."""
-        for _ in range(100):
-            for pid in (self.folder / "cgroup.procs").read_text().split():
-                os.kill(int(pid), 9)
-            try:
-                self.folder.rmdir()
-                return
-            except OSError:
-                time.sleep(0.1)
-
-
-@pytest.fixture
-def cgroup():
-    for parent, names in (("/sys/fs/cgroup/memory", V1), ("/sys/fs/cgroup", V2)):
-        try:
-            group = Cgroup(Path(parent), names)
-        except OSError:
-            continue
-        if group.limit.exists():
-            yield group
-            group.remove()
-            return
-        group.folder.rmdir()
-    pytest.skip("no memory cgroup can be made here, neither v1 nor v2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ends", "batch_tokens", "mib_a_second"), [("saved", 1056, 8), ("ended", 168960, 20)])
-def test_a_run_in_a_small_cgroup_is_ended_by_the_guard_and_not_by_the_kernel(
-    cgroup, tmp_path, ends, batch_tokens, mib_a_second
-):
-    """Another process of the cgroup leaks: with short steps there is time to save; with endless ones there is none."""
-    command = [str(Path(sys.executable).with_name("ftkit")), "finetune", "tiny-cpu", "--nproc", "2"]
-    settings = {"output.dir": tmp_path / "run", "train.batch_tokens": batch_tokens, "train.epochs": 100}
-    settings.update({"engine.micro_batch": 3, "data.cache_dir": tmp_path / "cache", "show.count": 1, "eval.max_rows": 40})
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    run = cgroup.start([*command, *words], stderr=subprocess.PIPE, text=True)
-    # The first metrics mean that a step is done; the losses before training, that the first one is about to begin.
-    sign = tmp_path / "run" / ("metrics.jsonl" if ends == "saved" else "eval_per_example.json")
-    while not sign.exists() or (ends == "saved" and '"loss"' not in sign.read_text()):
-        assert run.poll() is None, run.communicate()[1]
-        time.sleep(0.1)
-    cgroup.tighten(200 * MIB, seconds=6.0)
-    ballast = cgroup.start([sys.executable, "-c", BALLAST, str(mib_a_second)])
-    _, told = run.communicate(timeout=240)
-    assert cgroup.kernel_kills() == 0, told
-    assert ballast.poll() is None
-    ballast.kill()
-    report = json.loads((tmp_path / "run" / "guard.json").read_text())
-    assert report["outcome"] == ends
-    assert report["limit"]["source"] == str(cgroup.folder)
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert ballast.pid in [each["pid"] for each in report["others"]]
-    assert "host memory is running out" in told
-    assert "Traceback" not in told
-    checkpoints = list((tmp_path / "run").glob("checkpoint-*"))
-    if ends == "saved":
-        assert run.returncode == RESUME_ME, told
-        assert report["checkpoint"] == str(checkpoints[0])
-    else:
-        assert run.returncode == NOTHING_SAVED, told
-        assert not checkpoints

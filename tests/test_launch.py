@@ -1,13 +1,16 @@
-"""Ranks that work, raise, are killed, stopped or asked to end; and joining an outer job.
+"""Ranks that work, raise, are killed or asked to end, and ranks that join an outer job.
 
-The workers know torch only. They are named, not handed over: a spawned process imports this file.
+The workers use torch only. They are passed by name, because a spawned process imports this file.
 """
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,8 +22,8 @@ from ftkit.errors import RESUME_ME, MemoryShort, UserError
 from ftkit.launch import local as launch
 from ftkit.launch import supervisor as watch
 from ftkit.launch.external import first_host, outer_job, threads_per_rank
-from ftkit.launch.local import Stop
 from ftkit.launch.supervisor import Failure, RankError, StoppedError, explain
+from tests.worlds import PATIENCE
 
 HERE = __name__
 
@@ -30,7 +33,7 @@ def start(function, *args, ranks=2, environ=None, say=lambda text: None):
 
 
 BEFORE: set[int] = set()
-"""The processes that other tests of this worker keep: worlds of ranks, templates."""
+"""Processes of earlier tests of this worker, such as worlds of ranks."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def _note_what_runs_before():
 
 
 def children():
-    """Return the processes that a test has begun, without what Python keeps for itself."""
+    """Return the processes that a test has started, without those of `multiprocessing` itself."""
     own = ("resource_tracker", "forkserver")
     begun = [child for child in psutil.Process().children(recursive=True) if child.pid not in BEFORE]
     return [child for child in begun if not any(word in _command(child) for word in own)]
@@ -49,7 +52,7 @@ def children():
 def _command(process):
     try:
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return "resource_tracker"
 
 
@@ -58,11 +61,14 @@ def join_world():
     return dist.get_rank()
 
 
-def add_up(stop, number):
+def work(stop, number):
+    """Add up over ranks; return the sum and what this rank sees of its environment."""
     rank = join_world()
     total = torch.tensor(float(number + rank))
     dist.all_reduce(total)
-    return {"total": total.item(), "threads": torch.get_num_threads(), "asked": stop.asked}
+    spin = Path("/proc/self/environ").read_bytes().count(b"GOMP_SPINCOUNT=3000")
+    seen = {"threads": torch.get_num_threads(), "spin": spin, "listens": listeners()}
+    return {"total": total.item(), "asked": stop.asked, **seen}
 
 
 def raise_on_rank_1(stop):
@@ -77,18 +83,16 @@ def refuse_on_rank_1(stop):
     dist.all_reduce(torch.ones(1))
 
 
-def die_on_rank_1(stop, number, path):
+def die_on_rank_1(stop, number):
     if join_world() == 1:
-        Path(path).write_text(str(time.time()))
         os.kill(os.getpid(), number)
     dist.all_reduce(torch.ones(1))
 
 
-def listeners(stop):
-    """Return the addresses (hexadecimal) at which anything listens on the port of the store."""
-    join_world()
+def listeners():
+    """Return the addresses (hexadecimal) at which processes listen on the port of the store."""
     port = f"{int(os.environ['MASTER_PORT']):04X}"
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
 
 
@@ -97,7 +101,7 @@ def leave_short_of_memory(stop):
         threading.Thread(target=stop.leave, args=(MemoryShort("the report\nof rank 1", resumable=True),)).start()
     dist.all_reduce(torch.ones(1))
     if stop.rank == 1:
-        time.sleep(60)
+        time.sleep(60)  # until the thread ends this process
 
 
 def leave_on_rank_1(stop):
@@ -118,28 +122,32 @@ def wait_for_the_end(stop, folder, obey):
 
 
 def when_ready(folder, action, ranks=2):
-    """Start a thread that acts once every rank is at work."""
+    """Start a thread that calls `action` when all ranks work."""
 
     def act():
-        paths = [Path(folder) / f"pid-{rank}" for rank in range(ranks)]
-        while not all(path.exists() and path.read_text() for path in paths):
-            time.sleep(0.05)
-        action([int(path.read_text()) for path in paths])
+        wait_for_ranks(folder, ranks)
+        action()
 
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=act, daemon=True).start()
 
 
-def test_ranks_work_together_and_rank_0_answers():
-    result = start(add_up, 3)
-    assert result == {"total": 7.0, "threads": threads_per_rank(2), "asked": False}
+def wait_for_ranks(folder, ranks=2):
+    paths = [Path(folder) / f"pid-{rank}" for rank in range(ranks)]
+    deadline = time.monotonic() + 60 * PATIENCE
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_work_together_and_rank_0_answers(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    result = start(work, 3)
+    assert (result["total"], result["threads"], result["asked"]) == (7.0, threads_per_rank(2), False)
+    assert result["spin"] == 1, "threads wait asleep, from the first instruction of a rank"
+    assert "GOMP_SPINCOUNT" not in os.environ
+    assert result["listens"] == ["0100007F"], "the store listens on 127.0.0.1 alone"
     assert not children()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads Linux's list of sockets")
-def test_the_store_listens_on_the_loopback_alone():
-    assert start(listeners) == ["0100007F"]  # 127.0.0.1, its bytes as they lie in memory
 
 
 def test_an_exception_is_told_once_with_its_rank_and_traceback():
@@ -153,6 +161,7 @@ def test_an_exception_is_told_once_with_its_rank_and_traceback():
     assert len(text.splitlines()) < 25
 
 
+@pytest.mark.slow
 def test_a_refusal_in_a_rank_is_the_users_error():
     with pytest.raises(UserError, match=r"data\.jsonl:3: the row has no text"):
         start(refuse_on_rank_1)
@@ -166,49 +175,23 @@ def test_a_rank_leaves_with_its_report_from_any_thread():
     assert not children()
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_a_rank_leaves_with_words_that_are_no_text(refused, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as left:
-        Stop(refused=tmp_path / "refused" if refused else None).leave(UserError("a file called \udcff"))
-    assert left.value.code == 2
-    assert "a file called \\udcff" in ((tmp_path / "refused").read_text() if refused else capfd.readouterr().err)
-
-
-def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
+def test_a_killed_rank_is_named_and_the_others_end():
     with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
-        start(die_on_rank_1, signal.SIGKILL, str(tmp_path / "died"))
+        start(die_on_rank_1, signal.SIGKILL)
     assert caught.value.rank == 1
-    assert time.time() - float((tmp_path / "died").read_text()) < 30
     assert not children()
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_without_a_word_is_named():
     with pytest.raises(RankError, match=r"rank 1 .*exit code 0 before its work was done"):
         start(leave_on_rank_1)
 
 
 @pytest.mark.slow
-def test_without_waitid_ends_are_read_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "waitid")  # as on macOS before Python 3.13
-    assert start(add_up, 3)["total"] == 7.0
-    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
-        start(die_on_rank_1, signal.SIGKILL, str(tmp_path / "died"))
-    assert caught.value.rank == 1
-    assert not children()
-
-
-def test_a_stopped_rank_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "STOPPED_SECONDS", 3.0)
-    when_ready(tmp_path, lambda pids: os.kill(pids[1], signal.SIGSTOP))
-    with pytest.raises(RankError, match=r"rank 1 .*its process is stopped"):
-        start(wait_for_the_end, str(tmp_path), True)
-    assert not children()
-
-
 def test_one_ctrl_c_lets_the_ranks_end_cleanly(tmp_path):
     said = []
-    when_ready(tmp_path, lambda pids: os.kill(os.getpid(), signal.SIGINT))
+    when_ready(tmp_path, lambda: os.kill(os.getpid(), signal.SIGINT))
     before = signal.getsignal(signal.SIGINT)
     assert start(wait_for_the_end, str(tmp_path), True, say=said.append) == "saved by 0"
     assert signal.getsignal(signal.SIGINT) is before
@@ -230,15 +213,71 @@ def test_signals_are_counted_and_handlers_restored(number):
 
 @pytest.mark.slow
 def test_a_second_signal_kills(tmp_path):
-    def twice(pids):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+    def interrupt(*words):
         os.kill(os.getpid(), signal.SIGINT)
 
-    when_ready(tmp_path, twice)
+    when_ready(tmp_path, interrupt)
     with pytest.raises(StoppedError):
-        start(wait_for_the_end, str(tmp_path), False)
+        start(wait_for_the_end, str(tmp_path), False, say=interrupt)
     assert not children()
+
+
+LAUNCHER = """
+import os, sys
+from ftkit.launch import local
+print(local.start("tests.test_launch:wait_for_the_end", (sys.argv[1], True), 2, environ=os.environ))
+"""
+
+
+def running(session):
+    """Return the processes of a session that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.as_dict(["pid", "ppid", "status", "cmdline"]))
+    return found
+
+
+@pytest.mark.parametrize("how", ["launcher killed", "group asked to end"])
+def test_no_process_outlives_the_launcher(how, tmp_path):
+    """The kernel kills the launcher alone when memory is short. Slurm and systemd signal all processes of a job."""
+    command, root, printed = [sys.executable, "-c", LAUNCHER, str(tmp_path)], Path(__file__).parents[1], tmp_path / "printed"
+    with printed.open("w") as file:
+        launcher = subprocess.Popen(command, cwd=root, stdout=file, stderr=file, start_new_session=True)
+    try:
+        wait_for_ranks(tmp_path)
+        if how == "launcher killed":
+            os.kill(launcher.pid, signal.SIGKILL)
+        else:
+            os.killpg(launcher.pid, signal.SIGTERM)
+        code = launcher.wait(60 * PATIENCE)
+        deadline = time.monotonic() + 60 * PATIENCE
+        while running(launcher.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running(launcher.pid) == []
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    expected = (-signal.SIGKILL, "") if how == "launcher killed" else (0, "saved by 0\n")
+    assert (code, printed.read_text()) == expected
+
+
+def note_ignored_signals(stop, folder):
+    def note():
+        (ignored,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigIgn"))
+        (Path(folder) / f"ignored-{stop.rank}").write_text(ignored.split()[1])
+
+    atexit.register(note)
+
+
+@pytest.mark.slow
+def test_a_rank_ignores_signals_after_its_work(tmp_path):
+    """Python restores the default action of handled signals at exit. A late Ctrl-C would kill such a rank."""
+    start(note_ignored_signals, str(tmp_path))
+    for rank in range(2):
+        ignored = int((tmp_path / f"ignored-{rank}").read_text(), 16)
+        assert all(ignored >> (number - 1) & 1 for number in watch.ENDING)
 
 
 def test_the_cause_goes_before_its_consequences():
@@ -259,16 +298,6 @@ def test_threads_soon_wait_asleep_unless_the_user_said():
     assert launch.environment(0, 1, 1, 2, {})["GOMP_SPINCOUNT"] == "3000"
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         assert "GOMP_SPINCOUNT" not in launch.environment(0, 1, 1, 2, {name: "1"})
-
-
-def how_they_wait(stop):
-    return os.environ.get("GOMP_SPINCOUNT"), open("/proc/self/environ", "rb").read().count(b"GOMP_SPINCOUNT=3000")
-
-
-def test_ranks_have_it_from_their_first_instruction_on(monkeypatch):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert launch.start("tests.test_launch:how_they_wait", (), 1, environ=os.environ, say=print) == ("3000", 1)
-    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_more_ranks_than_gpus_are_refused():
@@ -324,11 +353,6 @@ def test_slurm_is_joined():
 def test_slurm_variables_that_do_not_fit_are_refused(wrong):
     with pytest.raises(UserError, match="do not fit together"):
         outer_job({**SLURM, **wrong})
-
-
-def test_a_huge_number_of_nodes_takes_no_memory():
-    assert outer_job({**SLURM, "SLURM_TASKS_PER_NODE": "2(x99999999999999)"})["LOCAL_WORLD_SIZE"] == "2"
-    assert outer_job({**SLURM, "SLURM_TASKS_PER_NODE": "1,3(x2)"})["LOCAL_WORLD_SIZE"] == "3"
 
 
 def test_a_slurm_batch_script_starts_its_own_ranks():

@@ -1,4 +1,4 @@
-"""The life of a run's folder and processes: who may remove what, what a restart goes on from, who hears a signal."""
+"""Life of a run's folder and processes: what is removed, what a restart resumes from, and what signals do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.saving import save_checkpoint
-from ftkit.hf.models.shapes import disk_free
+from ftkit.errors import RESUME_ME
 from ftkit.launch import local as launch
 from ftkit.launch.supervisor import RankError
 from ftkit.output.run_folder import RunFolder, append_line
@@ -26,6 +27,7 @@ from ftkit.train.progress import EndOnRequest
 from ftkit.train.recipe_trainer import RecipeTrainer
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
+from tests.worlds import PATIENCE
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -83,29 +85,35 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(home, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_whole_group_saves(home):
+def test_a_signal_to_the_whole_group_saves(home, tmp_path):
     """systemd and Slurm send SIGTERM to the ranks as well as to the command."""
     folder, path = home / "group", home / "group.yaml"
-    path.write_text(recipe(home, "group", eval=None))
+    path.write_text(recipe(home, "group", eval=None, output={"dir": str(folder), "save_every_steps": 2}))
     command = [str(Path(sys.executable).with_name("ftkit")), "finetune", str(path), "--nproc", "2", "--max-restarts", "1"]
     command += ["--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not (folder / "checkpoint-4").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGTERM)
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 75, told
+    with (tmp_path / "printed").open("w+") as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=printed, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 90 * PATIENCE
+            while not (folder / "checkpoint-2").exists():
+                assert process.poll() is None, (tmp_path / "printed").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60 * PATIENCE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == RESUME_ME, (tmp_path / "printed").read_text()
     assert (folder / f"checkpoint-{losses(folder)[-1][0]}" / "contents.json").exists()
 
 
-def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path):
+def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path, monkeypatch):
     facts = parse(recipe(home, "life", output={"dir": str(tmp_path)}), "recipe.yaml")
     for step in (4, 8):
         checkpoint(tmp_path, step)
-    free = disk_free(str(tmp_path))
-    assert disk_room(facts) - free == pytest.approx(RunFolder(tmp_path).held_bytes(), abs=64 << 20)
-    assert RunFolder(tmp_path).held_bytes() == 2 << 16
+    monkeypatch.setattr("ftkit.train.planning.disk_free", lambda path: 1000)
+    assert disk_room(facts) == 1000 + RunFolder(tmp_path).held_bytes() > 1000
 
 
 def test_the_best_of_those_that_are_there_stays(tmp_path):

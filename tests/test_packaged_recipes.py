@@ -24,6 +24,7 @@ FITTING = [name for name in ALL if name in packaged()]
 QUICK = ("llama-2-13b-full-8xv100-16gb", "t5-11b-lora-8xv100-16gb")
 NAMES: list[Any] = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FITTING]
 
+
 def _name(each: Any) -> str:
     return each if isinstance(each, str) else each.values[0]
 
@@ -68,7 +69,9 @@ def test_the_list_reads_every_first_line() -> None:
         assert told.days > 0.05
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == QUICK[0] else pytest.param(name, marks=pytest.mark.slow) for name in FITTING]
+)
 def test_a_recipe_says_what_the_planner_says(name: str) -> None:
     assert packaged()[name].read_text(encoding="utf-8") == ALL[name].text, "write them again: make recipes"
 
@@ -100,7 +103,7 @@ def test_a_recipe_that_cannot_fit_is_refused() -> None:
         plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, box("8xv100-16gb"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "goal", "bound"),
     [("llama-2-13b-full-8xv100-16gb", 4200, 5100), ("gpt-10b-full-8xv100-16gb", 5800, 6600)],

@@ -22,7 +22,7 @@ from ftkit.errors import UserError
 from ftkit.launch.local import Stop
 from ftkit.train.recipe_trainer import WholeSteps
 from tests.jobs import recipe
-from tests.worlds import RankFailure
+from tests.worlds import PATIENCE, RankFailure
 
 STEPS = 4
 
@@ -159,7 +159,9 @@ def test_the_command_verifies_the_bundled_recipe(tmp_path):
     """In real processes, one of which really dies."""
     ftkit = str(Path(sys.executable).with_name("ftkit"))
     place = f"output.dir={tmp_path / 'run'}"
-    done = subprocess.run([ftkit, "verify", "tiny-cpu", "--set", place], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [ftkit, "verify", "tiny-cpu", "--set", place], capture_output=True, text=True, check=False, timeout=500 * PATIENCE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "run" / "verify" / "verify.json").read_text())
     print(f"{told['seconds']:.0f} s")

@@ -1,12 +1,12 @@
 """Worlds of ranks for tests: processes that start once and run many cases.
 
-A world is W processes joined by gloo. A case is a picklable function that runs on every rank at the same time, with
-the same arguments; what the ranks return comes back as a list, in rank order. When a rank raises, dies or does not
-answer in time, the whole world is ended and the test fails with the rank's number and its own traceback (a rank that
-hangs shows where); the next case starts a fresh world.
+A world is W processes joined by gloo. A case is a picklable function that runs on every rank at the same time with
+the same arguments. The results come back as a list in rank order. If a rank raises, dies or exceeds the time limit, the
+world is ended and the test fails with the rank's number and its traceback, or its stacks if it hangs. The next case
+starts a fresh world.
 
-The ranks are forked from a server that imported torch and transformers once, so that a world costs a fraction of a
-second and not an import a rank. Every case begins with the same random numbers and one thread a rank.
+The ranks are forked from a server that imported torch and transformers once, so a world starts in a fraction of a
+second. Every case begins with the same random numbers and one thread per rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
+PATIENCE = float(os.environ.get("FTKIT_TEST_PATIENCE", "1"))
+"""Factor on every time limit of the tests. A machine that is too slow for them sets FTKIT_TEST_PATIENCE=3."""
 CASE_SECONDS = 60.0
-"""How long a case may take before its world is ended."""
-GRACE_SECONDS = 3.0
-"""How long the other ranks may take to fail by themselves once one has failed."""
+"""Limit of a case, before `PATIENCE`. Its world is ended afterwards."""
+GRACE_SECONDS = 15.0
+"""Limit for the other ranks to fail by themselves after one has failed, before `PATIENCE`."""
 FRAMES = 12
 """How many of the innermost calls a rank's traceback shows."""
 
@@ -50,7 +53,7 @@ class RankFailure(AssertionError):
 
 @dataclass
 class Rank:
-    """One process of a world, and the pipe to it."""
+    """One process of a world and its pipe."""
 
     process: Any
     pipe: Connection
@@ -60,8 +63,8 @@ class World:
     """W ranks that execute cases.
 
     Args:
-        size: number of ranks.
-        environ: environment variables of the ranks, beside those that `torchrun` would set.
+        size: Number of ranks.
+        environ: Environment variables of the ranks, in addition to those of `torchrun`.
     """
 
     def __init__(self, size: int, environ: dict[str, str] | None = None) -> None:
@@ -74,15 +77,23 @@ class World:
         """Run `function(*args)` on every rank.
 
         Args:
-            function: known by its name in an importable module (a test file).
-            seconds: how long it may take.
+            function: Function that ranks can import by name (of a test file).
+            args: Picklable arguments.
+            seconds: Limit of the case, multiplied by `PATIENCE`.
 
         Returns:
-            What each rank returned, in rank order.
+            The result of each rank, in rank order.
 
         Raises:
-            RankFailure: if it raised on a rank, killed one, or took too long. The world is started anew afterwards.
+            RankFailure: The case raised on a rank, killed one, or exceeded the limit. The next case starts a new world.
         """
+        try:
+            return self._run(function, args, seconds * PATIENCE)
+        except BaseException:  # also the test's own timeout: the next case must not read this one's answers
+            self.close()
+            raise
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         if not self.ranks:
             self._start()
         case = pickle.dumps((function, args))
@@ -101,16 +112,15 @@ class World:
                     ok, answer = self._receive(number)
                     (answers if ok else failures)[number] = answer
                     if not ok:
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS * PATIENCE)
         missing = [r for r in range(self.size) if r not in answers and r not in failures]
         if not missing and not failures:
             return [answers[r] for r in range(self.size)]
         late = {r: f"no answer; it was at\n{self._where(r)}" for r in missing}
-        self.close()
-        told: dict[str, str] = {}  # ranks that say the same are told together
+        merged: dict[str, str] = {}  # one entry for ranks with the same text
         for number, text in sorted(failures.items()) + sorted(late.items()):
-            told[text] = f"{told[text]}, {number}" if text in told else f"rank {number}"
-        lines = [f"{who} of {self.size}: {text}" for text, who in told.items()]
+            merged[text] = f"{merged[text]}, {number}" if text in merged else f"rank {number}"
+        lines = [f"{ranks} of {self.size}: {text}" for text, ranks in merged.items()]
         raise RankFailure(f"{function.__name__}{args!r:.300}\n" + "\n".join(lines))
 
     def close(self) -> None:
@@ -118,7 +128,7 @@ class World:
         for rank in self.ranks:
             rank.process.kill()
         for rank in self.ranks:
-            rank.process.join()
+            rank.process.join(GRACE_SECONDS * PATIENCE)
             rank.pipe.close()
         self.ranks = []
         if self.folder is not None:
@@ -142,7 +152,7 @@ class World:
         try:
             ok, answer = pickle.loads(self.ranks[number].pipe.recv_bytes())
         except (EOFError, OSError):
-            self.ranks[number].process.join(GRACE_SECONDS)
+            self.ranks[number].process.join(GRACE_SECONDS * PATIENCE)
             return False, f"died with exit code {self.ranks[number].process.exitcode}"
         return ok, answer
 
@@ -152,15 +162,14 @@ class World:
         path = Path(self.folder.name) / f"stack{number}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.ranks[number].process.pid, signal.SIGUSR1)
-        for _ in range(20):
-            if path.exists() and path.stat().st_size:
-                break
+        until = time.monotonic() + GRACE_SECONDS * PATIENCE
+        while time.monotonic() < until and not (path.exists() and path.stat().st_size):
             time.sleep(0.05)
         return path.read_text() if path.exists() else "an unknown place"
 
 
 class Worlds:
-    """The worlds of a test session, started when first asked for: `worlds[2]`."""
+    """The worlds of a test session, by size: `worlds[2]` is started at its first use."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
@@ -176,37 +185,44 @@ class Worlds:
             world.close()
 
 
-def free_port() -> int:
-    """Return a port of this host on which nobody listens, and which no connection is given as its own end.
+def seed_all() -> None:
+    """Seed the generators of Python, NumPy and torch, as every test and every case of a world begins."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
-    A world of one rank opens its store at it long after: the kernel deals ports from 32768 on to what connects meanwhile.
+
+def free_port() -> int:
+    """Return an unused port below 32768, where the kernel does not take local ports of connections from.
+
+    A world of one rank opens its store there much later, so the port must not be taken in the meantime.
     """
     while True:
-        port = random.SystemRandom().randrange(12000, 32000)  # not torch's numbers, which every test begins alike
+        port = random.SystemRandom().randrange(12000, 32000)  # every test seeds the other generators alike
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
 
 
 def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[str, str]) -> None:
-    """Be one rank: run cases until the pipe closes."""
+    """Run cases as one rank until the pipe closes."""
     stack = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C and ends the ranks
     os.environ.update(environ)
     torch.set_num_threads(1)
-    gc.freeze()  # what the server imported is never garbage; looking at it would copy its pages into every rank
-    meetings, known = 0, len(sys.modules)
+    gc.freeze()  # collecting the server's imports would copy their pages into every rank
+    groups, known = 0, len(sys.modules)
     while True:
-        if size > 1 and not dist.is_initialized():  # at the start, and after a case that ended the group (as a job does)
-            meetings += 1
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store{meetings}", rank=rank, world_size=size)
+        if size > 1 and not dist.is_initialized():  # at the start, and after a case that destroyed the group, as a job does
+            groups += 1
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store{groups}", rank=rank, world_size=size)
         try:
             case = pipe.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            torch.manual_seed(0)
+            seed_all()
             function, args = pickle.loads(case)
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
@@ -214,6 +230,6 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
         gc.collect()
-        if len(sys.modules) > known:  # what a case has imported is never garbage either
+        if len(sys.modules) > known:  # a case's imports stay, too
             gc.freeze()
             known = len(sys.modules)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ftkit.engine.memory.cores import OWN_THREADS
 from ftkit.errors import UserError
 from ftkit.launch.external import threads_per_rank
-from ftkit.launch.supervisor import BEAT_SECONDS, RankError, Watch, counted_signals
+from ftkit.launch.supervisor import BEAT_SECONDS, POLL_SECONDS, RankError, Watch, counted_signals
 
 
 @dataclass
@@ -286,9 +286,18 @@ def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: i
             stop.leave(error)
         # The error is on file. A regular exit would tear down a process group that the others still hold, and abort.
         os._exit(1)
-    if os.getppid() != launcher:  # it was killed: nobody will fetch the result, and this process would wait for that
-        os._exit(1)
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     return result
+
+
+def _end_with(launcher: int) -> None:
+    """End this process when the launcher has died: torch waits without limit for the launcher to read the result.
+
+    The kernel sends the death signal when the launcher's main thread ends. `getppid` changes when its last thread ends.
+    """
+    while os.getppid() == launcher:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
 
 
 def _work(entry: str, args: tuple[Any, ...], stop: Stop) -> Any:

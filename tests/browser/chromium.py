@@ -16,8 +16,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.worlds import PATIENCE
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ANSWER_SECONDS = 60
+ANSWER_SECONDS = 60 * PATIENCE
+
+
+def find() -> str:
+    """Return the path of Chromium.
+
+    Raises:
+        AssertionError: It is not installed.
+    """
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    assert program, f"none of {', '.join(NAMES)} is installed: apt-get install chromium"
+    return program
 
 
 class Chromium:
@@ -28,12 +41,10 @@ class Chromium:
     """
 
     def __init__(self) -> None:
-        program = next(filter(None, map(shutil.which, NAMES)), None)
-        assert program, f"none of {', '.join(NAMES)} is installed: apt-get install chromium"
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self.commands = os.pipe()
         self.answers, theirs_out = os.pipe()
-        arguments = [program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}"]
+        arguments = [find(), "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}"]
         arguments += ["--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run", "--disable-sync"]
         arguments += ["--disable-background-networking", "--disable-component-update", "--disable-default-apps"]
         if os.geteuid() == 0:
@@ -73,9 +84,9 @@ class Chromium:
         until = time.monotonic() + ANSWER_SECONDS
         while b"\0" not in self.buffer:
             ready, _, _ = select.select([self.answers], [], [], max(until - time.monotonic(), 0))
-            assert ready, f"Chromium said nothing for {ANSWER_SECONDS} s"
+            assert ready, f"Chromium said nothing for {ANSWER_SECONDS:.0f} s"
             data = os.read(self.answers, 1 << 20)
-            assert data, f"Chromium ended with {self.process.wait()}"
+            assert data, f"Chromium ended with {self.process.wait(10)}"
             self.buffer += data
         line, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(line)
@@ -87,7 +98,9 @@ class Chromium:
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
         self.ask("Page.navigate", url=path.resolve().as_uri())
+        until = time.monotonic() + ANSWER_SECONDS
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            assert time.monotonic() < until, f"{path} was not loaded within {ANSWER_SECONDS:.0f} s"
             self.events.append(self._next())
 
     def evaluate(self, expression: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from tests.browser.chromium import NAMES
+from tests.worlds import PATIENCE
 
-START_SECONDS = 60
-CELL_SECONDS = 120
+START_SECONDS = 60 * PATIENCE
+CELL_SECONDS = 120 * PATIENCE
 ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"  # asks whether it may ask the network
 
 
@@ -144,14 +143,3 @@ class Page:
             assert time.monotonic() < deadline, f"cell {number} did not end:\n{self.output(number)[-3000:]}"
             self.page.wait_for_timeout(150)
         return self.output(number)
-
-
-def chromium() -> str:
-    """Return the path of Debian's Chromium.
-
-    Raises:
-        AssertionError: There is none.
-    """
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    assert program, f"none of {', '.join(NAMES)} is installed: apt-get install chromium"
-    return program

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import Chromium
+from tests.worlds import PATIENCE
 
 pytestmark = pytest.mark.browser
 
@@ -25,7 +26,7 @@ UNSEEN = "[...document.images].filter(each => !each.complete || !each.naturalWid
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=HERE, check=True, timeout=120)
+    subprocess.run(command, cwd=HERE, check=True, timeout=120 * PATIENCE)
     return folder
 
 

@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from tests import shared_memory
-from tests.browser.jupyter import Lab, Page, chromium, notebook
+from tests.browser.chromium import find
+from tests.browser.jupyter import Lab, Page, notebook
+from tests.worlds import PATIENCE
 
 pytestmark = pytest.mark.browser
 
@@ -63,7 +65,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
     try:
         with sync_playwright() as play:
             sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-            browser = play.chromium.launch(executable_path=chromium(), args=["--disable-dev-shm-usage", *sandbox])
+            browser = play.chromium.launch(executable_path=find(), args=["--disable-dev-shm-usage", *sandbox])
             yield Page(browser, lab, "ranks.ipynb")
             browser.close()
     finally:
@@ -75,8 +77,8 @@ def step(shown: str) -> int:
     return int(found[-1].replace(",", "")) if found else 0
 
 
-def ended(pids: list[int], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
+def ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 30 * PATIENCE
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return not any(map(psutil.pid_exists, pids))
@@ -118,7 +120,7 @@ def test_a_notebook_trains_is_interrupted_generates_resumes_and_survives_a_kill(
     for theme in ("notebook-light", "notebook-dark"):
         picture(page, RESUME, theme)
     os.kill(first[1], signal.SIGKILL)
-    shown = page.wait(RESUME, lambda shown: "was killed by SIGKILL" in shown, 15)
+    shown = page.wait(RESUME, lambda shown: "was killed by SIGKILL" in shown)
     assert f"rank 1 (pid {first[1]}) was killed by SIGKILL" in shown
     assert "ranks.restart() starts them anew, from checkpoint-" in shown
     assert ended(first)
@@ -136,7 +138,7 @@ def test_a_notebook_trains_is_interrupted_generates_resumes_and_survives_a_kill(
     second = [each.pid for each in server.children(recursive=True) if "ftkit.notebook.worker" in _command(each)]
     assert len(second) == 2
     assert "all ended" in page.run(END)
-    assert ended(second, 5)
+    assert ended(second)
     assert not shared_memory.stays(before)
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.endswith((".writing", ".partial"))]
 

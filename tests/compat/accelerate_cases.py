@@ -10,11 +10,9 @@ import accelerate
 import torch
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
-    DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    ProjectConfiguration,
     find_executable_batch_size,
     set_seed,
 )
@@ -73,32 +71,6 @@ def epoch(
     model, own, loader, scheduler = prepared(made, rows=rows() if rows else None, optimizer=optimizer)
     found = steps(made, model, own, loader, scheduler, clip=clip)
     return {**found, "weights": weights(made, model)}
-
-
-def state(kind: str, folder: str, named: bool = False) -> Any:
-    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=named, total_limit=2)
-    made = accelerator(kind, project_config=project if named else None)
-    model, optimizer, loader, scheduler = prepared(made)
-    for _ in range(3 if named else 1):
-        steps(made, model, optimizer, loader, scheduler)
-        made.save_state(None if named else f"{folder}/state")
-    wanted = steps(made, model, optimizer, loader, scheduler)
-    made.load_state(f"{folder}/checkpoints/checkpoint_2" if named else f"{folder}/state")
-    again = steps(made, model, optimizer, loader, scheduler)
-    return {"wanted": wanted, "again": again, "names": names_in(f"{folder}/checkpoints", "checkpoint_*")}
-
-
-def metrics(kind: str, folder: str) -> Any:
-    made = accelerator(kind)
-    model, *_ = prepared(made)
-    loader = made.prepare(DataLoader(token_rows(7, seed=4), batch_size=3))
-    model.eval()
-    seen = []
-    for batch in loader:
-        with torch.no_grad():
-            logits = model(**batch).logits
-        seen.append(made.gather_for_metrics((logits.argmax(-1), batch["labels"])))
-    return {"rows": sum(len(one) for one, _ in seen), "sum": float(sum(one.sum() for one, _ in seen))}
 
 
 def by_hand(kind: str, folder: str) -> Any:
@@ -191,22 +163,6 @@ def torch_clipping(kind: str, folder: str) -> Any:
     return {"norms": norms, "weights": weights(made, model)}
 
 
-def reference(kind: str, folder: str) -> Any:
-    made = accelerator(kind)
-    model, optimizer, loader, _ = prepared(made)
-    other = made.prepare_model(llama(), evaluation_mode=True)
-    losses = []
-    for batch in loader:
-        with torch.no_grad():
-            base = other(**batch).loss
-        loss = (model(**batch).loss - base).square()
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return {"losses": losses}
-
-
 def freed(kind: str, folder: str) -> Any:
     made = accelerator(kind)
     first = prepared(made)
@@ -240,27 +196,20 @@ def loop(feature: str, make: Loop, *, differs: str = "", **given: Any) -> Case:
 
 
 ACCELERATE: tuple[Case, ...] = (
-    loop("an epoch with clipping and a schedule", epoch),
     loop("without clipping", epoch, clip=None),
     loop("SGD", epoch, optimizer=torch.optim.SGD),
     loop("Adam", epoch, optimizer=torch.optim.Adam),
-    loop("accumulate", epoch, gradient_accumulation_steps=2),
     loop("GradientAccumulationPlugin across epochs", epoch, gradient_accumulation_plugin=ACCUMULATES),
     loop("accumulation by hand with no_sync", by_hand),
     loop("mixed_precision='bf16'", epoch, mixed_precision="bf16", differs=SIXTEEN_BITS),
     loop("a stream", epoch, rows=Stream),
-    loop("split_batches", epoch, dataloader_config=DataLoaderConfiguration(split_batches=True)),
     loop("a DDP communication hook", epoch, kwargs_handlers=[HOOK]),
-    loop("save_state and load_state", state),
-    loop("automatic checkpoint names with a limit", state, named=True),
-    loop("gather_for_metrics with an uneven last batch", metrics),
     loop("skip_first_batches", skipped),
     loop("LocalSGD on one process", local_sgd),
     loop("join_uneven_inputs on one process", joined),
     loop("set_trigger and check_trigger (early stop)", triggers),
     loop("profile", profiled),
     loop("save_model and unwrap_model", saved),
-    loop("a reference model in evaluation mode", reference),
     loop("free_memory and a second model", freed),
     loop("find_executable_batch_size", executable),
     loop("clip_grad_value_", clipped_by_value),

@@ -29,8 +29,13 @@ The cases are in `tests/compat`. `make compatibility` runs them and writes this 
 were chosen from three lists: the files in transformers' `tests/trainer` (accelerator, callback, checkpointing, data,
 evaluation, hyperparameter, optimizers, resume, seq2seq, training arguments), the fields of `TrainingArguments` in
 transformers 5.23, and the public methods of `Accelerator` and `LocalSGD` in accelerate 1.15. Of those test files only the
-names were used, and a part of `test_trainer_evaluation.py` was read. Generation in evaluation (`Seq2SeqTrainer`) is compared
-in `tests/hf/test_seq2seq.py`.
+names were used, and a part of `test_trainer_evaluation.py` was read.
+
+`tests/hf` compares more features with the stock classes, on two and three ranks, and they are the same: accumulation, label
+smoothing, `model_init`, `train()` twice, tied weights, LoRA, losses of a user's own, SGD, schedules of plateaus, grouping by
+length, streams, split batches, prediction, the order of a callback's events, the best checkpoint and the limit on
+checkpoints, resuming from any checkpoint, generation in evaluation (`Seq2SeqTrainer`); and with accelerate: accumulation and
+clipping, states, metrics of an uneven last batch, a reference model.
 """
 
 

@@ -145,7 +145,6 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "bert": _bert,
     "t5": _t5,
 }
-CAUSAL = frozenset(FAMILIES) - {"bert", "t5"}
 
 KEY_BIASES: dict[str, Callable[[Tensor], Tensor] | None] = {
     r"k_proj\.bias$": None,  # opt

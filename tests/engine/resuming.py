@@ -31,7 +31,6 @@ from tests.engine.trajectory import MAX_NORM, shard_model, split
 
 BEFORE, AFTER = 2, 3
 """Steps before the save and after it."""
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

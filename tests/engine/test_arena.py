@@ -6,24 +6,18 @@ There is no CUDA here: what CUDA would be asked is recorded by a stand-in. The t
 from __future__ import annotations
 
 import gc
-import os
 import platform
-import signal
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from ftkit.engine import arena as arena_module
 from ftkit.engine.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes, populate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = [(4096, torch.float32), (1, torch.int8), (5000, torch.bfloat16), (0, torch.float16), (12288, torch.float64)]
 GIB = 1 << 30
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def mapped(address: int) -> bool:
@@ -72,22 +66,12 @@ def test_views_fill_it_exactly():
         arena.take(1, torch.int8)
 
 
-def test_a_request_that_fails_takes_nothing():
-    arena = Arena(8192, CPU)
-    with pytest.raises(MemoryError, match=r"12288 bytes requested .*8192 free"):
-        arena.take(8193, torch.uint8)
-    assert arena.take(8192, torch.uint8).numel() == 8192
-
-
 def test_untouched_it_costs_nothing():
-    before = rss_bytes()
     arena = Arena(GIB, CPU)
     view = arena.take(GIB // 4, torch.float32)
-    assert rss_bytes() - before < 4 << 20
     assert arena.resident_bytes == 0
     view[: HUGE_PAGE_BYTES // 4].fill_(1)
     assert arena.resident_bytes == HUGE_PAGE_BYTES
-    assert abs(rss_bytes() - before - HUGE_PAGE_BYTES) < 2 << 20
 
 
 def test_its_last_part_lies_on_small_pages():
@@ -101,19 +85,7 @@ def test_its_last_part_lies_on_small_pages():
     assert arena.resident_bytes == size
 
 
-def test_its_huge_pages_are_huge():
-    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("this system has no huge pages")
-    arena = Arena(8 << 20, CPU)
-    view = arena.take(8 << 20, torch.uint8).fill_(1)
-    smaps = Path("/proc/self/smaps").read_text()
-    block = smaps[smaps.index(f"{view.data_ptr():x}-") :]
-    huge = next(line for line in block.splitlines() if line.startswith("AnonHugePages"))
-    assert int(huge.split()[1]) > 0  # all of it where memory is not fragmented
-
-
 def test_memory_goes_with_the_last_view():
-    before = rss_bytes()
     arena = Arena(64 << 20, CPU)
     view = arena.take(16 << 20, torch.float32).fill_(3)
     address = view.data_ptr()
@@ -127,20 +99,21 @@ def test_memory_goes_with_the_last_view():
     assert arena.resident_bytes == 0
     del part
     gc.collect()
-    assert rss_bytes() - before < 16 << 20
+    assert not mapped(address)
     arena.close()
 
 
 def test_a_forked_child_does_not_share_it():
-    """Else each page that is written while a data-loader worker lives would be there twice."""
-    arena = Arena(HUGE_PAGE_BYTES, CPU)
-    view = arena.take(HUGE_PAGE_BYTES, torch.uint8).fill_(1)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        os._exit(0 if not mapped(view.data_ptr()) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert bool((view == 1).all())
+    """Otherwise the system copies each page that is written while a data-loader worker lives."""
+    view = Arena(HUGE_PAGE_BYTES, CPU).take(HUGE_PAGE_BYTES, torch.uint8).fill_(1)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= view.data_ptr() < int(span[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            assert "dc" in line.split(), "the kernel's word for a mapping that fork() leaves out"
+            return
+    pytest.fail("the arena is in no mapping")
 
 
 def test_what_is_pinned_is_what_was_asked(cudart: Cudart):
@@ -176,15 +149,6 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
         Arena(8000, CUDA)
 
 
-def test_a_kernel_without_the_advice_is_no_error(monkeypatch: pytest.MonkeyPatch):
-    names = ("MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_DONTFORK")
-    monkeypatch.setattr(arena_module.mmap, "MADV_HUGEPAGE", 12345)
-    assert not Arena(4 << 20, CPU).take(1 << 20, torch.float32).any()
-    for name in names:
-        monkeypatch.delattr(arena_module.mmap, name)
-    assert not Arena(4 << 20, CPU).take(1 << 20, torch.float32).any()
-
-
 @pytest.mark.gpu
 def test_cuda_takes_it_for_pinned():
     arena = Arena((3 << 20) + 5, torch.device("cuda", torch.cuda.current_device()))
@@ -205,7 +169,8 @@ def test_populated_memory_is_there_and_unchanged():
     part = tensor[1 << 20 :]
     assert arena.resident_bytes < 4 << 20
     if not populate(part[1:-1]):
-        pytest.fail(f"Linux {platform.release()} has no MADV_POPULATE_WRITE: expected from 5.14 on")
+        assert tuple(map(int, platform.release().split(".")[:2])) < (5, 14)
+        pytest.skip("Linux has MADV_POPULATE_WRITE from 5.14 on")
     assert arena.resident_bytes >= 4 << 20
     assert populate(tensor)
     assert arena.resident_bytes == 8 << 20

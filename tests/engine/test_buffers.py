@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from ftkit.engine.checkpoint.checkpoint import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.block_buffers import BlockBuffers, as_before
 from ftkit.engine.core.buffers import FILE, persistent_buffers
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files.sealed_files import BrokenCheckpoint
 from ftkit.engine.optim.optimizer import ShardedAdamW
-from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.worlds import World
 
@@ -138,56 +136,6 @@ def test_ranks_go_on_with_the_buffers_of_rank_0_as_under_ddp(world2: World) -> N
         assert ours[rank][0] == pytest.approx(truth[rank][0], rel=1e-5)
         for name, buffer in truth[0][1].items():
             torch.testing.assert_close(ours[rank][1][name], buffer, rtol=1e-5, atol=1e-6)
-
-
-class Late(nn.Module):
-    """Changes its scale in the third forward for the first time."""
-
-    def __init__(self, numel: int, replaces: bool) -> None:
-        super().__init__()
-        self.inner, self.replaces, self.turn = nn.Linear(8, 8), replaces, 0
-        self.register_buffer("scale", torch.ones(numel))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and not torch.is_grad_enabled():
-            self.turn += 1
-        scale = self.scale
-        if self.turn >= 3 and self.replaces:
-            self.scale = scale * 2
-        elif self.turn >= 3:
-            scale.mul_(2)
-        return self.inner(x) * self.scale[0]
-
-
-def late_gradients(recompute: bool, numel: int, replaces: bool) -> list[float]:
-    """Return what the gradient of the input is in each of five steps."""
-    torch.manual_seed(1)
-    block = Late(numel, replaces)
-    model = nn.Sequential(block)
-    noted, found = BlockBuffers(block), []
-    for _ in range(5):
-        before = noted.note()
-        with torch.no_grad():
-            model(torch.ones(1, 8))
-        changed = noted.changed(before)
-        if recompute:
-            with as_before(changed):
-                x = torch.ones(1, 8, requires_grad=True)
-                model(x).sum().backward()
-        found.append(float(x.grad.sum()) if recompute else float(block.scale[0]))
-    return found
-
-
-@pytest.mark.parametrize("numel, replaces", [(1, False), (1, True), (1 << 16, True)])
-def test_a_buffer_that_changes_late_is_brought_back(numel, replaces):
-    found, scales = (late_gradients(recompute, numel, replaces) for recompute in (True, False))
-    assert scales == [1, 1, 2, 4, 8]
-    assert [each / found[0] for each in found] == pytest.approx(scales)
-
-
-def test_a_large_buffer_that_is_written_to_late_is_refused():
-    with pytest.raises(UserError, match="the buffer scale of a Late was written to"):
-        late_gradients(True, 1 << 16, False)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

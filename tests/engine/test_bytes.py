@@ -151,7 +151,7 @@ def traffic(strategy: Strategy, accumulation: int) -> dict[str, int]:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
 def test_bytes_sent_are_those_of_the_paper(worlds, stage, accumulation, world):
-    for prefetch in (True, False):
+    for prefetch in (True, False) if stage == 3 else (True,):
         strategy = Strategy.of(stage=stage, dtype="bf16", prefetch=prefetch)
         for sent in worlds[world].run(traffic, strategy, accumulation):
             few = sent.pop("sum")
@@ -165,13 +165,3 @@ def test_held_weights_are_gathered_once(world2):
     for sent in world2.run(traffic, strategy, 1):
         gathered = LAYERS * padded(BLOCK, 2) + 2 * padded(TABLE, 2) + padded(HIDDEN, 2)
         assert sent["all_gather"] == 2 * gathered // 2
-
-
-def test_the_paper_says_2n_and_3n():
-    """The formula above, without padding and what the slots save, is the paper's."""
-    for world in (2, 3):
-        ring = (world - 1) / world
-        for stage, volume in ((0, 2), (1, 2), (2, 2), (3, 3)):
-            total = sum(expected_traffic(stage, world, 1).values())
-            saved = 2 * ring * (2 * BLOCK + 2 * TABLE) if stage == 3 else 0
-            assert total + saved == pytest.approx(volume * 2 * N * ring, rel=0.01)

@@ -8,7 +8,6 @@ what the late one has not read.
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from ftkit.engine.comm import communicator as comm_module
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_stage import STAGE_BYTES
+from ftkit.errors import UserError
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,6 +91,20 @@ def test_large_tensors(worlds, world, case, transport, dtype):
 @pytest.mark.parametrize("case", [gathers, reduces])
 def test_one_rank_has_nobody_to_ask(world1, case):
     world1.run(case, "gloo", torch.float32)
+
+
+def narrow_means() -> list[list[float]]:
+    """Average bf16 numbers whose sum is not a bf16 number."""
+    comm = connect("shared memory")
+    numbers = torch.full((comm.world_size,), (256.0, 1.0, 1.0)[comm.rank], dtype=torch.bfloat16)
+    shard = torch.empty(1, dtype=torch.bfloat16)
+    comm.reduce_scatter_mean(shard, numbers.clone())
+    comm.all_reduce_mean(numbers)
+    return [shard.tolist(), numbers.tolist()]
+
+
+def test_bf16_numbers_are_summed_in_fp32_over_shared_memory(world3):
+    assert world3.run(narrow_means) == [[[86.0], [86.0] * 3]] * 3  # sums in bf16 give 85.5
 
 
 def sums_in_rank_order() -> list[Tensor]:
@@ -234,29 +248,19 @@ def test_ranks_that_cannot_share_memory_use_gloo(world2, reason):
     assert world2.run(without_shared_memory, reason) == ["gloo", "gloo"]
 
 
-# --- the wait
+# --- order
 
 
-class Work:
-    """A collective whose last rank comes just after the first wait was given up."""
-
-    def __init__(self, error: str = "") -> None:
-        self.error, self.waits = error, 0
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self.waits += 1
-        if timeout is not None:
-            raise RuntimeError("Operation timed out!")
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def is_completed(self) -> bool:
-        return True
+def goes_elsewhere() -> str:
+    """Gather another block's weights than the other ranks, over gloo alone; return what the next sum raises."""
+    comm = connect("gloo")
+    comm.all_gather(torch.zeros(8 * comm.world_size), torch.ones(8), f"model.layers.{comm.rank}")
+    with pytest.raises(UserError) as caught:
+        comm.totals(torch.ones(2), "the gradient norm")
+    return str(caught.value)
 
 
-def test_a_rank_that_comes_as_the_wait_ends_is_no_error():
-    late = Work()
-    Communicator(CPU)._wait(late)
-    assert late.waits == 2
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
-        Communicator(CPU)._wait(Work("Connection closed by peer"))
+def test_the_norm_compares_the_order_of_collectives(world2):
+    for text in world2.run(goes_elsewhere):
+        assert "model.layers.0" in text
+        assert "model.layers.1" in text

@@ -6,13 +6,12 @@ pass does it. Conversions are tested over every 16-bit pattern, by steps that ca
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.optim.adamw import adamw
 
 from ftkit.engine.kernels import host_loops
 from ftkit.engine.kernels.host_loops import BLOCK_NUMEL, RANGE_NUMEL, HostLoops
+from tests.worlds import PATIENCE
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [*NARROW, torch.float32]
@@ -120,19 +120,15 @@ def test_twenty_steps_are_torchs_and_the_papers(one: HostLoops, dtype: torch.dty
         assert torch.equal(grad, before)
         if weight is not None:
             assert same_bits(mine.weight, mine.master.to(weight))
-    whole = n - n % 16  # torch computes what is left over of its vectors in float64
     for a, b, c in zip(mine.tensors(), theirs.tensors()[:3], paper.tensors()):
         size = c.abs() + (USUAL["lr"] if c is paper.master else c.abs().mean())  # a sum that cancels keeps its terms' error
         assert ((a - b).abs() <= 8 * ULP * size).all()
         assert ((a.double() - c).abs() <= 1.5 * steps * ULP * size).all()
-        if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-            assert same_bits(a[:whole], b[:whole])
 
 
 @pytest.mark.parametrize("weight", [None, *DTYPES], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.1), (0.9, 0.1)])
 def test_twenty_steps_of_sgd_are_torchs(
     one: HostLoops, dtype: torch.dtype, weight: Any, momentum: float, decay: float
 ) -> None:
@@ -151,18 +147,7 @@ def test_twenty_steps_of_sgd_are_torchs(
         assert torch.equal(grad, before)
         if out is not None:
             assert same_bits(out, master.to(weight))
-    whole = n - n % 32  # what is left over of torch's vectors is not fused there
     torch.testing.assert_close(master, theirs.detach(), rtol=4 * ULP, atol=ULP)
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert same_bits(master[:whole], theirs.detach()[:whole])
-
-
-def test_sgd_refuses_tensors_that_do_not_fit(one: HostLoops) -> None:
-    numbers = {"factor": 1.0, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-    with pytest.raises(ValueError, match="momentum_buffer has 3 elements, not 4"):
-        one.sgd(torch.zeros(4), torch.zeros(4), torch.zeros(3), None, **numbers)
-    with pytest.raises(ValueError, match=r"master is torch\.bfloat16"):
-        one.sgd(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), None, None, **numbers)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -184,19 +169,6 @@ def test_any_size_at_any_offset_writes_its_own_range_only(one: HostLoops, n: int
             tolerance = 4 * ULP if after.dtype == torch.float32 else 2.0**-7
             torch.testing.assert_close(after[cut], expected, rtol=tolerance, atol=tolerance * USUAL["lr"])
         assert same_bits(part.weight, part.master.to(dtype))
-
-
-def test_the_numbers_given_are_the_numbers_used(one: HostLoops) -> None:
-    """Every hyper-parameter changes the step as it changes torch's."""
-    changes = {"lr": 3e-2, "beta1": 0.5, "beta2": 0.8, "eps": 0.1, "weight_decay": 0.3, "factor": 2.0, "step": 5}
-    for name, value in changes.items():
-        mine, grad = State.make(999), gradient(999, torch.bfloat16)
-        usual, theirs = mine.clone(), mine.clone()
-        ours(one, mine, grad, **{name: value})
-        torchs(theirs, grad, **{name: value})
-        ours(one, usual, grad)
-        torch.testing.assert_close(mine.master, theirs.master, rtol=4 * ULP, atol=1e-9)
-        assert any(not torch.equal(a, b) for a, b in zip(mine.tensors(), usual.tensors())), name
 
 
 def test_denormals_keep_their_value(one: HostLoops) -> None:
@@ -302,68 +274,31 @@ def test_ranges_cover_everything_once_on_as_many_threads_as_asked(n: int) -> Non
         adam.close()
 
 
-def test_a_fault_on_another_thread_is_raised_after_all_have_ended() -> None:
-    adam, ended = HostLoops(2), []
-
-    def work(start: int, stop: int) -> None:
-        if start:
-            threading.Event().wait(0.05)
-            ended.append(start)
-        raise KeyError(start)
-
-    with pytest.raises(KeyError, match="0"):
-        adam._share(work, 2 * RANGE_NUMEL, RANGE_NUMEL)
-    assert ended == [RANGE_NUMEL]
-    with pytest.raises(KeyError, match="other"):
-        adam._share(lambda start, stop: {}["other"] if start else None, 2 * RANGE_NUMEL, RANGE_NUMEL)
-    adam.close()
-
-
-def test_it_runs_beside_torch_from_another_thread() -> None:
-    n = 1_000_003
-    background, foreground = State.make(n, torch.bfloat16), State.make(n, torch.bfloat16)
-    adam = HostLoops(2)
-
-    def update(s: State) -> None:
-        for step in range(1, 9):
-            ours(adam, s, gradient(n, torch.bfloat16, step), step)
-
-    thread = threading.Thread(target=update, args=(background,))
-    thread.start()
-    products = 0
-    while thread.is_alive():
-        torch.randn(64, 64) @ torch.randn(64, 64)
-        products += 1
-    thread.join()
-    update(foreground)
-    assert products > 0
-    assert all(same_bits(a, b) for a, b in zip(background.tensors(), foreground.tensors()))
-
-
 def test_the_loops_let_the_interpreter_go(one: HostLoops) -> None:
-    """Python is told never to switch threads by itself: this one runs during the loop only because the loop lets it."""
+    """Python switches threads by itself only after the time limit: this one goes on only if a loop lets it."""
     s, grad = State.make(4_000_000), gradient(4_000_000, torch.bfloat16)
     ours(one, s, grad)
     arrays = [host_loops._array(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
-    started, running = threading.Event(), [False]
+    started, stop, limit, stopped = threading.Event(), threading.Event(), 30 * PATIENCE, []
 
     def update() -> None:
-        running[0] = True
+        deadline = time.monotonic() + limit
         started.set()
-        for _ in range(20):
+        while not stop.is_set() and time.monotonic() < deadline:
             one._loops.adamw(*arrays, None, 1.0, 1.0, 0.1, 0.9, 0.1, 1.0, 1e-8, 1e-3)
-        running[0] = False
+        stopped.append(stop.is_set())
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+    sys.setswitchinterval(10 * limit)
+    thread = threading.Thread(target=update)
     try:
-        thread = threading.Thread(target=update)
         thread.start()
-        started.wait()
-        assert running[0]
-        thread.join()
+        started.wait(limit)
+        stop.set()
+        thread.join(2 * limit)
     finally:
         sys.setswitchinterval(interval)
+    assert stopped == [True]
 
 
 # --- the sum of squares
@@ -406,77 +341,7 @@ def test_adding_is_fp32s_and_rounds_once_more(one: HostLoops, into: torch.dtype,
     assert not torch.equal(target, before)
 
 
-def test_threads_add_the_same_and_everything() -> None:
-    n = 1_000_003
-    start, source = gradient(n, torch.float32, 1), gradient(n, torch.bfloat16, 2)
-    expected = start + source.float()
-    for threads in (1, 2, 3):
-        adam, target = HostLoops(threads), start.clone()
-        adam.add_(target, source)
-        adam.close()
-        assert torch.equal(target, expected)
-
-
-# --- refusals
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"master": torch.zeros(8, dtype=torch.bfloat16)},
-        {"exp_avg": torch.zeros(8, dtype=torch.float64)},
-        {"exp_avg_sq": torch.zeros(8, dtype=torch.float16)},
-        {"gradient": torch.zeros(8, dtype=torch.int16)},
-        {"weight": torch.zeros(8, dtype=torch.float64)},
-        {"gradient": torch.zeros(7)},
-        {"exp_avg": torch.zeros(9)},
-        {"weight": torch.zeros(9, dtype=torch.bfloat16)},
-        {"gradient": torch.zeros(16)[::2]},
-        {"weight": torch.zeros(16, dtype=torch.bfloat16)[::2]},
-        {"master": torch.zeros(16)[::2]},
-        {"gradient": torch.zeros(8, device="meta")},
-        {"step": 0},
-        {"beta1": 1.0},
-        {"beta2": -0.1},
-    ],
-    ids=lambda change: next(f"{k}-{getattr(v, 'dtype', v)}" for k, v in change.items()),
-)
-def test_what_does_not_fit_is_refused_before_anything_is_written(one: HostLoops, change: dict) -> None:
-    s = State.make(8, torch.bfloat16)
-    arguments = {"master": s.master, "gradient": torch.ones(8), "exp_avg": s.exp_avg, "exp_avg_sq": s.exp_avg_sq}
-    arguments |= {"weight": s.weight, "factor": 1.0, "step": 1, **USUAL}
-    before = s.clone()
-    with pytest.raises(ValueError, match=next(iter(change)).replace("beta1", "betas").replace("beta2", "betas")):
-        one.adamw(**{**arguments, **change})
-    assert all(torch.equal(a, b) for a, b in zip(s.tensors(), before.tensors()))
-    one.adamw(**arguments)
-    assert not torch.equal(s.master, before.master)
-
-
-def test_the_sums_refuse_too(one: HostLoops) -> None:
-    for wrong in (torch.zeros(8, dtype=torch.float64), torch.zeros(16)[::2], torch.zeros(8, device="meta")):
-        with pytest.raises(ValueError, match="gradient"):
-            one.square_sum(wrong)
-        with pytest.raises(ValueError, match="into"):
-            one.add_(wrong, torch.zeros(8))
-        with pytest.raises(ValueError, match="other"):
-            one.add_(torch.zeros(8), wrong)
-    with pytest.raises(ValueError, match="7 elements"):
-        one.add_(torch.zeros(8), torch.zeros(7))
-    with pytest.raises(ValueError, match="threads"):
-        HostLoops(0)
-
-
-def test_fp16_is_refused_where_the_cpu_does_not_know_it() -> None:
-    adam, half = HostLoops(1), torch.zeros(8, dtype=torch.float16)
-    assert set(adam._loops.dtypes) == set(DTYPES) or "f16c" not in Path("/proc/cpuinfo").read_text()
-    adam._loops = dataclasses.replace(adam._loops, dtypes=(torch.float32, torch.bfloat16))
-    with pytest.raises(ValueError, match="F16C"):
-        adam.square_sum(half)
-    with pytest.raises(ValueError, match="F16C"):
-        ours(adam, State.make(8), half)
-    with pytest.raises(ValueError, match="F16C"):
-        ours(adam, State.make(8, torch.float16), half.float())
+# --- without numba
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,24 +350,6 @@ def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         HostLoops(1)
 
 
-def test_what_numba_cannot_compile_is_an_import_error_too(one: HostLoops) -> None:
-    with pytest.raises(ImportError, match=r"pip install 'numba>="):
-        host_loops._call(one._loops.square_sums, np.zeros(3, dtype=np.int64), np.zeros(1))
-
-
-def test_without_a_folder_for_the_code_it_compiles_in_memory() -> None:
-    asked = []
-
-    def jit(**options: Any) -> Any:
-        asked.append(options.get("cache", False))
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        return lambda loop: loop
-
-    assert host_loops._jit(SimpleNamespace(jit=jit), math.sqrt, set()) is math.sqrt
-    assert asked == [True, False]
-
-
 def test_importing_it_does_not_import_numba() -> None:
     code = "import sys, ftkit.engine.kernels.host_loops; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60 * PATIENCE).returncode == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Segment
+from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout
 
 SHAPES = {
     "one": [("a", (1,))],
@@ -57,14 +57,3 @@ def test_spans_cut_any_range_into_tensors(shapes, world):
 
 def test_where_a_tensor_lies_does_not_depend_on_the_ranks():
     assert len({FlatLayout.of(SHAPES["odd"], world).segments for world in (1, 2, 3, 64)}) == 1
-
-
-def test_a_scalar_is_one_element():
-    assert (Segment("a", (), 3).numel, Segment("a", (), 3).stop) == (1, 4)
-
-
-def test_wrong_layouts_are_refused():
-    with pytest.raises(ValueError, match="name occurs twice"):
-        FlatLayout.of([("a", (1,)), ("a", (2,))], 1)
-    with pytest.raises(ValueError, match="world_size is 0"):
-        FlatLayout.of([("a", (1,))], 0)

@@ -125,27 +125,6 @@ def test_a_changed_piece_is_found_ahead_and_told_when_it_is_wanted(tmp_path: Pat
         reader.close()
 
 
-def test_reading_ahead_goes_on_after_what_was_announced_and_not_asked_for(tmp_path: Path) -> None:
-    size, listed = write(tmp_path / "a")
-    ahead = []
-    load = PieceReader.load
-
-    def noted(reader: PieceReader, number: int, room: Tensor) -> None:
-        ahead.append(number)
-        load(reader, number, room)
-
-    asked = [0, 2, 3, 7, 8, 9]  # one that was announced is left out, then several
-    with PieceBuffers() as buffers, mock.patch.object(PieceReader, "load", noted):
-        reader = PieceReader(tmp_path / "a", size, listed, buffers)
-        buffers.expect((reader, number) for number in range(11))
-        for number in asked:
-            assert checksum(buffers.piece(reader, number).numpy()) == listed[number][2]
-        buffers.expect(())
-        reader.close()
-    assert {*asked, 10} <= set(ahead), "the one after the last is on its way"
-    assert max(map(ahead.count, ahead)) == 1, "nothing is read twice"
-
-
 def test_a_drive_that_fails_behind_is_told_and_the_file_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     create_file(path, [("t", (SMALL,), torch.float32)])

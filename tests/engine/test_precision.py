@@ -2,11 +2,9 @@
 
 The reference keeps fp32 master weights and a 16-bit model, one process, no engine. It walks each rank's rows of each
 micro-batch by themselves, and rounds where the engine's definition says so: a rank's gradient is in 16 bits, the mean
-over ranks is made in fp32 and rounded to 16 bits, micro-batches are added up in the gradient dtype. Every matrix product
-then sees the same numbers, and the first step agrees to 1e-5. From then on the last bit of a master weight
-can decide to which 16-bit neighbour it is rounded: losses are held to half of the dtype's epsilon, gradient norms to two
-of them, master weights to 2 % of the way they went. Against the global batch in one piece, where every gradient is
-rounded elsewhere, twice that.
+over ranks is made in fp32 and rounded to 16 bits, micro-batches are added up in the gradient dtype. A CPU may still sum in
+another order, and the last bit of a master weight can decide to which 16-bit neighbour it is rounded: losses agree to half
+of the dtype's epsilon, gradient norms to two of them, master weights to 2 % of the way they went.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW
@@ -176,14 +175,14 @@ def mean_gradient_of_parts(setting: Setting, model: nn.Module, step: int, scale:
     return [mean.to(wide if name in inside else setting.dtype).float() for name, mean in means.items()]
 
 
-def train_plain(setting: Setting) -> Trace:
+def train_plain(setting: Setting, steps: int = STEPS) -> Trace:
     """Train in plain PyTorch: a 16-bit model, fp32 masters, and the loss scale by hand."""
     model = families.build("llama")
     masters = [p.detach().clone() for p in model.parameters()]  # as exact as the model came
     narrow(model, setting.dtype)
     optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
     scale, clean, trace = setting.loss_scale.value, 0, Trace()
-    for step in range(STEPS):
+    for step in range(steps):
         for master, gradient in zip(masters, mean_gradient(setting, model, step, scale, trace)):
             master.grad = gradient / scale
         norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM).item()
@@ -202,21 +201,21 @@ def train_plain(setting: Setting) -> Trace:
     return trace
 
 
-def too_far(ours: Trace, plain: Trace, dtype: torch.dtype, times: float = 1.0) -> list[str]:
+def too_far(ours: Trace, plain: Trace, dtype: torch.dtype) -> list[str]:
     """Return where two runs part by more than rounding; a NaN does."""
     found = []
     for step, (one, other) in enumerate(zip(ours.losses, plain.losses, strict=True)):
-        if not abs(one - other) <= times * EPSILON[dtype] / 2 * other:
+        if not abs(one - other) <= EPSILON[dtype] / 2 * other:
             found.append(f"losses[{step}]: {one}, plain PyTorch has {other}")
     for step, (one, other) in enumerate(zip(ours.norms, plain.norms, strict=True)):
         overflow = dtype == torch.float16 and step == OVERFLOW_STEP
-        if not (math.isinf(one) if overflow else abs(one - other) <= times * EPSILON[dtype] * 2 * other):
+        if not (math.isinf(one) if overflow else abs(one - other) <= EPSILON[dtype] * 2 * other):
             found.append(f"norms[{step}]: {one}, plain PyTorch has {other}")
     way = apart = 0.0
     for name, start in families.build("llama").named_parameters():
         way += float((plain.masters[name] - start.detach()).square().sum())
         apart += float((plain.masters[name] - ours.masters[name]).square().sum())
-    if not (apart / way) ** 0.5 <= times * 0.02:
+    if not (apart / way) ** 0.5 <= 0.02:
         found.append(f"masters: {(apart / way) ** 0.5:.1%} of their way apart")
     return found
 
@@ -246,26 +245,36 @@ SETTINGS = [
 def test_16_bits_train_as_in_plain_pytorch(worlds, setting):
     ours, plain = worlds[setting.world].run(train, setting)[0], train_plain(setting)
     assert ours.scales == plain.scales
-    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
-    # With parts the head sees other shapes than the reference's; sums in 16 bits would be 7e-5 off.
-    assert ours.norms[0] == pytest.approx(plain.norms[0], rel=1e-5 if setting.parts == 1 else 4e-5)
+    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=EPSILON[setting.dtype] / 8)
+    # A CPU without 16-bit arithmetic may sum in another order, so the dtype of sums shows by comparison, not by a limit.
+    if setting.gradient_dtype is not None and setting.accumulation > 1:
+        narrow = train_plain(replace(setting, gradient_dtype=None), steps=1)
+        assert abs(ours.norms[0] - plain.norms[0]) < abs(ours.norms[0] - narrow.norms[0])
     assert too_far(ours, plain, setting.dtype) == []
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("setting", [Setting(BF16, 3), Setting(FP16, 2, accumulation=4)], ids=str)
-def test_16_bits_train_as_the_global_batch_in_one_piece(worlds, setting):
-    ours = worlds[setting.world].run(train, setting)[0]
-    plain = train_plain(replace(setting, world=1, accumulation=1))
-    assert ours.scales == plain.scales
-    assert too_far(ours, plain, setting.dtype, times=2) == []
+class Scale(GradientCheckpointingLayer):
+    """Multiplies its input by one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden_states):
+        return hidden_states * self.weight
 
 
-def test_the_reference_tells_where_gradients_are_summed():
-    narrow_sums, wide_sums = (
-        train_plain(Setting(BF16, 2, accumulation=4, gradient_dtype=dtype)) for dtype in (None, torch.float32)
-    )
-    assert narrow_sums.norms[0] != pytest.approx(wide_sums.norms[0], rel=1e-5)
+def norm_of_four_parts() -> float:
+    """The norm of a gradient that is 259 if its four parts are summed in fp32, and 256 if they are summed in bf16."""
+    model = nn.Sequential(Scale())
+    strategy = Strategy.of(dtype="bf16", gradient_dtype="fp32", accumulate_in="unit", accumulation=4)
+    optimizer = ShardedAdamW(shard_model(model, strategy), None)
+    model(torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=BF16)).float().sum().backward()
+    return optimizer.grad_norm()
+
+
+def test_parts_of_a_batch_are_summed_in_fp32(world2):
+    assert world2.run(norm_of_four_parts) == [259.0, 259.0]
 
 
 def under_autocast(dtype, model, rows, tokens):

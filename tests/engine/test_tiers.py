@@ -15,7 +15,7 @@ import torch
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import QUICK_STEPS, Row, check
-from tests.pairwise import all_pairs, all_tuples, covering, pairs_of, pairwise, tuples_of
+from tests.pairwise import covering, pairwise
 
 TIERS = ("device", "host", "nvme")
 KINDS = ("parameters", "gradients", "state", "activation_offload")
@@ -73,11 +73,3 @@ def test_every_pair_of_places_trains_as_plain_pytorch(worlds, row):
 @pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
 def test_every_three_places_train_as_plain_pytorch(worlds, row):
     check(worlds, row)
-
-
-def test_every_pair_and_every_three_are_covered():
-    print(*ROWS, sep="\n")
-    met = set().union(*(pairs_of({name: getattr(row, name) for name in SETTINGS}) for row in ROWS))
-    assert met >= set(all_pairs(SETTINGS))
-    threes = set().union(*(tuples_of({name: getattr(row, name) for name in SETTINGS}, 3) for row in SLOW_ROWS))
-    assert threes >= set(all_tuples(SETTINGS, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -91,14 +90,6 @@ def test_nothing_is_recorded_unless_somebody_asks() -> None:
     assert inner.end_s - inner.start_s >= 0.002
     with trace.span("compute", "after"):
         pass
-    assert trace.stop() == []
-
-
-def test_an_error_inside_a_span_is_not_hidden() -> None:
-    trace: Any = Trace(torch.device("cpu"))
-    trace.start()
-    with pytest.raises(ZeroDivisionError), trace.span("compute", "breaks"):
-        raise ZeroDivisionError
     assert trace.stop() == []
 
 

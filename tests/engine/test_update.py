@@ -17,7 +17,7 @@ from torch import nn
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.files import flat_file as flatfile
-from ftkit.engine.files.flat_file import FlatFile
+from ftkit.engine.files.flat_file import DiskError, FlatFile
 from ftkit.engine.memory import tiers
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.tiers import Tiers
@@ -175,17 +175,21 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
         _, units, optimizer = made(tmp_path, {"state": "nvme"}, torch.bfloat16, deferred=deferred)
         (flat,) = units.flats
         optimizer.line(flat)
-        moment = optimizer.lines[flat.name].moments["exp_avg"].file
-        with open(moment.path, "r+b") as file:  # as a failing drive would
-            file.seek(flatfile.DATA_START + 5 * PIECE * 4)
-            file.write(b"\x01")
+        move = FlatFile._transfer
+
+        def fails(self, call, data, start, doing):
+            if doing == "reading" and self.path.name == "block.exp_avg.safetensors" and start == 5 * PIECE * 4:
+                raise DiskError(f"NVMe tier: {doing} {self.path}: the drive is gone")
+            return move(self, call, data, start, doing)
+
+        monkeypatch.setattr(FlatFile, "_transfer", fails)
         give(units.gradient_of[flat], {0: torch.ones(NUMEL)})
 
         def step_and_look() -> None:
             optimizer.step()
             units.state_dict()
 
-        with pytest.raises(UserError, match=r"update of block failed.*a byte in .*exp_avg"):
+        with pytest.raises(UserError, match=r"update of block failed.*exp_avg.*the drive is gone"):
             step_and_look()
         for later in (units.state_dict, optimizer.settle, lambda: optimizer.line(flat)):
             with pytest.raises(UserError, match="update of block failed"):

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.engine.optim.optimizer import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine import families, nets
-from tests.engine.families import HIDDEN, VOCABULARY, token_loss
+from tests.engine.families import HIDDEN, token_loss
 from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model
 
 STEPS = 4
@@ -36,7 +36,7 @@ MORE_ROWS = [
     Row("", world=2, stage=1, activations="keep"),
     Row("", world=2, stage=0, accumulation=2),
 ]
-"""Others, likewise."""
+"""Others, for every third case."""
 
 
 def freeze(model: nn.Module, trains: Callable[[str], bool]) -> nn.Module:
@@ -131,13 +131,6 @@ def encoder_only(model, rows, tokens):
     return (states.sigmoid() * torch.linspace(-1, 1, HIDDEN)).sum() / tokens
 
 
-def with_failed_forward(model, rows, tokens):
-    for wrong in (rows["input_ids"][:, :0].float(), torch.full((2, 3), VOCABULARY + 1)):
-        with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
-            model(wrong)
-    return token_loss(model, rows, tokens)
-
-
 def with_failed_block(model, rows, tokens):
     with pytest.raises(RuntimeError), torch.no_grad():
         model(inputs_embeds=torch.zeros(1, 4, HIDDEN + 1))
@@ -193,11 +186,9 @@ CASES = {
     "loss on hidden states": Case(_llama, on_hidden_states),
     "embeddings called outside": Case(_llama, from_embeddings),
     "decoder not used": Case(lambda: families.build("t5"), encoder_only),
-    "failed forwards before": Case(_llama, with_failed_forward),
     "failed blocks before": Case(_llama, with_failed_block),
     "zero_grad before backward": Case(_llama, early_zero_grad=True),
     "zero_grad before two backwards": Case(_llama, two_forwards_two_backwards, early_zero_grad=True),
-    "zero_grad and inference before backward": Case(_llama, inferred_between, early_zero_grad=True),
     "many results": Case(nets.ManyResultsNet),
     "parameters never used": Case(nets.UnusedNet),
     "parameters used sometimes": Case(nets.SometimesNet),
@@ -208,14 +199,7 @@ CASES = {
     "in place, and handed through": Case(nets.InPlaceNet),
     "frozen and trained in one block": Case(lambda: freeze(families.build("llama"), lambda n: "proj" not in n or "q" in n)),
     "frozen embedding": Case(lambda: freeze(families.build("llama"), lambda n: "embed" not in n)),
-    "everything but a few frozen": Case(
-        lambda: freeze(families.build("llama"), lambda n: n.endswith("1.mlp.up_proj.weight"))
-    ),
     "only the head trained": Case(lambda: freeze(families.build("llama"), lambda n: "lm_head" in n)),
-    "only norms trained": Case(lambda: freeze(families.build("llama"), lambda n: "norm" in n)),
-    "only the first block frozen": Case(
-        lambda: freeze(families.build("llama"), lambda n: ".0." not in n and "emb" not in n)
-    ),
     "frozen tied embedding": Case(lambda: freeze(families.build("qwen3"), lambda n: "embed" not in n)),
     "LoRA, adapters whole": Case(lora, settings={"replicated": is_adapter}),
     "LoRA, adapters in the blocks": Case(lora),
@@ -240,7 +224,8 @@ def check(worlds, name, row):
 
 
 ALL = [(name, row) for name in CASES for row in ROWS + MORE_ROWS]
-QUICK = [(name, rows[turn % len(rows)]) for turn, name in enumerate(CASES) for rows in (ROWS, MORE_ROWS)]
+QUICK = [(name, ROWS[turn % len(ROWS)]) for turn, name in enumerate(CASES)]
+QUICK += [(name, MORE_ROWS[turn % len(MORE_ROWS)]) for turn, name in enumerate(list(CASES)[::3])]
 
 
 @pytest.mark.parametrize(("name", "row"), QUICK, ids=str)
@@ -263,10 +248,9 @@ def dropped_out(row: Row) -> tuple[Record, Record]:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_is_the_same_in_recomputation(worlds, world, family):
-    row = Row(family, world=world, accumulation=2, debug=True, changes=(("dropout", 0.2),))
-    for recomputed, kept in worlds[world].run(dropped_out, row):
+def test_dropout_is_the_same_in_recomputation(world2, family):
+    row = Row(family, world=2, accumulation=2, debug=True, changes=(("dropout", 0.2),))
+    for recomputed, kept in world2.run(dropped_out, row):
         assert differences(recomputed, kept) == []
 
 
@@ -326,38 +310,7 @@ def test_the_neighbour_is_gathered_while_a_block_computes(world2):
     assert world2.run(slots_while_blocks_compute, False) == [alone] * 2
 
 
-# --- evaluation
-
-
-def generated(family: str, strategy: Strategy) -> list[tuple[bool, bool]]:
-    """On every rank: greedy generation with a cache, before and after a step, on the engine and in plain PyTorch."""
-    rows = families.batch(family, 0)
-    prompts = {"input_ids": rows["input_ids"][:3, :4]}
-    model, plain = families.build(family), families.build(family)
-    units = shard_model(model, strategy)
-    same = []
-    for _ in range(2):
-        ours, theirs = (
-            m.eval().generate(**prompts, max_new_tokens=6, do_sample=False, use_cache=True, pad_token_id=0)
-            for m in (model, plain)
-        )
-        same.append(torch.equal(ours, theirs))
-        for m, optimizer in ((model, ShardedSGD(units, lr=0.5)), (plain, torch.optim.SGD(plain.parameters(), lr=0.5))):
-            token_loss(m.train(), rows, families.label_tokens(rows)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return same
-
-
-@pytest.mark.quick(4)
-@pytest.mark.parametrize(
-    "strategy",
-    [Strategy.of(debug=True), Strategy.of(reshard_after_forward=False, activations="keep"), Strategy.of(stage=2)],
-    ids=str,
-)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "t5"])
-def test_generation_with_a_cache(world2, family, strategy):
-    assert world2.run(generated, family, strategy) == [[True, True]] * 2
+# --- two models, and gradients of inputs
 
 
 def two_models() -> list[str]:

@@ -8,8 +8,10 @@ Comparisons are written so that a NaN fails them.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ from tests.worlds import Worlds
 
 STEPS = 10
 QUICK_STEPS = 6
-"""Of the rows of `make test`; the full products make `STEPS`."""
+"""Of the rows of `make test`; the slow rows make `STEPS`."""
 BOTH_BYTES = 64 << 10
 """Of a rank's state that stays in host memory where the state lies on both tiers: some lines of every family's, not all."""
 MAX_NORM = 1.0
@@ -119,7 +121,9 @@ def shard_model(model: nn.Module, strategy: Strategy, comm: Communicator | None 
     """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
     comm = comm or Communicator(torch.device("cpu"))
     if strategy.uses_nvme and "tiers" not in settings:
-        settings["tiers"] = Tiers.open(comm, strategy, tempfile.gettempdir(), expected_bytes=0)
+        folder = tempfile.mkdtemp(prefix="ftkit-nvme-")  # of this rank alone: runs of other workers share nothing with it
+        settings["tiers"] = Tiers.open(comm, strategy, folder, expected_bytes=0)
+        weakref.finalize(settings["tiers"], shutil.rmtree, folder, ignore_errors=True)
     if strategy.parts > 1:
         settings.setdefault("split", batch_rows)
     return shard(model, families.blocks(model), comm=comm, strategy=strategy, entries=families.entries(model), **settings)

@@ -223,6 +223,7 @@ def test_bf16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -
         ftkit.shard(model(), {"dtype": "bf16"}, device=torch.device("cuda", 0))
 
 
+@pytest.mark.clock
 def test_a_trace_times_the_work_and_not_its_launch():
     device = torch.device("cuda", torch.cuda.current_device())
     trace, side = Trace(device), torch.cuda.Stream(device)

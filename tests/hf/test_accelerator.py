@@ -7,7 +7,6 @@ one or three. The plain loop uses the public functions alone and is compared wit
 
 from __future__ import annotations
 
-import datetime
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import ftkit
-from ftkit.errors import UserError
 from ftkit.hf.sharding import units_of
 from tests.hf import runs
 from tests.hf.runs import assert_same_weights, fresh_state
@@ -136,7 +134,7 @@ def plain(world1):
     return world1.run(loop, "stock", None)[0]
 
 
-@pytest.mark.parametrize("ranks, settings", [(1, "auto"), (2, {"stage": 3}), (3, {"stage": 2}), (2, {"stage": 0})])
+@pytest.mark.parametrize("ranks, settings", [(2, {"stage": 3}), (3, {"stage": 2})])
 def test_a_loop_on_accelerate(ranks, settings, plain, worlds):
     assert len(plain.losses) == 8
     assert len(plain.norms) == 4
@@ -146,7 +144,7 @@ def test_a_loop_on_accelerate(ranks, settings, plain, worlds):
         assert_same(log, plain)
 
 
-@pytest.mark.parametrize("ranks, settings", [(1, "auto"), (2, {"stage": 1}), (3, {"stage": 3})])
+@pytest.mark.parametrize("ranks, settings", [(1, "auto"), (3, {"stage": 1})])
 def test_a_state_is_loaded_by_any_number_of_ranks(ranks, settings, plain, worlds, tmp_path):
     folder = str(tmp_path / "state")
     worlds[2].run(loop, "ours", {"stage": 3}, folder)
@@ -166,13 +164,11 @@ def refusal_of(function: Any, *arguments: Any) -> str:
 def test_a_state_that_is_not_whole_is_refused(world2, tmp_path):
     folder = tmp_path / "state"
     world2.run(loop, "ours", {"stage": 3}, str(folder))
-    world2.run(loop, "ours", {"stage": 3}, str(folder))  # over the first
-    for name in ("scheduler_0.pt", "custom_0.pt", "model_0/manifest.json", "accelerator.pt"):
+    for name in ("custom_0.pt", "model_0/manifest.json"):
         (folder / name).rename(tmp_path / "aside")
         words = world2.run(refusal_of, loop, "ours", "auto", None, str(folder))
         assert Path(name).name in words[0]
         (tmp_path / "aside").rename(folder / name)
-    world2.run(loop, "ours", {"stage": 3}, None, str(folder))
 
 
 def on_no_device() -> None:
@@ -200,6 +196,7 @@ class Number:
         self.value = state["value"]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("calls", range(12))
 def test_a_state_is_replaced_as_a_whole_or_not_at_all(calls, tmp_path):
     """Killed at any rename of the second save: the first state is there or the second, never a part of each."""
@@ -270,44 +267,6 @@ def test_states_are_numbered_and_the_oldest_removed(world2, tmp_path):
     assert world2.run(several_states, str(tmp_path)) == [(last, called, 2.0)] * 2
 
 
-def with_hooks_that_pop(folder: str) -> tuple[int, float]:
-    """A case for a world: hooks take models and weights out of what they are given, as scripts of diffusers do."""
-    accelerator = make("ours")
-    units = units_of(accelerator.prepare(runs.llama()))
-    accelerator.register_save_state_pre_hook(lambda models, weights, where: [weights.pop() for _ in models])
-    accelerator.register_load_state_pre_hook(lambda models, where: models.clear())
-    units.flats[0].shard.fill_(1.0)
-    accelerator.save_state(folder)
-    units.flats[0].shard.fill_(9.0)
-    accelerator.load_state(folder)
-    return len(accelerator._models), float(next(iter(units.state_dict().values())).flatten()[0])
-
-
-def test_hooks_take_no_model_away(world1, tmp_path):
-    assert world1.run(with_hooks_that_pop, str(tmp_path / "state")) == [(1, 1.0)]
-
-
-def with_objects(folder: str, saved: int, registered: int) -> str:
-    """A case for a world: load a state with another number of registered objects."""
-    for number in (saved, registered):
-        accelerator = make("ours")
-        accelerator.prepare(runs.llama())
-        for _ in range(number):
-            accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
-        if number == saved:
-            accelerator.save_state(folder)
-    try:
-        accelerator.load_state(folder)
-    except UserError as error:
-        return str(error)
-    return "loaded"
-
-
-@pytest.mark.parametrize("numbers", [(2, 1), (1, 2)])
-def test_a_state_of_other_objects_is_refused(numbers, world1, tmp_path):
-    assert "registered objects" in world1.run(with_objects, str(tmp_path / "state"), *numbers)[0]
-
-
 def one_more_state(folder: str, limit: int) -> tuple[str, list[str]]:
     """A case for a world: a run that was started anew in a project, and saves once."""
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
@@ -327,65 +286,6 @@ def test_numbers_of_states_go_on_after_a_restart(world1, world2, tmp_path):
     (states / "checkpoint_7" / "custom_0.pt").touch()
     last = ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
     assert world2.run(one_more_state, folder, 2) == [("checkpoint_8", last)] * 2
-
-
-def test_a_users_own_files_beside_a_state_stay(tmp_path):
-    accelerator = make("ours")
-    accelerator.prepare(runs.llama())
-    own = ["model_notes.txt", "model_7", "scheduler_best.pt", "custom_x.pt", "random_forest.pt"]
-    for name in own:
-        (tmp_path / name).touch()
-    (tmp_path / "model_old").mkdir()
-    for _ in range(2):
-        accelerator.save_state(str(tmp_path))
-    state = ["accelerator.pt", "contents.json", "model_0", "random_0.pt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*own, "model_old", *state])
-    accelerator.load_state(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "name", ["accelerator.pt", "random_0.pt", "contents.json", "model_0/weights.txt", "model_0/manifest.json", "model_0"]
-)
-def test_a_state_takes_the_place_of_nothing_that_is_not_one(name, tmp_path):
-    accelerator = make("ours")
-    accelerator.prepare(runs.llama())
-    for own in (name, "custom_0.pt", "scheduler_1.pt", "random_7.pt"):
-        (tmp_path / own).parent.mkdir(exist_ok=True)
-        (tmp_path / own).write_text('{"mine": 1}')
-    before = runs.files_in(str(tmp_path))
-    with pytest.raises(ftkit.UserError, match=f"{name.partition('/')[0]} is there and no save_state wrote it"):
-        accelerator.save_state(str(tmp_path))
-    assert runs.files_in(str(tmp_path)) == before
-    assert (tmp_path / name).read_text() == '{"mine": 1}'
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_users_own_files_within_a_state_stay(damaged, tmp_path):
-    accelerator = make("ours")
-    accelerator.prepare(runs.llama())
-    accelerator.save_state(str(tmp_path))
-    own = ["model_0/notes.txt", "model_0/plots/a.png", "model_1/manifest.json", "notes.txt"]
-    for name in own:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    if damaged:
-        (tmp_path / "contents.json").write_text((tmp_path / "contents.json").read_text()[:40])
-    for _ in range(2):
-        accelerator.save_state(str(tmp_path))
-        assert [(tmp_path / name).read_text() for name in own] == ["mine"] * len(own)
-    accelerator.load_state(str(tmp_path))
-
-
-def test_a_state_that_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
-    accelerator, counter = make("ours"), Counter()
-    accelerator.prepare(runs.llama())
-    accelerator.register_for_checkpointing(counter)
-    accelerator.save_state(str(tmp_path))
-    counter.count = datetime.datetime(2026, 1, 1)  # pickles, and is no plain data
-    with pytest.raises(ftkit.UserError, match=r"custom_0\.pt, the state_dict\(\) of a Counter, holds datetime\.datetime"):
-        accelerator.save_state(str(tmp_path))
-    accelerator.load_state(str(tmp_path))  # the earlier state is untouched
-    assert counter.count == 0
 
 
 def export(folder: str) -> None:
@@ -460,24 +360,12 @@ def prepared(**options: Any) -> tuple[Any, Any, Any]:
 def test_what_is_not_supported_is_refused():
     accelerator, model, _ = prepared()
     refused = partial(pytest.raises, ftkit.UserError)
-    with refused(match="norm_type 1"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
-    with refused(match="belong to no optimizer"):
-        accelerator.clip_grad_norm_(runs.llama().parameters(), 1.0)
     with refused(match="use clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
     with refused(match="prepare the model before its optimizer"):
         accelerator.prepare(torch.optim.AdamW(runs.llama().parameters()))
     with refused(match="Adagrad has no sharded form"):
         accelerator.prepare(torch.optim.Adagrad(model.parameters()))
-    with refused(match="name a folder"):
-        accelerator.save_state()
-    with refused(match="name the folder"):
-        accelerator.load_state()
-    with refused(match=r"nowhere: contents.json is missing; the state is not whole"):
-        accelerator.load_state("nowhere")
-    with refused(match="unknown key 'stag'"):
-        make("ours", {"stag": 3})
     with accelerator.accumulate(model), refused(match="if accelerator.sync_gradients"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -497,19 +385,6 @@ def test_an_optimizer_may_be_made_from_a_model_of_load_model(tmp_path):
     assert optimizer.optimizer.units is units_of(model)
 
 
-def test_an_optimizer_of_a_model_on_meta_is_refused():
-    model = ftkit.load_model(None, config=runs.llama().config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ftkit.UserError, match=r"made from a model on meta .* Make it after accelerator\.prepare\(model\)"):
-        make("ours").prepare(model, optimizer)
-
-
-def test_devices_that_the_engine_does_not_know_are_refused(monkeypatch):
-    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("mps"))
-    with pytest.raises(ftkit.UserError, match=r"this run is on mps: ask for the CPU"):
-        make("ours")
-
-
 def test_mixed_precision_is_the_engines():
     accelerator, model, optimizer = prepared(mixed_precision="bf16", gradient_accumulation_steps=1)
     assert model.dtype == torch.bfloat16
@@ -519,16 +394,6 @@ def test_mixed_precision_is_the_engines():
         accelerator.backward(model(**batch).loss)
     optimizer.step()
     assert {line.master.dtype for line in optimizer.optimizer.lines.values()} == {torch.float32}
-
-
-def test_two_losses_scales_are_refused():
-    accelerator, model, _ = prepared(mixed_precision="fp16", gradient_accumulation_steps=1)
-    other = runs.tied_llama()
-    accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
-    accelerator._optimizers[0].optimizer.loss_scale.value /= 2
-    batch = {key: value[None] for key, value in full_rows(1)[0].items()}
-    with pytest.raises(ftkit.UserError, match="a loss can have one loss scale"):
-        accelerator.backward(model(**batch).loss)
 
 
 # --- no accelerate at all
@@ -576,7 +441,7 @@ def mean_losses(logs: list[Log]) -> list[float]:
     return [sum(losses) / len(logs) for losses in zip(*(log.losses for log in logs))]
 
 
-@pytest.mark.parametrize("ranks, settings", [(2, {"stage": 3}), (3, {"stage": 2, "activations": "keep"}), (1, "auto")])
+@pytest.mark.parametrize("ranks, settings", [(2, {"stage": 3}), (3, {"stage": 2, "activations": "keep"})])
 def test_a_loop_in_plain_pytorch(ranks, settings, worlds, tmp_path):
     runs.llama().save_pretrained(tmp_path / "model")
     folder, state = str(tmp_path / "model"), str(tmp_path / "state")
@@ -588,9 +453,3 @@ def test_a_loop_in_plain_pytorch(ranks, settings, worlds, tmp_path):
         assert logs[0].norms == pytest.approx(theirs.norms[first:], rel=1e-5)
         assert logs[0].rates == pytest.approx(theirs.rates[first:], rel=1e-9)
         assert_same_weights(logs[0].weights, theirs.weights)
-
-
-def test_a_compiler_that_is_not_used_is_told(monkeypatch, caplog):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    make("ours")
-    assert "dynamo_backend=INDUCTOR (ACCELERATE_DYNAMO_BACKEND) is not used" in caplog.text

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import ftkit
-from ftkit.hf.weights.agreement import digest
 from tests.hf import runs
 
 STEPS = 2
@@ -51,32 +50,18 @@ ADAPTERS = {
     "lora gaussian": lora(init_lora_weights="gaussian"),
     "lora not zero": lora(init_lora_weights=False),
     "lora pissa": lora(init_lora_weights="pissa"),
-    "lora olora": lora(init_lora_weights="olora"),
-    "lora orthogonal": lora(init_lora_weights="orthogonal"),
     "dora": lora(use_dora=True, init_lora_weights=False),
     "rslora with bias": lora(use_rslora=True, init_lora_weights=False, bias="lora_only"),
     "tokens": lora(trainable_token_indices=[3, 5]),
     "tied head trained whole": lora(modules_to_save=["lm_head"]),
     "tied embedding trained whole": lora(modules_to_save=["embed_tokens"]),
-    "ia3": peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "p-tuning": peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
-    "layer norms": peft.LNTuningConfig(task_type="CAUSAL_LM"),
-    "loha": peft.LoHaConfig(r=2, init_weights=False, **KEYS),
     "lokr": peft.LoKrConfig(r=2, init_weights=False, **KEYS),
     "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "o_proj"], d_initial=0.3),
     "randlora": peft.RandLoraConfig(r=4, target_modules=["q_proj", "o_proj"]),
-    "boft": peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], init_weights=False),
-    "oft": peft.OFTConfig(oft_block_size=4, r=0, init_weights=False, **KEYS),
-    "miss": peft.MissConfig(r=4, init_weights=False, **KEYS),
-    "parameters": lora(
-        target_modules=[], target_parameters=["q_proj.weight", "up_proj.weight"], init_lora_weights=False
-    ),
+    "parameters": lora(target_modules=[], target_parameters=["q_proj.weight", "up_proj.weight"], init_lora_weights=False),
     "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=8, topk=2, **KEYS),
-    "fourier": peft.FourierFTConfig(n_frequency=20, init_weights=False, **KEYS),
-    "hra": peft.HRAConfig(r=4, init_weights=False, **KEYS),
 }
 
 
@@ -100,12 +85,6 @@ def wider_head(model: Any) -> nn.Module:
 def untied(model: Any) -> nn.Module:
     """A tie broken by hand."""
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach().clone())
-    return model
-
-
-def tied_norms(model: Any) -> nn.Module:
-    """A tie made by hand, inside one block."""
-    model.model.layers[0].input_layernorm.weight = model.model.layers[0].post_attention_layernorm.weight
     return model
 
 
@@ -141,13 +120,6 @@ def written_in_place(model: Any) -> nn.Module:
     return model
 
 
-def by_state_dict(model: Any) -> nn.Module:
-    """Part of a state dict loaded over it."""
-    values = {name: torch.randn_like(t) / 8 for name, t in model.state_dict().items() if "layers.1.mlp" in name}
-    model.load_state_dict(values, strict=False)
-    return model
-
-
 def more_tokens(model: Any) -> nn.Module:
     """Embeddings resized, new rows around the mean of the old."""
     model.resize_token_embeddings(runs.VOCABULARY + 5)
@@ -164,54 +136,6 @@ def frozen(model: Any) -> nn.Module:
 def weight_norm(model: Any) -> nn.Module:
     """A weight that is computed of two others."""
     parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
-    return model
-
-
-def spectral_norms(model: Any) -> nn.Module:
-    """Weights of which each read moves a power iteration on."""
-    for layer in model.model.layers:
-        parametrizations.spectral_norm(layer.mlp.down_proj)
-    return model
-
-
-class OwnLora(nn.Module):
-    """A low-rank adapter as people write it themselves."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(4, base.in_features) / 10)
-        self.up = nn.Parameter(torch.randn(base.out_features, 4) / 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-def own_lora(model: Any) -> nn.Module:
-    """Every linear layer of the blocks has an adapter of the user's."""
-    model.requires_grad_(False)
-    for layer in model.model.layers:
-        for inside in (layer.self_attn, layer.mlp):
-            for name, child in list(inside.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(inside, name, OwnLora(child))
-    return model
-
-
-def extra_parameter(model: Any) -> nn.Module:
-    """A parameter of a hook's."""
-    model.model.norm.register_parameter("extra", nn.Parameter(torch.full((model.config.hidden_size,), 0.1)))
-    model.model.norm.register_forward_hook(_add_extra)
-    return model
-
-
-def _add_extra(module: Any, args: Any, out: Tensor) -> Tensor:
-    return out + module.extra
-
-
-def double_buffer(model: Any) -> nn.Module:
-    """A buffer set by hand."""
-    model.model.rotary_emb.inv_freq.mul_(0.5)
     return model
 
 
@@ -237,37 +161,19 @@ CHANGES = {
             new_head,
             wider_head,
             untied,
-            tied_norms,
             first_deleted,
             turned,
             doubled,
             written_in_place,
-            by_state_dict,
             more_tokens,
             frozen,
             weight_norm,
-            spectral_norms,
-            own_lora,
-            extra_parameter,
-            double_buffer,
             two_adapters,
             merged,
         )
     },
 }
-QUICK = [
-    "dora",
-    "ia3",
-    "lora pissa",
-    "tied head trained whole",
-    "prompt",
-    "vera",
-    "wider_head",
-    "untied",
-    "first_deleted",
-]
-QUICK += ["turned", "doubled", "written_in_place", "more_tokens", "weight_norm", "two_adapters", "merged"]
-QUICK += ["spectral_norms", "own_lora"]
+QUICK = ["dora", "tied head trained whole", "wider_head", "turned", "written_in_place", "two_adapters"]
 
 
 @pytest.fixture(scope="module")
@@ -351,24 +257,22 @@ def reference(folder: str, change: Callable[[Any], nn.Module]) -> Any:
     return in_pytorch(change(transformers.AutoModelForCausalLM.from_pretrained(folder).eval()))
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("change", QUICK)
 def test_what_is_done_before_sharding_is_kept(change, folder, worlds):
     ours = worlds[2].run(on_the_engine, folder, CHANGES[change], 11, {})
     assert_same(ours, reference(folder, CHANGES[change]))
 
 
-@pytest.mark.parametrize("change", ["parameters", "dora"])
-def test_parameters_that_are_registered_in_another_order_during_a_forward(change, biased, worlds):
-    ours = worlds[2].run(on_the_engine, biased, CHANGES[change], 11, {})
-    assert_same(ours, reference(biased, CHANGES[change]))
+def test_parameters_that_are_registered_in_another_order_during_a_forward(biased, worlds):
+    ours = worlds[2].run(on_the_engine, biased, CHANGES["parameters"], 11, {})
+    assert_same(ours, reference(biased, CHANGES["parameters"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("change", sorted(CHANGES))
-def test_everything_that_is_done_before_sharding_is_kept(change, ranks, folder, worlds):
-    ours = worlds[ranks].run(on_the_engine, folder, CHANGES[change], 11, {})
+@pytest.mark.parametrize("change", sorted(CHANGES.keys() - QUICK))
+def test_everything_that_is_done_before_sharding_is_kept(change, folder, worlds):
+    ours = worlds[2].run(on_the_engine, folder, CHANGES[change], 11, {})
     assert_same(ours, reference(folder, CHANGES[change]))
 
 
@@ -386,15 +290,8 @@ def drawn_by_each(folder: str, stage: int) -> tuple[list[Tensor], list[Tensor], 
     return own, [kept[name] for name in names], model(input_ids=torch.arange(6).view(1, 6)).logits.detach()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_of_values_that_ranks_drew_differently_rank_0s_count(stage, folder, worlds):
-    (drawn, kept, first), (other, kept_there, second) = worlds[2].run(drawn_by_each, folder, stage)
+def test_of_values_that_ranks_drew_differently_rank_0s_count(folder, worlds):
+    (drawn, kept, first), (other, kept_there, second) = worlds[2].run(drawn_by_each, folder, 3)
     assert not any(torch.equal(one, two) for one, two in zip(drawn, other))
     assert all(torch.equal(one, two) for one, two in zip(kept + kept_there, drawn + drawn))
     assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
-def test_a_view_from_an_odd_element_on_has_a_digest(dtype):
-    whole = torch.arange(9000).remainder(2).to(dtype)
-    assert digest(whole[1:8193]) == digest(whole[1:8193].clone())

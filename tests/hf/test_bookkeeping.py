@@ -8,9 +8,7 @@ a number out of a table that goes up and down.
 from __future__ import annotations
 
 import shutil
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +17,6 @@ import transformers
 from transformers import TrainerCallback
 
 import ftkit
-from ftkit.errors import LostRank
-from ftkit.hf.trainer.run_checkpoints import RunCheckpoints, Unfinished
 from tests.hf import runs
 from tests.pairwise import covering
 
@@ -184,16 +180,6 @@ def test_every_pair_of_settings_keeps_the_checkpoints_that_stock_keeps(world1, t
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("save", SETTINGS["save"])
-def test_every_combination_keeps_the_checkpoints_that_stock_keeps(save, world1, tmp_path):
-    rows = [dict(zip(SETTINGS, values)) for values in product(*SETTINGS.values()) if values[1] == save]
-    rows = [row for row in rows if row["metric"] == "score" and row["greater"] is not False and allowed(row)]
-    rows = rows[:: max(1, len(rows) // 20)]
-    [wrong] = world1.run(table, str(tmp_path), rows, seconds=300)
-    assert not wrong, "\n".join(wrong)
-
-
 def on_two_ranks(folder: str) -> dict[str, Any]:
     """Make one of the quick rows on every rank."""
     told = outcome("ours", folder, {**DEFAULTS, **KNOWN[3]})
@@ -214,40 +200,9 @@ def with_folders_of_the_users(folder: str, row: Row) -> dict[str, Any]:
     return outcome("ours", folder, row)
 
 
-@pytest.mark.parametrize("row", [{"limit": 1, "load_best": True}, {"limit": 1, "whole": True}, {"limit": 2}])
-def test_folders_of_the_users_are_not_rotated(row, world1, tmp_path):
-    settings = {**DEFAULTS, "evaluate": "steps 2", "save": "steps 2", **row}
+def test_folders_of_the_users_are_not_rotated(world1, tmp_path):
+    settings = {**DEFAULTS, "evaluate": "steps 2", "save": "steps 2", "limit": 1, "load_best": True}
     [plain] = world1.run(outcome, "ours", str(tmp_path / "plain"), settings)
     (tmp_path / "run").mkdir()
     [told] = world1.run(with_folders_of_the_users, str(tmp_path / "run"), settings)
     assert told["folders"] == sorted([*plain["folders"], "checkpoint-1-backup", "checkpoint-7", "checkpoint-best"])
-
-
-class Gone:
-    """The ranks of a run of which another one has died."""
-
-    rank, world_size = 0, 2
-
-    def same(self, value: Any, of: str = "") -> Any:
-        raise LostRank("rank 1 is dead")
-
-    barrier = same
-
-
-def test_of_a_lost_rank_nothing_is_said_as_if_a_checkpoint_were_lost(tmp_path, caplog):
-    final = tmp_path / "checkpoint-1"
-    temporary = tmp_path / ".checkpoint-1.writing" / "checkpoint-1"
-    temporary.mkdir(parents=True)
-    (temporary / "trainer_state.json").write_text("{}")
-    units = SimpleNamespace(comm=Gone(), saving=None)
-    checkpoints = RunCheckpoints(SimpleNamespace(units=units, state=SimpleNamespace(best_model_checkpoint=None)))
-    checkpoints.unfinished = Unfinished(temporary, final, str(final), None, None)
-    with pytest.raises(LostRank):
-        checkpoints.finish()
-    assert (final / "trainer_state.json").is_file(), "rank 0 had published it"
-    assert "Training goes on" not in caplog.text
-    checkpoints.fresh = final
-    units.comm.barrier = lambda *_: None
-    with pytest.raises(LostRank):
-        checkpoints.seal_again()
-    assert "has changed" not in caplog.text

@@ -33,6 +33,7 @@ from ftkit.data.packing import best_fit
 from ftkit.data.prepared import Collator, Source, StepOrder, check_isolation, prepare, prepare_section, prompt_tokens, split
 from ftkit.data.rendering import Rendering
 from ftkit.errors import UserError
+from tests.worlds import PATIENCE
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -833,7 +834,7 @@ prepared = prepare({str(path)!r}, tokenizer, cache_dir={str(tmp_path / "cache")!
 print(prepared.report.cached, len(prepared.dataset))
 """
     started = [subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in started]
+    outputs = [process.communicate(timeout=60 * PATIENCE) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     assert sorted(output.split() for output, _ in outputs) == [["False", "400"], ["True", "400"]]
     folders = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
@@ -861,6 +862,13 @@ def test_a_token_across_the_edge_of_a_mark_is_the_answers(tokenizer_of):
     assert said == [" sat"]
     official = tokenizer.apply_chat_template(list(turns), return_assistant_tokens_mask=True, return_dict=True)
     assert [at for at, mark in enumerate(official["assistant_masks"]) if mark] == [rendered.answers[0][0]]
+
+
+@pytest.mark.parametrize("code", ["messages.append(1)", "''.__class__.__mro__[1].__subclasses__()", "1 / 0"])
+def test_a_template_runs_in_the_sandbox_and_its_errors_name_it(tokenizer_of, code):
+    turns = ({"role": "user", "content": "the"}, {"role": "assistant", "content": "sat"})
+    with pytest.raises((UserError, BadRowError), match=r"the chat template of .* refuses it"):
+        Rendering.of(tokenizer_of("{{ " + code + " }}")).conversation(Conversation(turns))
 
 
 def test_records_that_are_not_rows():

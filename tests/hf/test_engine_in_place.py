@@ -41,10 +41,7 @@ class Before:
     "bases",
     [
         (transformers.Trainer, ftkit.TrainerMixin),
-        (transformers.Seq2SeqTrainer, ftkit.TrainerMixin),
-        (trl.SFTTrainer, ftkit.TrainerMixin),
         (trl.SFTTrainer, ftkit.Trainer),
-        (Theirs, ftkit.TrainerMixin),
         (Theirs, Ours),
         (Before, Theirs, ftkit.Trainer),
     ],
@@ -61,7 +58,7 @@ def test_arguments_behind_their_mixin_are_refused():
 
 @pytest.mark.parametrize(
     "bases",
-    [(ftkit.TrainerMixin, trl.SFTTrainer), (Ours, Theirs), (Before, Ours, trl.DPOTrainer), (ftkit.Trainer,), (Ours,)],
+    [(ftkit.TrainerMixin, trl.SFTTrainer), (Before, Ours, trl.DPOTrainer)],
 )
 def test_the_right_order_is_taken(bases):
     type("U", (type("T", bases, {}),), {})
@@ -74,18 +71,12 @@ class Seq2SeqArguments(ftkit.ArgumentsMixin, transformers.Seq2SeqTrainingArgumen
     """Arguments of a user's with ours."""
 
 
-@pytest.mark.parametrize("settings", ["auto", {"stage": 3}])
 @pytest.mark.parametrize(
-    "trainer, arguments",
-    [
-        (transformers.Trainer, ftkit.TrainingArguments),
-        (Theirs, ftkit.TrainingArguments),
-        (transformers.Seq2SeqTrainer, Seq2SeqArguments),
-    ],
+    "trainer, arguments", [(Theirs, ftkit.TrainingArguments), (transformers.Seq2SeqTrainer, Seq2SeqArguments)]
 )
-def test_a_trainer_without_the_engine_refuses_arguments_that_ask_for_it(trainer, arguments, settings, tmp_path):
+def test_a_trainer_without_the_engine_refuses_arguments_that_ask_for_it(trainer, arguments, tmp_path):
     runs.fresh_state()
-    made = arguments(str(tmp_path), **COMMON, ftkit=settings)
+    made = arguments(str(tmp_path), **COMMON, ftkit={"stage": 3})
     with pytest.raises(ftkit.UserError, match=r"asks for ftkit's engine.*plain DDP"):
         trainer(model=runs.llama(), args=made, train_dataset=token_rows(4))
 
@@ -107,31 +98,9 @@ def test_a_trainer_without_the_engine_takes_arguments_that_leave_it_off(tmp_path
 # --- optimizers of others
 
 
-def clipped_by_torch(model, optimizer):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def scheduled(model, optimizer):
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     optimizer.step()
-
-
-def prepared_by_another(model, optimizer):
-    accelerate.Accelerator(cpu=True).prepare(optimizer).step()
-
-
-class Custom(torch.optim.Optimizer):
-    """A library's optimizer."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 1.0})
-
-    def step(self, closure=None):
-        """Update what has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
 
 def foreign_steps(stage, early, use, make=torch.optim.AdamW):
@@ -154,23 +123,9 @@ def plain(model, optimizer):
     optimizer.step()
 
 
-@pytest.mark.quick(6)
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("use", [plain, scheduled, prepared_by_another])
-def test_an_optimizer_of_torch_on_a_sharded_model_raises(use, early, stage, worlds):
+@pytest.mark.parametrize("early, stage, use", [(True, 1, scheduled), (False, 3, plain)])
+def test_an_optimizer_of_torch_on_a_sharded_model_raises(early, stage, use, worlds):
     worlds[2].run(foreign_steps, stage, early, use)
-    if early:
-        worlds[1].run(foreign_steps, stage, early, use)
-
-
-def test_a_library_s_optimizer_raises(worlds):
-    worlds[2].run(foreign_steps, 2, False, plain, Custom)
-    worlds[2].run(foreign_steps, 3, True, plain, Custom)
-
-
-def test_torch_s_clipping_of_resharded_parameters_raises(worlds):
-    worlds[2].run(foreign_steps, 3, False, clipped_by_torch)
 
 
 class SwapsOptimizer:
@@ -182,10 +137,6 @@ class SwapsOptimizer:
         return loss
 
 
-def adafactor(model):
-    return transformers.Adafactor(model.parameters(), lr=1e-3, relative_step=False), None
-
-
 def trained(run, text):
     with pytest.raises(ftkit.UserError, match=text):
         train("ours", tempfile.mkdtemp(), run)
@@ -195,8 +146,6 @@ def trained(run, text):
     "run, text",
     [
         (Run(mixin=SwapsOptimizer, ftkit={"stage": 3}), "would train nothing"),
-        (Run(options={"optimizers": adafactor}, ftkit={"stage": 3}), "Adafactor has no sharded form"),
-        (Run(arguments={"optim": "adafactor"}, ftkit={"stage": 1}), "Adafactor has no sharded form"),
     ],
 )
 def test_a_trainer_with_a_foreign_optimizer_stops(run, text, worlds):
@@ -223,24 +172,12 @@ def wrapped(stage):
         model(ROWS)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_wrapper_around_a_sharded_model_is_refused(stage, worlds):
-    worlds[2].run(wrapped, stage)
+def test_a_wrapper_around_a_sharded_model_is_refused(worlds):
+    worlds[2].run(wrapped, 3)
 
 
 def all_compiled(model):
     return torch.compile(model, backend="eager")
-
-
-def compiled_inside(model):
-    model.model.compile(backend="eager")
-    return nn.Sequential(model)
-
-
-def compiled_blocks(model):
-    for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = torch.compile(layer, backend="eager")
-    return model
 
 
 def compiled_calls(model):
@@ -251,8 +188,6 @@ def compiled_calls(model):
 WRAPPED = [
     (nn.DataParallel, r"DataParallel is wrapped by DataParallel.*model\.module"),
     (all_compiled, r"cannot be wrapped by torch\.compile"),
-    (compiled_inside, r"0\.model cannot be wrapped by torch\.compile"),
-    (compiled_blocks, r"model\.layers\.0 cannot be wrapped by torch\.compile"),
     (compiled_calls, r"model\.layers\.1 cannot be wrapped by torch\.compile"),
 ]
 
@@ -272,12 +207,3 @@ def test_a_compiled_module_inside_a_block_computes_and_so_does_a_block_whose_wei
     compiled_calls(model)
     ftkit.shard(model, {"stage": 3})
     torch.testing.assert_close(model(ROWS).logits, expected)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_refused():
-    model = runs.llama()
-    ftkit.shard(model, {"stage": 3, "kernels": "off"})
-    with pytest.raises(ftkit.UserError, match=r"cannot be wrapped by torch\.compile"):
-        torch.compile(model, backend="eager")(ROWS)
-

@@ -2,14 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ftkit.data.batches import Collator
 from ftkit.data.build_once import RefusedError
-from ftkit.data.faults import FAULTS, duplicates_of, stops_of
+from ftkit.data.faults import stops_of
 from ftkit.data.prepared import prepare
 from tests.tiny import TEMPLATE, make_tokenizer
 
@@ -18,21 +17,10 @@ PLAIN_ROLES = (
     "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"
 )
 CLOSED = PLAIN_ROLES.replace("END", "eos_token")
-NO_SYSTEM = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' %}")
 END_OUTSIDE = TEMPLATE.replace(" + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{- eos_token }}")
 READS_CALLS = "{%- set calls = (message.tool_calls or []) | tojson %}{% generation %}"
 LOOKS_AT_CALLS = TEMPLATE.replace("{% generation %}", READS_CALLS)
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "now"}}]}
-LAST_REASONS = TEMPLATE.replace(
-    "{% generation %}",
-    "{%- set reasons = message.reasoning_content or '' %}{% generation %}{{- reasons if loop.last else '' }}",
-)
-DUMPS_CALLS = TEMPLATE.replace("message['content'] +", "message['content'] + (message.tool_calls or '') | tojson +")
-CALL_IN_WORDS = {
-    "role": "assistant",
-    "content": "I look",
-    "tool_calls": [{"function": {"name": "now", "arguments": '{"zone": "utc"}'}}],
-}
 
 
 def chat(question, answer, system=None):
@@ -42,11 +30,6 @@ def chat(question, answer, system=None):
 
 
 GOOD = chat("1+1?", "two", "be short")
-REASONED = {"role": "assistant", "content": "two", "reasoning_content": "one and one"}
-REASONED_NOT = {"role": "assistant", "content": "two"}
-AGAIN = [{"role": "user", "content": "2+2?", "name": "Bob"}, {"role": "assistant", "content": "four"}]
-FIRST_NAME = TEMPLATE.replace("'Q:' +", "'Q' + (message.name if message.name and loop.first else '') + ':' +")
-TWO_ANSWERS = {"messages": [*chat("1+1?", REASONED)["messages"], *chat("2+2?", "four")["messages"]]}
 
 
 @pytest.fixture
@@ -77,10 +60,6 @@ PLANTED = {
     "no_end": (PLAIN_ROLES.replace("END", "'\\n'"), GOOD, {}),
     "end_not_trained": (END_OUTSIDE, GOOD, {}),
     "only_end": (LOOKS_AT_CALLS, chat("what time is it?", TOOL_CALL), {}),
-    "left_out": (NO_SYSTEM, GOOD, {}),
-    "half_read": (LAST_REASONS, TWO_ANSWERS, {"sequence_tokens": 200}),
-    "call_as_text": (DUMPS_CALLS, chat("what time is it?", CALL_IN_WORDS), {"sequence_tokens": 200}),
-    "unwritten": (FIRST_NAME, {"messages": [{"role": "user", "content": "1+1?", "name": "Ann"}, REASONED_NOT, *AGAIN]}, {}),
     "doubled_bos": (CLOSED, chat("<begin><begin>1+1?", "two"), {}),
     "answer_cut": (TEMPLATE, chat("1+1?", "two " * 20), {}),
     "cut": (TEMPLATE, {"text": "two " * 40}, {"long_text": "cut"}),
@@ -102,83 +81,6 @@ def test_a_planted_fault_is_found_with_its_row(ready, kind):
     assert found[kind].text.startswith(f"{1 if alone else 3} of 3 samples have ")
     assert found[kind].places[0].endswith(f"rows.jsonl:{2 if alone else 1}")
     assert str(found[kind]).endswith(")")
-
-
-def called(**arguments):
-    turn = {"role": "assistant", "content": "so", "tool_calls": [{"arguments": arguments}]}
-    return {"messages": [{"role": "user", "content": "1+1?"}, turn]}
-
-
-def writing(expression):
-    """Return a template that writes this of the call of an answer besides what it says."""
-    written = f"{{% for call in message.tool_calls or [] %}}{{{{- {expression} }}}}{{% endfor %}}"
-    return TEMPLATE.replace("{% generation %}", "{% generation %}" + written)
-
-
-READ_NOT_WRITTEN = {
-    "the first of a list": ("call.arguments.x[0]", called(x=["kept", "lost"])),
-    "names of arguments alone": ("call.arguments.items() | map('first') | list | tojson", called(x="lost")),
-    "values of arguments alone": ("call.arguments.values() | list | tojson", called(lost="kept")),
-    "a text that is cut": ("call | tojson | truncate(60)", called(x="many words " * 20 + "lost")),
-    "a number": ("call.arguments.keys() | list | tojson", called(x=8125)),
-    "a part of an object": ("call.arguments.x.y[:2]", called(x={"y": "lost"})),
-}
-
-
-@pytest.mark.parametrize("case", READ_NOT_WRITTEN)
-def test_a_value_that_a_template_reads_and_does_not_write_is_told(ready, case):
-    expression, row = READ_NOT_WRITTEN[case]
-    tokenizer, prepared = ready([row], writing(expression), sequence_tokens=600)
-    assert {fault.kind for fault in prepared.faults(tokenizer)} == {"unwritten"}
-
-
-WRITTEN = {
-    "as JSON": ("call | tojson", called(x='a "word"\nand another', y=[1, 2.5, {"z": True}], n=None)),
-    "as its text": ("call.arguments.items() | list | string", called(x="it's", y=[1, 2.5, False])),
-    "in capitals": ("call.arguments.items() | list | string | upper", called(x="some words")),
-    "as a line each": ("call.arguments.items() | map('join', '=') | join('\n')", called(x="some words", y="more")),
-}
-
-
-@pytest.mark.parametrize("case", WRITTEN)
-def test_a_value_may_be_written_otherwise(ready, case):
-    expression, row = WRITTEN[case]
-    tokenizer, prepared = ready([row], writing(expression), sequence_tokens=600)
-    assert prepared.faults(tokenizer) == []
-
-
-def test_a_value_that_a_template_compares_is_no_fault(ready):
-    row = called(x="kept")
-    row["messages"][1]["tool_calls"][0]["type"] = "function"
-    tokenizer, prepared = ready(
-        [row], writing("call.arguments | tojson if call.type == 'function' else ''"), sequence_tokens=600
-    )
-    assert prepared.faults(tokenizer) == []
-
-
-@pytest.mark.parametrize(("role", "kinds"), [("developer", {"renamed"}), ("system", set()), ("System", set())])
-def test_a_role_under_another_name_is_told(ready, role, kinds):
-    row = {"messages": [{"role": role, "content": "be short"}, *GOOD["messages"][1:]]}
-    tokenizer, prepared = ready([row])
-    assert {fault.kind for fault in prepared.faults(tokenizer)} == kinds
-
-
-@pytest.mark.parametrize("second", ["be brief", "brief", "be long"])
-def test_a_turn_that_is_left_out_is_told_though_its_words_stand_elsewhere(ready, second):
-    first_system = TEMPLATE.replace("{%- else %}", "{%- elif message['role'] == 'user' or loop.first %}")
-    turns = [*chat("1+1?", "two", "be brief")["messages"], *chat("2+2?", "four", second)["messages"]]
-    tokenizer, prepared = ready([{"messages": turns}], first_system, sequence_tokens=200)
-    assert {fault.kind for fault in prepared.faults(tokenizer)} == {"left_out"}
-    tokenizer, prepared = ready([{"messages": turns}], sequence_tokens=200, name="all.jsonl")
-    assert prepared.faults(tokenizer) == []
-
-
-@pytest.mark.parametrize(("system", "kinds"), [("be short", {"glued"}), ("be short\n", set()), ("be short ", set())])
-def test_a_system_text_that_runs_into_the_prompt_is_told(ready, system, kinds):
-    tokenizer, prepared = ready([{"prompt": "2+2?", "completion": "four", "system": system}], None)
-    assert {fault.kind for fault in prepared.faults(tokenizer)} == kinds
-    _, prepared = ready([{"prompt": "2+2?", "completion": "four", "system": system}], TEMPLATE)
-    assert prepared.faults(tokenizer) == []
 
 
 def test_a_bos_that_was_dropped_is_told(ready):
@@ -217,17 +119,6 @@ def test_an_end_at_which_generation_does_not_stop(ready, tmp_path):
     assert stops_of(None) == stops_of(GenerationConfig()) == ()
 
 
-def test_blanks_after_an_end_are_no_fault(ready):
-    tokenizer, prepared = ready([GOOD], PLAIN_ROLES.replace("END", "eos_token + '\\n'"))
-    assert prepared.faults(tokenizer) == []
-
-
-def test_an_answer_that_is_one_word_or_one_special_token_says_something(ready, tmp_path):
-    tokenizer = with_stop(make_tokenizer(tmp_path / "tokenizer"))
-    tokenizer, prepared = ready([chat("1+1?", "2"), chat("end?", "<stop>")], tokenizer=tokenizer)
-    assert [fault.kind for fault in prepared.faults(tokenizer)] == ["special_in_text"]
-
-
 def test_duplicates_and_what_is_held_out_and_trained_on(ready):
     rows = [chat(f"{n}+1?", str(n + 1)) for n in (1, 2, 1, 3, 1)]
     for packing in (False, True):
@@ -246,27 +137,6 @@ def test_duplicates_and_what_is_held_out_and_trained_on(ready):
         assert overlap.places[0].endswith("held.jsonl:2")
         _, apart = ready([chat("9+1?", "10")], name="apart.jsonl")
         assert prepared.overlap(apart) is None
-
-
-def test_many_duplicates_are_found_at_once():
-    found = duplicates_of(np.zeros(200_000, np.int64), [f"rows:{n}" for n in range(200_000)])
-    assert found.rows == 199_999
-    assert found.places == ("rows:1, as rows:0", "rows:2, as rows:0", "rows:3, as rows:0")
-
-
-def test_little_that_is_trained_on(ready):
-    tokenizer, prepared = ready([chat("long " * 900, "2")], sequence_tokens=8192)
-    [fault] = prepared.faults(tokenizer)
-    assert fault.kind == "little_trained"
-
-
-def test_skipped_rows_are_a_fault(ready):
-    tokenizer, prepared = ready([GOOD, chat("1+1?", "")], on_bad_row="skip")
-    [fault] = prepared.faults(tokenizer)
-    assert fault.kind == "unusable"
-    assert "1 of 2 rows" in fault.text
-    assert "rows.jsonl:2" in fault.places[0]
-    assert "is empty" in fault.places[0]
 
 
 def test_answers_that_are_all_empty_are_refused(ready):
@@ -318,44 +188,3 @@ def test_lengths_fall_into_round_classes(ready):
     assert len(lengths.classes(12)) == 11
     assert lengths.at(0.5) == 17
     assert lengths.most == 208
-
-
-def test_every_kind_has_a_planted_row():
-    by_themselves = {"unknown", "glued", "renamed", "earlier_answers"}  # the last one in test_names_in_rows.py
-    assert set(FAULTS) == PLANTED.keys() | by_themselves
-
-
-def without(part):
-    return TEMPLATE.replace("message['content'] +", f"message['content'].split({part!r})[-1] +")
-
-
-PARTS = {
-    "thinking that is cut away": (without("</think>"), {"content": "<think>so it is</think>two, as anybody can see"}, True),
-    "thinking that is kept": (TEMPLATE, {"content": "<think>so it is</think>two, as anybody can see"}, False),
-    "thinking that is written otherwise": (
-        TEMPLATE.replace("message['content'] +", "message['content'].replace('</think>', '\\n</think>\\n\\n') +"),
-        {"content": "<think>so it is</think>two, as anybody can see"},
-        False,
-    ),
-    "thinking of an answer that is not learned": (
-        without("</think>"),
-        {"content": "<think>so</think>two, as anybody can see", "weight": 0},
-        False,
-    ),
-    "words beside a call": (
-        TEMPLATE.replace(
-            "message['content'] +", "(message.tool_calls | tojson if message.tool_calls else message.content) +"
-        ),
-        {**CALL_IN_WORDS, "tool_calls": [{"function": {"name": "now", "arguments": {"zone": "utc"}}}]},
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_a_part_of_an_answer_that_the_template_leaves_out_is_told(ready, case):
-    template, answer, is_told = PARTS[case]
-    last = [{"role": "user", "content": "and 2+2?"}, {"role": "assistant", "content": "four it is, as before"}]
-    row = {"messages": [*chat("1+1?", {"role": "assistant", **answer})["messages"], *last]}
-    tokenizer, prepared = ready([row], template, sequence_tokens=300)
-    assert ("half_read" in [fault.kind for fault in prepared.faults(tokenizer)]) == is_told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from types import FunctionType
 from typing import Any
 
@@ -312,83 +311,22 @@ def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeyp
     assert report.left["all of it"].startswith("Triton does not run here: RuntimeError: Failed to find C compiler.")
 
 
-class Switched(LlamaMLP):
-    """What it is today; a list decides what it is tomorrow."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.gains[0]
-
-
-class Swish(nn.Module):
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope = torch.tensor(slope)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(self.slope * x)
-
-
 def hooked(mlp: Any) -> None:
     mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
-
-
-def hooked_before(mlp: Any) -> None:
-    mlp.act_fn.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-
-
-def hooked_backward(mlp: Any) -> None:
-    mlp.act_fn.register_full_backward_hook(lambda module, given, made: (given[0] * 0,))
 
 
 def replaced(mlp: Any) -> None:
     mlp.act_fn.forward = torch.relu
 
 
-def switched(mlp: Any) -> None:
-    mlp.__class__, mlp.gains = Switched, [1.0]
-
-
-def with_tensor(mlp: Any) -> None:
-    mlp.scale = torch.tensor(0.5)
-
-
-def other_function(mlp: Any) -> None:
-    mlp.act_fn.scale = lambda x: x
-
-
-def own_activation(mlp: Any) -> None:
-    mlp.act_fn = Swish(1.0)
-
-
-def with_lock(mlp: Any) -> None:
-    mlp.lock = threading.Lock()
-
-
-def with_graph(mlp: Any) -> None:
-    mlp.last = mlp.up_proj.weight * 2
-
-
 def computed_weight(mlp: Any) -> None:
     parametrizations.spectral_norm(mlp.down_proj)
 
 
-def no_weight(mlp: Any) -> None:
-    mlp.down_proj = nn.Sequential(nn.Linear(mlp.down_proj.in_features, 4), nn.Linear(4, mlp.down_proj.out_features))
-
-
 LEFT = {
     hooked: "LlamaMLP's act_fn has hooks",
-    hooked_before: "LlamaMLP's act_fn has hooks",
-    hooked_backward: "LlamaMLP's act_fn has hooks",
     replaced: "the forward of LlamaMLP's act_fn is replaced on the instance",
-    switched: "Switched computes by code of the user's own",
-    with_tensor: "LlamaMLP has the attribute scale, which may change what it computes",
-    other_function: "LlamaMLP's act_fn has the attribute scale, which may change what it computes",
-    own_activation: "LlamaMLP's act_fn computes by code of the user's own",
-    with_lock: "LlamaMLP has the attribute lock, which may change what it computes",
-    with_graph: "LlamaMLP has the attribute last, which may change what it computes",
     computed_weight: "LlamaMLP's down_proj has no weight, or computes it at each read",
-    no_weight: "LlamaMLP's down_proj has no weight, or computes it at each read",
 }
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
@@ -26,7 +29,7 @@ from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
-from tests.worlds import RankFailure, free_port
+from tests.worlds import RankFailure
 
 ENDS = (*range(2, 12), 47, 84)
 """Tokens that end an answer: so many that answers differ in length."""
@@ -209,7 +212,8 @@ def by_transformers(model: nn.Module, rank: int) -> list[list[int]]:
     return model.generate(input_ids=ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0).tolist()
 
 
-@pytest.mark.parametrize(("name", "fits"), [("gpt2", False), ("gpt2", True), ("t5", False), ("llama, LoRA", False)])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("name", "fits"), [("gpt2", True), ("t5", False), ("llama, LoRA", False), ("gpt2", False)])
 def test_transformers_own_generate(world2, name, fits):
     assert world2.run(plainly, name, fits) == [by_transformers(build(name).eval(), rank) for rank in (0, 1)]
 
@@ -292,8 +296,7 @@ def trains_generates_trains(name: str, wanted: dict[str, Any] | None) -> list[fl
 
 def test_training_goes_on_after_answers(world2):
     expected = world2.run(trains_generates_trains, "llama", None)
-    for wanted in ({**MANY, "hold": True}, {**SAMPLED, "hold": False}):
-        assert world2.run(trains_generates_trains, "llama", wanted) == expected
+    assert world2.run(trains_generates_trains, "llama", {**SAMPLED, "hold": False}) == expected
 
 
 def one_prompt_after_an_update(settings: dict[str, Any]) -> list[list[list[int]]]:
@@ -332,7 +335,7 @@ def with_a_cache(hold: bool | str) -> list[bool]:
     return torch.allclose(torch.cat(found, dim=1), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("hold", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_lives_across_calls(world2, hold):
     assert world2.run(with_a_cache, hold) == [True, True]
 
@@ -417,9 +420,7 @@ def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
     ("given", "wanted", "told"),
     [
         ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 posi"),
-        ([[]], {"max_new_tokens": 4}, "prompt 0 has no tokens"),
         ([[3]], {"top_p": 0.0}, "top_p in (0, 1]"),
-        ([[3]], {"batch_size": 0}, "at least 1 is needed"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_on_all_ranks(world2, given, wanted, told):
@@ -441,16 +442,23 @@ def texts(folder: str, shards: bool, wanted: dict[str, Any]) -> list[str]:
     return answers
 
 
-def as_a_job(port: int) -> Stop:
-    """Leave the group of the world: the ranks of a command meet at a port of their own."""
-    torch.distributed.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port)
-    return Stop(rank=int(os.environ["RANK"]))
+@contextlib.contextmanager
+def as_a_job() -> Iterator[Stop]:
+    """Leave the group of the world. The ranks of a command meet at a store of rank 0, on a port that the system chose."""
+    rank = runs.rank()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store is not None else None]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    joins = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": str(port[0])}
+    with mock.patch.dict(os.environ, joins):
+        yield Stop(rank=rank)
 
 
-def from_the_command_line(folder: str, port: int) -> list[str]:
+def from_the_command_line(folder: str) -> list[str]:
     """What each rank of `ftkit generate --nproc 2` does."""
-    return sharded_answers(as_a_job(port), folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
+    with as_a_job() as stop:
+        return sharded_answers(stop, folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
 
 
 FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
@@ -460,15 +468,15 @@ def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path / "base")
     told = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
     assert len(set(told.values())) == 3
-    assert world2.run(from_the_command_line, str(tmp_path / "base"), free_port()) == [list(told.values())] * 2
+    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(told.values())] * 2
     peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
     adapter = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
     with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
-        world2.run(from_the_command_line, str(tmp_path), free_port())
+        world2.run(from_the_command_line, str(tmp_path))
 
 
-def batches_of_the_command(folder: str, port: int | None) -> list[list[list[int]]]:
+def batches_of_the_command(folder: str, several: bool) -> list[list[list[int]]]:
     """The batches that a rank of `ftkit generate` computes of more prompts than one batch takes."""
     asked = [f"{'1' * (1 + 7 * number % 12)}+{number}?" for number in range(11)]
     seen = []
@@ -478,8 +486,9 @@ def batches_of_the_command(folder: str, port: int | None) -> list[list[list[int]
         return [[3]] * len(given)
 
     with mock.patch.object(generation, "_batch", note):
-        if port is not None:
-            sharded_answers(as_a_job(port), folder, asked, {})
+        if several:
+            with as_a_job() as stop:
+                sharded_answers(stop, folder, asked, {})
         else:
             assert [prompt for prompt, _ in answers(folder, asked)] == asked
     return seen
@@ -487,21 +496,21 @@ def batches_of_the_command(folder: str, port: int | None) -> list[list[list[int]
 
 def test_the_command_cuts_the_same_batches_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path)
-    expected = batches_of_the_command(str(tmp_path), None)
+    expected = batches_of_the_command(str(tmp_path), False)
     assert [len(batch) for batch in expected] == [8, 3]
-    found = world2.run(batches_of_the_command, str(tmp_path), free_port())
+    found = world2.run(batches_of_the_command, str(tmp_path), True)
     assert sorted(batch for each in found for batch in each) == sorted(expected)
 
 
 def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
     make_base(tmp_path)
-    for wanted in ({"batch_size": 1}, {"temperature": 1.0, "seed": 3, "batch_size": 2}):
-        expected = world1.run(texts, str(tmp_path), False, wanted)[0]
-        assert world2.run(texts, str(tmp_path), True, wanted) == [expected] * 2
-        assert len(set(expected)) == 3
+    wanted = {"temperature": 1.0, "seed": 3, "batch_size": 2}
+    expected = world1.run(texts, str(tmp_path), False, wanted)[0]
+    assert world2.run(texts, str(tmp_path), True, wanted) == [expected] * 2
+    assert len(set(expected)) == 3
 
 
-@pytest.mark.parametrize("prompts", ["hello", [{"role": "user", "content": "hello"}], {"role": "user"}, [5], [["hello"]]])
+@pytest.mark.parametrize("prompts", ["hello", [{"role": "user", "content": "hello"}]])
 def test_prompts_that_are_no_list_of_them_stop(prompts):
     with pytest.raises(ftkit.UserError, match=r"^prompts: "):
         generate(runs.llama(), None, prompts)
@@ -516,13 +525,7 @@ NAMED = TEMPLATE.replace("'Q:' +", "'Q' + (message.name or '') + ':' +")
     ("turns", "told"),
     [
         pytest.param([{**USER, "name": "Ann"}], "number 0 has turns with name, which", id="a name"),
-        ([{**USER, "images": ["a.png"], "name": "Ann"}], "images, name"),
-        ([USER, {"role": "assistant", "content": "2", "reasoning_content": "easy"}, USER], "reasoning_content"),
-        ([{**USER, "tools": [{"name": "now"}]}], "tools"),
-        ([{"role": "user", "content": [{"type": "text", "text": "1+1?", "cache": 1}]}], "content.cache"),
-        ([{"messages": [USER]}], "a turn has no role: it has messages; role and content are needed"),
         ([{"role": "usr", "content": "1+1?"}], "did you mean user"),
-        ([{"role": "user", "contents": "1+1?"}], "must be text; found nothing"),
     ],
 )
 def test_what_nobody_reads_of_a_prompt_stops(tmp_path, template, turns, told):
@@ -552,12 +555,6 @@ def test_a_key_that_the_template_reads_may_be_in_a_prompt(tmp_path):
     assert len(generate(model, tokenizer, [[{**USER, "name": "Ann"}]], max_new_tokens=2)) == 1
 
 
-def test_a_row_as_a_prompt_stops():
-    for given in ([{"messages": [USER]}], {"messages": [USER]}):
-        with pytest.raises(ftkit.UserError, match=r"^prompts: found a row with messages"):
-            generate(runs.llama(), None, given)
-
-
 def test_glue_is_one_text_or_one_of_each_prompt():
     with pytest.raises(ftkit.UserError, match="glue: found 1 of them and 3 prompts"):
         generate(runs.llama(), None, ["a", "b", "c"], glue=["\n"])
@@ -581,17 +578,6 @@ def test_strings_that_stop_an_answer(tmp_path):
     assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1
 
 
-def test_settings_of_draws_that_change_nothing_are_told(caplog):
-    model = families.build("llama")
-    generation.generate_ids(model, prompts(1), max_new_tokens=1, temperature=1.0, top_p=0.5, seed=3)
-    generation.generate_ids(model, prompts(1), max_new_tokens=1)
-    assert not caplog.records
-    for settings in ({"top_p": 0.5}, {"seed": 3}):
-        caplog.clear()
-        generation.generate_ids(model, prompts(1), max_new_tokens=1, **settings)
-        assert "temperature is 0, which takes the likeliest token" in caplog.text
-
-
 def answered_without_finite_logits(temperature: float) -> list[str]:
     """Return what a rank is told of a model whose weights are finite and whose logits are not, whole and sharded."""
     told = []
@@ -608,7 +594,6 @@ def answered_without_finite_logits(temperature: float) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_finite_are_no_answers(world2, temperature):
-    for told in world2.run(answered_without_finite_logits, temperature):
+def test_logits_that_are_not_finite_are_no_answers(world2):
+    for told in world2.run(answered_without_finite_logits, 0.8):
         assert all(each.startswith("the model's logits are NaN or infinite, though its weights are finite") for each in told)

@@ -9,12 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-)
+from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 from torch.utils.data import DataLoader
 
 import ftkit
@@ -50,9 +45,9 @@ def by_hand(kind: str, form: str, settings: Any = "auto") -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": {name: tensor.detach() for name, tensor in weights.items()}}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("form", ["accelerator", "model"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_no_sync_accumulates_as_ddp_does(worlds, stage, form):
     wanted = worlds[1].run(by_hand, "stock", "accelerator")[0]
     for world in (1, 2) if stage == 3 else (2,):
@@ -98,34 +93,6 @@ def test_uneven_inputs_are_refused_on_several_ranks(worlds):
     assert all("even_batches=False" in said for said in worlds[2].run(join, False))
     assert worlds[2].run(join, None) == ["went on", "went on"]
     assert worlds[1].run(join, False) == ["went on"]
-
-
-def uneven_loaders() -> str:
-    fresh_state()
-    try:
-        ftkit.Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    except ftkit.UserError as error:
-        return str(error)
-    return "went on"
-
-
-def test_uneven_loaders_are_refused_on_several_ranks(worlds):
-    assert all("even_batches=False" in said for said in worlds[2].run(uneven_loaders))
-    assert worlds[1].run(uneven_loaders) == ["went on"]
-
-
-@pytest.mark.parametrize(
-    ("handler", "precision", "words"),
-    [
-        (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD), "no", "comm_hook"),
-        (DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.FP16), "no", "comm_hook"),
-        (GradScalerKwargs(init_scale=8.0), "fp16", "GradScalerKwargs"),
-    ],
-)
-def test_handlers_that_would_be_ignored_are_refused(handler, precision, words):
-    fresh_state()
-    with pytest.raises(ftkit.UserError, match=words):
-        ftkit.Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[handler])
 
 
 @pytest.mark.parametrize("handler", [DistributedDataParallelKwargs(find_unused_parameters=True), GradScalerKwargs()])

@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import ftkit
 from ftkit.engine.files.finite import is_finite
-from ftkit.engine.optim.optimizer import LEAST_SCALE, LossScale
 from ftkit.errors import Diverged
-from ftkit.hf.inference.generation import generate_everywhere
 from ftkit.hf.weights.exporting import Outgoing, write_model
-from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, verdict, weights_not_finite
 from ftkit.train.answers import answers
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
@@ -27,7 +23,7 @@ from tests.tiny import make_base
 SETTINGS = {"stage": 3, "kernels": "off"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_finite(dtype):
     values = torch.randn(1000).to(dtype)
     assert is_finite(values)
@@ -73,26 +69,22 @@ def beyond_in_memory(folder, stage):
     ftkit.shard(model, {"stage": stage, "kernels": "off", "dtype": "bf16"})
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_a_weight_that_fp16_does_not_hold_is_named_with_its_value(stage, worlds, tmp_path):
-    worlds[1].run(beyond_in_memory, str(tmp_path), stage)
+def test_a_weight_that_fp16_does_not_hold_is_named_with_its_value(world1, tmp_path):
+    world1.run(beyond_in_memory, str(tmp_path), 3)
 
 
-def broken_folder(folder, dtype):
+def broken_folder(folder):
     model = ftkit.load_model(folder)
     with pytest.raises(ftkit.UserError, match=rf"{folder}: model\.layers\.1\.self_attn\.o_proj\.weight holds NaN"):
-        ftkit.shard(model, {**SETTINGS, "dtype": dtype})
-    with pytest.raises(ftkit.UserError, match="sharding this model failed before"):
-        ftkit.shard(model, {**SETTINGS, "dtype": dtype})
+        ftkit.shard(model, SETTINGS)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_base_that_is_not_finite_is_found_when_it_is_loaded(dtype, worlds, tmp_path):
+def test_a_base_that_is_not_finite_is_found_when_it_is_loaded(worlds, tmp_path):
     folder = make_base(tmp_path)
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"][-1, 0] = math.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    worlds[2].run(broken_folder, str(folder), dtype)
+    worlds[2].run(broken_folder, str(folder))
 
 
 # --- never written
@@ -152,21 +144,6 @@ def test_what_is_not_finite_is_not_exported(value, dtype, told, tmp_path):
 # --- never answered with
 
 
-def refused_answers(stage, settings):
-    model = runs.llama()
-    units = ftkit.shard(model, {**SETTINGS, "stage": stage, **settings})
-    assert generate_everywhere(model, [[3, 4]], max_new_tokens=1)
-    if units.comm.rank == 0:
-        units.trainable[-1].shard[0] = math.nan
-    with pytest.raises(ftkit.UserError, match="holds NaN or infinite weights: every answer would be empty"):
-        generate_everywhere(model, [[3, 4], [5]], max_new_tokens=1)
-
-
-@pytest.mark.parametrize("stage, settings", [(3, {}), (1, {}), (3, {"dtype": "bf16"})], ids=str)
-def test_a_sharded_model_that_is_not_finite_answers_nothing(stage, settings, worlds):
-    worlds[2].run(refused_answers, stage, settings)
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_folder_that_is_not_finite_answers_nothing(bad, tmp_path):
     folder = make_base(tmp_path)
@@ -176,19 +153,6 @@ def test_a_folder_that_is_not_finite_answers_nothing(bad, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ftkit.UserError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or infinite weights"):
         list(answers(str(folder), ["a"], max_new_tokens=1))
-
-
-def test_an_adapter_that_is_not_finite_answers_nothing(tmp_path):
-    base = make_base(tmp_path / "base")
-    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear"))
-    model.save_pretrained(tmp_path / "adapter")
-    assert list(answers(str(tmp_path / "adapter"), ["a"], max_new_tokens=1))
-    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    name = next(each for each in weights if "lora_B" in each)
-    weights[name][0, 0] = math.nan
-    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
-    with pytest.raises(ftkit.UserError, match=r"lora_B.* holds NaN or infinite weights"):
-        list(answers(str(tmp_path / "adapter"), ["a"], max_new_tokens=1))
 
 
 # --- in a Trainer
@@ -221,10 +185,9 @@ def diverges(folder, run):
     return trainer.state.log_history
 
 
-@pytest.mark.parametrize("stage, ranks", [(3, 2), (1, 1)])
-def test_a_loss_that_is_nan_is_logged_as_it_is(stage, ranks, worlds, tmp_path):
-    run = Run(arguments={"max_steps": 4, "logging_steps": 1}, mixin=NaNLoss, ftkit={"stage": stage})
-    history = worlds[ranks].run(train, "ours", str(tmp_path), run)[0].history
+def test_a_loss_that_is_nan_is_logged_as_it_is(worlds, tmp_path):
+    run = Run(arguments={"max_steps": 4, "logging_steps": 1}, mixin=NaNLoss, ftkit={"stage": 3})
+    history = worlds[2].run(train, "ours", str(tmp_path), run)[0].history
     assert [math.isnan(line["loss"]) for line in history if "loss" in line] == [False, True, False, False]
     assert all(math.isnan(line["train_loss"]) for line in history if "train_loss" in line)
 
@@ -259,13 +222,6 @@ def test_the_filter_that_hides_a_nan_is_refused(tmp_path):
         runs.make_trainer("ours", str(tmp_path), Run(arguments={"logging_nan_inf_filter": True}))
 
 
-def test_when_a_run_has_failed():
-    assert verdict(0, 4, last=False) is None
-    assert verdict(2, 4, last=False) is None
-    assert "in 3 of 4 steps" in verdict(3, 4, last=False)
-    assert "at the last step, in 1 of 4 steps" in verdict(1, 4, last=True)
-
-
 class LogsItsOwn:
     """A user's Trainer that logs a loss of its own in each micro-batch."""
 
@@ -285,70 +241,9 @@ def test_a_loss_that_a_user_logs_leaves_the_trainers_sum_alone(worlds, tmp_path)
     assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)
 
 
-def test_without_the_engine_the_filter_is_stocks(tmp_path):
-    def given(**fields):
-        return ftkit.TrainingArguments(str(tmp_path), use_cpu=True, **fields).logging_nan_inf_filter
-
-    assert given(ftkit=None) is True
-    assert given(ftkit=None, logging_nan_inf_filter=False) is False
-    assert given() is False
-
-
-class NaNOfTurns:
-    """The loss of one rank in the first steps, of the other in the next ones; gradients are as without."""
-
-    def compute_loss(self, *args, **kwargs):
-        loss = super().compute_loss(*args, **kwargs)
-        return loss + math.nan if self.state.global_step // 2 == runs.rank() else loss
-
-
-def test_steps_that_are_nan_on_any_rank_are_counted_together(worlds, tmp_path):
-    run = Run(mixin=NaNOfTurns, arguments={"max_steps": 6})
-    worlds[2].run(fails_in, str(tmp_path), run, "in 4 of 6 steps")
-
-
 def fails_in(folder, run, words):
     with pytest.raises(Diverged, match=words):
         runs.make_trainer("ours", folder, run).train(resume_from_checkpoint=run.resume)
-
-
-def test_a_run_that_is_resumed_at_its_end_is_judged_by_its_log(worlds, tmp_path):
-    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    run = Run(mixin=NaNLast, arguments=saving)
-    worlds[1].run(fails_in, str(tmp_path), run, "at the last step, in 1 of 3 steps")
-    worlds[1].run(fails_in, str(tmp_path), replace(run, resume=str(tmp_path / "checkpoint-3")), "no step was left to make")
-
-
-def test_how_many_steps_a_record_holds():
-    class Alone:
-        all = staticmethod(lambda own: [own])
-
-    record = LossRecord()
-    for step in range(3000):
-        record.note(step, torch.tensor(math.nan if step % 2 else 1.0))
-        record.note(step, torch.tensor(1.0))
-    assert record.judged(record.broken(Alone()), skips=True) is None
-    record.note(3000, torch.tensor(math.inf))
-    assert "in 1501 of 3001 steps" in record.judged(record.broken(Alone()), skips=True)
-    assert record.noted(Alone(), skips=True) == {"steps": 3001, "broken": 1501, "last": False}
-
-
-def not_saved_by_accelerate(folder):
-    runs.fresh_state()
-    accelerator = ftkit.Accelerator(cpu=True, ftkit={"stage": 3})
-    model = runs.llama()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ids = torch.arange(12).view(2, 6)
-    accelerator.backward(model(input_ids=ids, labels=ids).loss * math.nan)
-    optimizer.step()
-    for save in (lambda: accelerator.save_model(model, folder), lambda: accelerator.get_state_dict(model)):
-        with pytest.raises(ftkit.UserError, match="holds NaN"):
-            save()
-    return files_in(folder)
-
-
-def test_accelerate_writes_no_model_that_is_not_finite(worlds, tmp_path):
-    assert not worlds[2].run(not_saved_by_accelerate, str(tmp_path))[0]
 
 
 class HugeLoss:
@@ -358,73 +253,14 @@ class HugeLoss:
         return super().compute_loss(*args, **kwargs) * 1e25
 
 
-@pytest.mark.parametrize("stage, ranks", [(3, 2), (1, 1)])
-def test_a_gradient_whose_square_no_float_holds_is_clipped(stage, ranks, worlds, tmp_path):
-    plain = Run(arguments={"max_steps": 3}, ftkit={"stage": stage})
+def test_a_gradient_whose_square_no_float_holds_is_clipped(worlds, tmp_path):
+    plain = Run(arguments={"max_steps": 3}, ftkit={"stage": 3})
     ours, huge = (
-        worlds[ranks].run(train, "ours", str(tmp_path / str(number)), run)[0]
+        worlds[2].run(train, "ours", str(tmp_path / str(number)), run)[0]
         for number, run in enumerate((plain, replace(plain, mixin=HugeLoss)))
     )
     assert huge.column("grad_norm")[0] == pytest.approx(1e25 * ours.column("grad_norm")[0], rel=1e-5)
     runs.assert_same_weights(huge.weights, ours.weights)
-
-
-class StepOfItsOwn:
-    """A user's Trainer whose `training_step` returns what no record sees."""
-
-    def training_step(self, *args, **kwargs):
-        return super().training_step(*args, **kwargs) + math.nan
-
-
-@pytest.mark.parametrize("logging", [{}, {"logging_strategy": "no"}], ids=str)
-def test_a_loss_that_only_a_subclass_returns_is_judged_by_the_log(logging, worlds, tmp_path):
-    run = Run(mixin=StepOfItsOwn, arguments={"max_steps": 2, **logging})
-    worlds[1].run(fails_in, str(tmp_path), run, "the last loss in the log is not finite")
-
-
-def test_losses_are_judged_by_a_log():
-    def log(*losses):
-        return [{"step": step, "loss": loss, "learning_rate": 1.0} for step, loss in enumerate(losses, 1)]
-
-    assert judged_by_log(log(1.0, None, 2.0, 3.0), 0) is None
-    assert "2 of 3 losses in the log are" in judged_by_log(log(math.nan, math.inf, 1.0), 0)
-    assert judged_by_log(log(math.nan, math.inf, 1.0), 2) is None
-    assert "the last loss in the log is" in judged_by_log(log(1.0, 1.0, math.nan), 0)
-    assert judged_by_log([*log(1.0), {"step": 1, "loss": math.nan}], 0) is None, "a user's own line"
-    assert judged_by_log([*log(1.0), {"step": "3", "loss": math.nan, "learning_rate": 1.0}], 0) is None
-    assert judged_by_log([], 0) is None
-    assert judged_by_log([*log(1.0), {"note": 1}, {"step": 2, "loss": "low", "learning_rate": 1.0}], 0) is None
-
-
-class Ends(transformers.TrainerCallback):
-    """Ends a run after its third step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = control.should_save = state.global_step == 3
-
-
-class NaNAtFirst(NaNLoss):
-    steps = (1, 2, 3)
-
-
-def test_a_run_in_two_parts_is_judged_as_a_whole(worlds, tmp_path):
-    saving = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "num_train_epochs": 5}
-    run = Run(mixin=NaNAtFirst, arguments=saving, options={"callbacks": [Ends()]}, ftkit=SETTINGS)
-    worlds[2].run(fails_in, str(tmp_path), run, "in 3 of 3 steps")
-    rest = replace(run, options={}, resume=str(tmp_path / "checkpoint-3"))
-    worlds[2].run(fails_in, str(tmp_path), rest, r"the loss was not finite in 3 of 5 steps")
-
-
-def test_what_a_checkpoint_notes_of_losses_is_looked_at():
-    record = LossRecord()
-    record.take({"steps": 4, "broken": 3, "last": False}, "here")
-    assert "in 3 of 4 steps" in record.judged([], skips=False)
-    assert record.judged([False, False], skips=False) is None
-    assert "at the last step, in 4 of 6 steps" in record.judged([False, True], skips=False)
-    last = {"last": False}
-    for wrong in (None, [], {"steps": 4}, {"steps": True, "broken": 1, **last}, {"steps": 4, "broken": -1, **last}):
-        with pytest.raises(ftkit.UserError, match="here: the numbers of its losses"):
-            record.take(wrong, "here")
 
 
 class NaNOfOneRank(NaNLoss):
@@ -442,32 +278,6 @@ def test_the_mean_loss_at_the_end_is_that_of_all_ranks(worlds, tmp_path):
     ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), Run(arguments=arguments))[0]
     stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), Run(arguments=arguments))[0]
     assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)
-
-
-class NaNInEvaluation:
-    """From the second step on: the loss is NaN, and so are the logits, of which `argmax` makes the class 0."""
-
-    def prediction_step(self, *args, **kwargs):
-        loss, logits, labels = super().prediction_step(*args, **kwargs)
-        return (loss, logits, labels) if self.state.global_step < 2 else (loss * math.nan, logits * math.nan, labels)
-
-
-def share_of_zeros(prediction):
-    return {"zeros": float((prediction.predictions.argmax(-1) == 0).mean())}
-
-
-def best(trainer):
-    return trainer.state.best_global_step
-
-
-def test_an_evaluation_whose_loss_is_nan_is_never_the_best(worlds, tmp_path):
-    arguments = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    arguments |= {"metric_for_best_model": "zeros", "greater_is_better": True}
-    options = {"compute_metrics": share_of_zeros}
-    run = Run(mixin=NaNInEvaluation, arguments=arguments, eval_rows=6, options=options, after=best)
-    outcome = worlds[1].run(train, "ours", str(tmp_path), run)[0]
-    assert outcome.column("eval_zeros")[-1] == 1.0
-    assert outcome.after == 1
 
 
 # --- buffers, and the saves of others
@@ -508,63 +318,9 @@ def saves_statistics(folder, bad):
     return files_in(folder)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, 1.0])
 def test_statistics_that_are_not_finite_are_not_written_and_masks_are(bad, worlds, tmp_path):
     assert len(worlds[2].run(saves_statistics, str(tmp_path), bad)[0]) == (0 if not math.isfinite(bad) else 6)
-
-
-def looks_past_sparse_buffers(folder):
-    runs.fresh_state()
-    model = Normed()
-    model.register_buffer("edges", torch.eye(3).to_sparse())
-    units = ftkit.shard(model, {"stage": 1})
-    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
-    assert weights_not_finite(units, optimizer) == []
-    model.norm.running_mean[2] = math.nan
-    assert weights_not_finite(units, optimizer) == ["norm.running_mean"]
-
-
-def test_a_sparse_buffer_is_no_obstacle_to_the_look_at_the_weights(worlds, tmp_path):
-    worlds[2].run(looks_past_sparse_buffers, str(tmp_path))
-
-
-def adapted():
-    torch.manual_seed(4)
-    return get_peft_model(runs.llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-
-
-def saves_by_itself(folder, build, stage):
-    model = build()
-    units = ftkit.shard(model, {"stage": stage, "kernels": "off"})
-    model.save_pretrained(f"{folder}/good{units.comm.rank}")
-    with torch.no_grad():
-        next(p for p in model.parameters() if p.requires_grad).fill_(math.nan)
-    for given in ({}, {"state_dict": units.state_dict()}):
-        with pytest.raises(ftkit.UserError, match="holds NaN"):
-            model.save_pretrained(f"{folder}/bad", **given)
-    return files_in(f"{folder}/bad")
-
-
-@pytest.mark.parametrize("build, stage", [(runs.llama, 1), (adapted, 1)])
-def test_save_pretrained_writes_nothing_that_is_not_finite(build, stage, worlds, tmp_path):
-    assert not worlds[2].run(saves_by_itself, str(tmp_path), build, stage)[0]
-
-
-def saves_a_part(folder):
-    model = runs.llama()
-    units = ftkit.shard(model, {"stage": 1, "kernels": "off"})
-    model.model.save_pretrained(f"{folder}/good{units.comm.rank}")
-    with torch.no_grad():
-        model.model.norm.weight.fill_(math.nan)
-    with pytest.raises(ftkit.UserError, match="holds NaN"):
-        model.model.save_pretrained(f"{folder}/bad")
-    return files_in(f"{folder}/good{units.comm.rank}"), files_in(f"{folder}/bad")
-
-
-def test_a_model_inside_the_model_writes_nothing_that_is_not_finite(worlds, tmp_path):
-    good, bad = worlds[2].run(saves_a_part, str(tmp_path))[0]
-    assert "model.safetensors" in good
-    assert not bad
 
 
 class NaNGradient:
@@ -589,23 +345,10 @@ class NaNGradients:
         return super().compute_loss(*args, **kwargs) + (self.model.model.norm.weight * 0).sum().sqrt()
 
 
-def test_in_fp16_a_loss_scale_that_cannot_come_down_further_is_told(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(LossScale, "for_dtype", classmethod(lambda cls, dtype: cls(2 * LEAST_SCALE, dynamic=True)))
-    run = Run(mixin=NaNGradients, arguments={"max_steps": 1}, ftkit={**SETTINGS, "dtype": "fp16"})
-    with pytest.raises(Diverged):
-        runs.make_trainer("ours", str(tmp_path), run).train()
-    assert "the loss scale is at its least, so this is not an overflow" in caplog.text
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1])
 def test_in_fp16_a_run_without_an_update_fails(ranks, worlds, tmp_path):
     run = Run(mixin=NaNGradients, rows=120, arguments={"max_steps": 17}, ftkit={**SETTINGS, "dtype": "fp16"})
     worlds[ranks].run(fails_in, str(tmp_path), run, "training failed: not one of 17 steps made an update: in fp16")
-
-
-def test_in_fp16_a_run_that_ends_while_the_loss_scale_comes_down_is_no_failure(worlds, tmp_path):
-    run = Run(mixin=NaNGradients, arguments={"max_steps": 2}, ftkit={**SETTINGS, "dtype": "fp16"})
-    assert worlds[1].run(train, "ours", str(tmp_path), run)[0].weights
 
 
 def test_in_fp16_a_last_step_that_was_skipped_leaves_finite_weights(worlds, tmp_path):

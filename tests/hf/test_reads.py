@@ -10,7 +10,6 @@ import copy
 import io
 import pickle
 import tempfile
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -99,13 +98,6 @@ class ReadsBlock:
         return loss + 0.1 * sum(parameter.pow(2).sum() for parameter in self.model.parameters())
 
 
-class ReadsBlockUnseen(ReadsBlock):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        with torch.no_grad():
-            print(self.model.model.layers[0].mlp.up_proj.weight.norm().item())
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
 class Callback(transformers.TrainerCallback):
     """Logs the norm of the weights after a step."""
 
@@ -116,28 +108,8 @@ class Callback(transformers.TrainerCallback):
         self.read(model)
 
 
-def head_norm(model):
-    return model.lm_head.weight.norm()
-
-
 def block_norm(model):
     return model.model.layers[0].mlp.up_proj.weight.data.float().norm()
-
-
-def average(model):
-    return torch.nn.utils.parameters_to_vector(model.parameters())
-
-
-def gradient_norm(model):
-    return [p.grad.norm() for p in model.parameters() if p.grad is not None]
-
-
-class GradientCallback(Callback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.read(model)
-
-    def on_step_end(self, *args, **kwargs):
-        pass
 
 
 def refused(run, text):
@@ -145,10 +117,9 @@ def refused(run, text):
         train("ours", tempfile.mkdtemp(), run)
 
 
-@pytest.mark.parametrize("mixin", [ReadsBlock, ReadsBlockUnseen])
-def test_a_loss_that_reads_a_block_raises(mixin, worlds):
+def test_a_loss_that_reads_a_block_raises(worlds):
     text = r"(embed_tokens|up_proj)\.weight is resharded.*gathered_parameters"
-    worlds[2].run(refused, Run(arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": 3}), text)
+    worlds[2].run(refused, Run(arguments=ARGUMENTS, mixin=ReadsBlock, ftkit={"stage": 3}), text)
 
 
 class BlockPenalty:
@@ -176,9 +147,7 @@ class HookPenalty:
     "mixin, ranks, settings",
     [
         (BlockPenalty, 2, {"stage": 2}),
-        (HookPenalty, 2, {"stage": 2, "activations": "keep"}),
         (HookPenalty, 2, {"stage": 3, "activations": "keep"}),
-        (HookPenalty, 1, {"stage": 3, "activations": "keep", "parameters": "host"}),
     ],
 )
 def test_a_penalty_on_a_block_that_cannot_be_trained_raises(mixin, ranks, settings, worlds):
@@ -186,9 +155,8 @@ def test_a_penalty_on_a_block_that_cannot_be_trained_raises(mixin, ranks, settin
     worlds[ranks].run(refused, Run(arguments=ARGUMENTS, mixin=mixin, ftkit=settings), text)
 
 
-@pytest.mark.parametrize("mixin", [BlockPenalty, HookPenalty])
-def test_a_penalty_on_a_block_trains_at_stage_1(mixin, worlds, tmp_path):
-    run = Run(arguments=ARGUMENTS, mixin=mixin, ftkit={"stage": 1, "activations": "keep"})
+def test_a_penalty_on_a_block_trains_at_stage_1(worlds, tmp_path):
+    run = Run(arguments=ARGUMENTS, mixin=BlockPenalty, ftkit={"stage": 1, "activations": "keep"})
     stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
     ours = worlds[2].run(train, "ours", str(tmp_path / "ours"), run)[0]
     assert_same_history(ours, stock)
@@ -204,13 +172,7 @@ def shifted(place):
     return model
 
 
-@pytest.mark.parametrize("stage, text", [(3, "is resharded"), (2, "got a gradient outside the backward of its block")])
-def test_a_hook_on_a_block_is_told_to_go_inside(stage, text, worlds):
-    run = Run(model=partial(shifted, ""), arguments=ARGUMENTS, ftkit={"stage": stage})
-    worlds[2].run(refused, run, rf"layers\.0\.shift {text}.* on the block itself.* on a module inside.*'stage': 1")
-
-
-@pytest.mark.parametrize("place, settings", [("mlp", {"stage": 3}), ("mlp", {"stage": 2}), ("", {"stage": 1})])
+@pytest.mark.parametrize("place, settings", [("mlp", {"stage": 3}), ("", {"stage": 1})])
 def test_a_hook_inside_a_block_reads_its_parameters(place, settings, worlds, tmp_path):
     run = Run(model=partial(shifted, place), arguments=ARGUMENTS, ftkit=settings)
     stock = worlds[1].run(train, "stock", str(tmp_path / "stock"), run)[0]
@@ -219,15 +181,9 @@ def test_a_hook_inside_a_block_reads_its_parameters(place, settings, worlds, tmp
     assert_same_weights(ours.weights, stock.weights)
 
 
-@pytest.mark.parametrize("read", [head_norm, block_norm, average])
-def test_a_callback_that_reads_weights_raises(read, worlds):
-    run = Run(arguments=ARGUMENTS, options={"callbacks": [Callback(read)]}, ftkit={"stage": 3})
+def test_a_callback_that_reads_weights_raises(worlds):
+    run = Run(arguments=ARGUMENTS, options={"callbacks": [Callback(block_norm)]}, ftkit={"stage": 3})
     worlds[2].run(refused, run, r"weight is resharded.*gathered_parameters")
-
-
-def test_a_callback_that_reads_gradients_raises(worlds):
-    run = Run(arguments=ARGUMENTS, options={"callbacks": [GradientCallback(gradient_norm)]}, ftkit={"stage": 3})
-    worlds[2].run(refused, run, r"its gradient was reduced into shards.*grad_norm\(\)")
 
 
 VALUES = {
@@ -360,27 +316,9 @@ def gathered_values(build, stage):
         pass
 
 
-@pytest.mark.parametrize("build", [runs.llama, runs.tied_llama])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("build, stage", [(runs.llama, 1), (runs.tied_llama, 3)])
 def test_gathered_parameters_have_their_values(build, stage, worlds):
     worlds[2].run(gathered_values, build, stage)
-
-
-def gathered_twice():
-    model = runs.llama()
-    reference = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    ftkit.shard(model, {"stage": 3, "kernels": "off"})
-    with ftkit.gathered_parameters(model):
-        with ftkit.gathered_parameters(model):
-            pass
-        assert all(torch.equal(parameter, reference[name]) for name, parameter in model.named_parameters())
-    with pytest.raises(ftkit.UserError, match="is resharded"):
-        model.get_parameter("lm_head.weight").norm()
-
-
-def test_gathered_parameters_within_each_other_have_their_values(worlds):
-    """A function that a callback calls in the body may gather for itself."""
-    worlds[2].run(gathered_twice)
 
 
 def edits_under_a_deferred_update(stage):
@@ -426,41 +364,6 @@ def test_root_parameters_train_in_a_plain_loop(worlds):
     )
 
 
-def trained_through_a_parameter():
-    model = runs.llama()
-    ftkit.shard(model, {"stage": 3, "kernels": "off"})
-    with ftkit.gathered_parameters(model), torch.enable_grad():
-        loss = model.get_parameter("lm_head.weight").square().sum()
-        with pytest.raises(ftkit.UserError, match="got a gradient outside the model's calls"):
-            loss.backward()
-
-
-def reads_over_steps() -> None:
-    """Read weights that have a hook in one body over two updates; compare with plain PyTorch."""
-    losses = []
-    for sharded in (False, True):
-        model = runs.tied_llama()
-        units = ftkit.shard(model, {"stage": 3, "kernels": "off"}) if sharded else None
-        model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0.5)
-        optimizer = ftkit.ShardedAdamW(units, lr=0.1) if units else torch.optim.AdamW(model.parameters(), lr=0.1)
-        with units.read_by_all() if units else nullcontext():
-            for _ in range(3):
-                loss = model.model.embed_tokens.weight.square().sum() + model.lm_head.weight.sum()
-                losses.append(loss.item())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
-
-
-def test_reads_with_a_hook_see_each_update(worlds):
-    worlds[2].run(reads_over_steps)
-
-
-def test_a_gathered_parameter_takes_no_gradient(worlds):
-    worlds[2].run(trained_through_a_parameter)
-
-
 # --- edits in place of weights that are whole
 
 
@@ -480,10 +383,6 @@ def halve(weight):
     weight.mul_(0.5)
 
 
-def replace_data(weight):
-    weight.data = weight.data * 0.5
-
-
 def saves_an_edit(folder, settings, step, arguments):
     """Return the norm of the final norm, as it is trained and as it is saved."""
     run = Run(arguments=arguments, options={"callbacks": [Edits(halve, step)]}, ftkit=settings)
@@ -494,40 +393,12 @@ def saves_an_edit(folder, settings, step, arguments):
     return float(trainer.model.model.norm.weight.detach().float().norm()), float(saved.float().norm())
 
 
-@pytest.mark.quick(3)
-@pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("settings", [{"stage": 1, "dtype": "bf16"}, {"stage": 3, "dtype": "bf16"}, {"stage": 1}], ids=str)
+@pytest.mark.parametrize("settings, step", [({"stage": 1}, 1), ({"stage": 3, "dtype": "bf16"}, 2)], ids=str)
 def test_an_edit_in_place_is_trained_and_saved(settings, step, worlds, tmp_path):
     arguments = {"max_steps": 2, "learning_rate": 1e-4}
     for used, saved in worlds[2].run(saves_an_edit, str(tmp_path), settings, step, arguments):
         assert used == pytest.approx(0.5 * 32**0.5, rel=1e-2)
         assert saved == pytest.approx(used, rel=1e-2)
-
-
-def halve_data(weight):
-    weight.data.mul_(0.5)
-
-
-class HalvesAtTheEnd(transformers.TrainerCallback):
-    """Edits the final norm through `.data` once training is over, as one who swaps an average of weights in."""
-
-    def on_train_end(self, args, state, control, model=None, **kwargs):
-        halve_data(model.model.norm.weight)
-
-
-def saves_at_the_end(folder, settings):
-    run = Run(arguments={**ARGUMENTS, "max_steps": 2}, options={"callbacks": [HalvesAtTheEnd()]}, ftkit=settings)
-    trainer = runs.make_trainer("ours", folder, run)
-    trainer.train()
-    trainer.save_model(f"{folder}/model")
-    return trainer.model.model.norm.weight.detach().float(), load_file(f"{folder}/model/model.safetensors")
-
-
-@pytest.mark.parametrize("settings", [{"stage": 1, "dtype": "bf16"}, {"stage": 3, "dtype": "fp16"}], ids=str)
-def test_an_edit_through_data_is_in_a_model_that_is_saved(settings, worlds, tmp_path):
-    used, saved = worlds[2].run(saves_at_the_end, str(tmp_path), settings)[0]
-    assert float(used.norm()) == pytest.approx(0.5 * 32**0.5, rel=5e-2)
-    torch.testing.assert_close(saved["model.norm.weight"].float(), used)
 
 
 class Prunes(transformers.TrainerCallback):
@@ -559,42 +430,9 @@ def prunes(folder, name, stage):
 UP = "model.layers.1.mlp.up_proj"
 
 
-@pytest.mark.parametrize("name, stage", [("lm_head", 3), (UP, 3), (UP, 1)])
+@pytest.mark.parametrize("name, stage", [(UP, 3), (UP, 1)])
 def test_a_layer_that_is_pruned_after_sharding_is_not_saved_as_it_was(name, stage, worlds, tmp_path):
     worlds[2].run(prunes, str(tmp_path), name, stage)
-
-
-def adds(folder):
-    trainer = runs.make_trainer("ours", folder, Run(arguments=ARGUMENTS, ftkit={"stage": 1}))
-    trainer.train()
-    trainer.model.extra = nn.Linear(2, 2)
-    with pytest.raises(ftkit.UserError, match="parameters changed after sharding"):
-        trainer.save_model(f"{folder}/model")
-    del trainer.model.extra, trainer.model.model.layers[2]
-    with pytest.raises(ftkit.UserError, match="parameters changed after sharding"):
-        trainer.save_model(f"{folder}/model")
-
-
-def test_a_model_that_was_changed_after_training_is_not_saved_as_it_was(worlds, tmp_path):
-    worlds[2].run(adds, str(tmp_path))
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_callback_that_replaces_data_is_stopped(stage, step, worlds, tmp_path):
-    run = Run(arguments=ARGUMENTS, options={"callbacks": [Edits(replace_data, step)]}, ftkit={"stage": stage})
-    worlds[2].run(refused_to_the_end, str(tmp_path), run)
-
-
-def trained_and_saved(folder, run):
-    trainer = runs.make_trainer("ours", folder, run)
-    trainer.train()
-    trainer.save_model(f"{folder}/model")
-
-
-def refused_to_the_end(folder, run):
-    with pytest.raises(ftkit.UserError, match=r"norm\.weight: its \.data is another tensor"):
-        trained_and_saved(folder, run)
 
 
 # --- after an update that is deferred

@@ -158,6 +158,7 @@ def check(task: str, named: str, world: Any, folder: Any) -> None:
         torch.testing.assert_close(after, logits, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("task", ["sequence-classification", "question-answering", "speech-ctc", "image-text-to-text"])
 def test_a_folder_becomes_what_its_architectures_name(task, world2, tmp_path):
     check(task, "auto", world2, tmp_path)

@@ -52,21 +52,20 @@ def changed(run: Run, **arguments: Any) -> Run:
 # --- the log
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "ranks, settings",
     [
-        (1, "default"),
         (2, "default"),
         (3, {"stage": 3}),
-        (2, {"stage": 0}),
         (3, {"stage": 1, "activations": "keep"}),
+        (2, {"stage": 0}),
         (2, {"stage": 2, "gradient_dtype": "compute"}),
         (2, {"stage": 3, "activations": "keep", "reshard_after_forward": False}),
         (3, {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "debug": True}),
         (2, {"stage": 3, "activations": "keep", "reshard_after_forward": True, "prefetch": False}),
-        (2, {"accumulate_in": "unit", "stage": 3}),
         (1, {"accumulate_in": "unit", "state": "host", "update": "deferred"}),
+        (2, {"accumulate_in": "unit", "stage": 3}),
         (3, {"accumulate_in": "unit", "stage": 3, "debug": True, **dict.fromkeys(KINDS[1:], "nvme")}),
         (2, {"accumulate_in": "unit", "stage": 3, "state": "nvme", "state_host_bytes": 0}),
         (2, {"stage": 3, "activations": "recompute", **dict.fromkeys(KINDS, "nvme")}),
@@ -142,7 +141,7 @@ def checkpoints(world2, tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "ranks, step, settings",
     [
@@ -170,14 +169,13 @@ def dropout_llama():
     return runs.llama(attention_dropout=0.3)
 
 
-def test_random_numbers_go_on_where_they_were(world2, tmp_path):
-    run = replace(changed(BASE, save_strategy="steps", save_steps=2), model=dropout_llama, ftkit={"stage": 3})
+def test_random_numbers_go_on_where_they_were(world2, stock, tmp_path):
+    run = replace(changed(QUIET, save_strategy="steps", save_steps=2), model=dropout_llama, ftkit={"stage": 3})
     whole = world2.run(train, "ours", str(tmp_path / "whole"), run)[0]
     resumed = replace(run, resume=str(tmp_path / "whole" / "checkpoint-2"))
     again = world2.run(train, "ours", str(tmp_path / "again"), resumed)[0]
     assert_same_history(again, whole, relative=0, absolute=0, leave_out=["train_loss"])
-    dry = world2.run(train, "ours", str(tmp_path / "dry"), replace(run, model=runs.llama))[0]
-    assert dry.column("loss") != whole.column("loss")
+    assert stock(QUIET).column("loss") != pytest.approx(whole.column("loss"), rel=1e-3), "no dropout"
 
 
 def test_resume_true_takes_the_last_checkpoint(world2, stock, tmp_path):
@@ -288,7 +286,7 @@ def evaluate(trainer):
     return trainer.evaluate()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_evaluation_before_training_metrics_and_prediction(ranks, worlds, stock, tmp_path):
     run = replace(BASE, options={"compute_metrics": token_metrics}, before=evaluate, after=predict_rows)
     theirs = stock(run)
@@ -319,9 +317,8 @@ def new_llama():
     return runs.llama()
 
 
-@pytest.mark.parametrize("before", [None, train_first])
-def test_model_init(before, world2, stock, tmp_path):
-    run = replace(SHORT, options={"model_init": new_llama}, before=before)
+def test_model_init(world2, stock, tmp_path):
+    run = replace(SHORT, options={"model_init": new_llama}, before=train_first)
     assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(run))
 
 
@@ -341,7 +338,7 @@ def sgd(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 @pytest.mark.parametrize("optimizers", [two_groups, sgd])
 @pytest.mark.filterwarnings("error")
 def test_a_users_own_optimizer_and_scheduler(optimizers, world2, stock, tmp_path):
-    run = replace(BASE, options={"optimizers": optimizers})
+    run = replace(QUIET, options={"optimizers": optimizers})
     ours, theirs = world2.run(train, "ours", str(tmp_path), replace(run, ftkit={"stage": 3}))[0], stock(run)
     assert_same_history(ours, theirs)
     assert_same_weights(ours.weights, theirs.weights)
@@ -403,9 +400,9 @@ OVER_MEAN = replace(
 @pytest.mark.parametrize(
     "run",
     [
-        replace(BASE, options={"compute_loss_func": summed_loss}),
+        replace(QUIET, options={"compute_loss_func": summed_loss}),
         OVER_MEAN,
-        replace(BASE, mixin=PenalisedLoss),
+        replace(QUIET, mixin=PenalisedLoss),
         replace(SHORT, mixin=OwnMean),
     ],
     ids=["function", "beneath", "around", "instead"],
@@ -433,14 +430,14 @@ CLASSIFIER = Run(
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loss_that_is_a_mean_is_that_of_one_rank(ranks, worlds, stock, tmp_path):
     theirs = stock(CLASSIFIER)
     ours = worlds[ranks].run(train, "ours", str(tmp_path), CLASSIFIER)[0]
     assert_same_history(ours, theirs, leave_out=["eval_loss"])
     assert_same_weights(ours.weights, theirs.weights)
     # the rows of the last evaluation batch that are repeated stay in its mean, as in stock on several ranks
-    assert ours.column("eval_loss") == pytest.approx(theirs.column("eval_loss"), rel=1e-5 if ranks == 1 else 0.05)
+    assert ours.column("eval_loss") == pytest.approx(theirs.column("eval_loss"), rel=0.05)
 
 
 def test_a_loss_that_is_a_mean_is_the_same_in_one_batch_or_four(world2, stock, tmp_path):
@@ -491,10 +488,9 @@ def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
     assert ours.column("loss") != pytest.approx(stock(replace(run, arguments=SHORT.arguments)).column("loss"), rel=1e-3)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_batches_that_are_split_among_ranks(split, world2, stock, tmp_path):
-    batches = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6} if split else {}
-    run = changed(QUIET, accelerator_config={"split_batches": split}, **batches)
+def test_batches_that_are_split_among_ranks(world2, stock, tmp_path):
+    batches = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
+    run = changed(QUIET, accelerator_config={"split_batches": True}, **batches)
     assert_same_history(world2.run(train, "ours", str(tmp_path), run)[0], stock(QUIET))
 
 
@@ -553,11 +549,10 @@ SEQ2SEQ = Run(
 )
 
 
-@pytest.mark.parametrize("stage", [3, 1])
-def test_generation_in_evaluation_where_ranks_stop_at_different_lengths(stage, world2, stock, tmp_path):
+def test_generation_in_evaluation_where_ranks_stop_at_different_lengths(world2, stock, tmp_path):
     theirs = stock(SEQ2SEQ)
     found = theirs.before
     assert 1 < found["eval_shortest"] < found["eval_longest"]
-    ours = world2.run(train, "ours", str(tmp_path), replace(SEQ2SEQ, ftkit={"stage": stage}))[0]
+    ours = world2.run(train, "ours", str(tmp_path), replace(SEQ2SEQ, ftkit={"stage": 3}))[0]
     assert ours.before["eval_sum"] == found["eval_sum"]
     assert_same_history(ours, theirs, relative=1e-4)

@@ -176,6 +176,7 @@ OF_RANKS = {name: ["eval_loss"] if name.startswith("sft") else [] for name in RU
 """What TRL under DDP computes otherwise than on one rank: samples repeated to fill the last batch count there."""
 
 
+@pytest.mark.slow
 def test_evaluation_of_sft_is_that_of_one_rank(outcomes, world1, tmp_path):
     alone = world1.run(train, "stock", str(tmp_path), RUNS["sft"])[0]
     assert outcomes("ours", "sft")[0].column("eval_loss") == pytest.approx(alone.column("eval_loss"), rel=1e-5)
@@ -194,7 +195,7 @@ def test_as_trl_under_ddp(name, outcomes):
     assert_same_weights(ours[0].weights, theirs[0].weights)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 3, "activations": "keep", "reshard_after_forward": False}])
 @pytest.mark.parametrize("name", ["sft", "dpo lora"])
 def test_at_other_stages(name, settings, outcomes, world2, tmp_path):
@@ -208,7 +209,7 @@ def test_sft_saves_and_resumes_on_other_ranks(name, worlds, tmp_path):
     run = RUNS[name]
     run = replace(run, arguments={**run.arguments, "save_strategy": "steps", "save_steps": 1}, ftkit={"stage": 3})
     whole = worlds[2].run(train, "ours", str(tmp_path / "whole"), run)[0]
-    for ranks, step in ((2, 1), (3, 2), (1, 3)):
+    for ranks, step in ((3, 2), (1, 3)):
         resumed = replace(run, resume=str(tmp_path / "whole" / f"checkpoint-{step}"), ftkit="auto")
         again = worlds[ranks].run(train, "ours", str(tmp_path / str(ranks)), resumed)[0]
         # TRL counts tokens from the resume on, and its evaluation is a mean over the ranks' means

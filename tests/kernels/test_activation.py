@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ftkit.kernels.activation import ACTIVATIONS, activation, activation_reference
-from ftkit.kernels.launch import KernelError
 from tests.kernels.proof import DRAWN, prove
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -27,7 +26,7 @@ def leaves(draw: st.DrawFn) -> dict[str, Tensor]:
     return {"x": x} | ({"bias": torch.randn(shape[-1], generator=chance).to(dtype)} if draw(st.booleans()) else {})
 
 
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(found=leaves(), kind=st.sampled_from(ACTIVATIONS))
 def test_as_exact_as_pytorch(found: dict[str, Tensor], kind: str) -> None:
     if kind == "relu" and "bias" in found:  # a sum that rounding takes to 0 has another slope
@@ -51,14 +50,3 @@ def test_relu_with_a_bias() -> None:
     assert y.tolist() == [[0.0, 3.5], [1.0, 0.0]]
     assert x.grad.tolist() == [[0.0, 1.0], [1.0, 0.0]]
     assert bias.grad.tolist() == [1.0, 1.0]
-
-
-def test_what_is_refused() -> None:
-    x = torch.ones(2, 8)
-    for told, call in {
-        "activation is 'mish', one of silu, gelu": lambda: activation(x, "mish"),
-        "bias is torch.float16, x is torch.float32": lambda: activation(x, "gelu", torch.ones(8).half()),
-        r"bias has shape \(7,\)": lambda: activation(x, "gelu", torch.ones(7)),
-    }.items():
-        with pytest.raises(KernelError, match=told):
-            call()

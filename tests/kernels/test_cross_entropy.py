@@ -54,7 +54,7 @@ def test_as_exact_as_pytorch(interpreted: bool, task: Any, terms: LossTerms) -> 
         prove(partial(of_a_copy, **how), partial(cross_entropy_reference, **how), {"logits": logits}, roundings=DRAWN)
 
 
-@pytest.mark.parametrize("columns", [8192, 8193, 262144])
+@pytest.mark.parametrize("columns", [8192, 8193, pytest.param(262144, marks=pytest.mark.slow)])
 def test_rows_of_many_blocks(columns: int) -> None:
     logits, labels = torch.randn(8, columns) * 4, torch.tensor([columns - 1, 0] * 4)
     # In every other row the last block's largest is larger than all before. A gradient there is as exact as the rounding
@@ -100,7 +100,7 @@ def heads(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(head=heads(), terms=TERMS, rows=st.integers(1, 4), scale=st.sampled_from([1.0, 0.25]))
 def test_a_heads_chunks_make_the_loss_and_gradients_of_the_whole(
     interpreted: bool, head: dict[str, torch.Tensor], terms: LossTerms, rows: int, scale: float
@@ -126,11 +126,11 @@ def test_a_head_of_16_bits(dtype: torch.dtype) -> None:
 
 
 def test_a_class_of_many_rows_does_not_overflow_nor_do_small_gradients_vanish() -> None:
-    """In fp16: 2000 rows of one class add up beyond 65504, and one row's probabilities are below what fp16 can hold."""
-    hidden = torch.full((2000, 4), 60.0).half().requires_grad_()
+    """In fp16: the rows of one class add up beyond 65504, and one row's probabilities are below what fp16 can hold."""
+    hidden = torch.full((40, 4), 3000.0).half().requires_grad_()
     weight = torch.zeros(3, 4).half().requires_grad_()
-    (linear_cross_entropy(hidden, weight, torch.zeros(2000, dtype=torch.long)) * 0.1).backward()
-    exact = torch.tensor([-2 / 3, 1 / 3, 1 / 3]) * 2000 * 60 * 0.1
+    (linear_cross_entropy(hidden, weight, torch.zeros(40, dtype=torch.long)) * 0.1).backward()
+    exact = torch.tensor([-2 / 3, 1 / 3, 1 / 3]) * 40 * 3000 * 0.1
     torch.testing.assert_close(weight.grad.float(), exact[:, None].expand(3, 4), rtol=2e-3, atol=0)
     sure = torch.tensor([[18.0]]).half().requires_grad_()  # its own class has no more than rounding: the other one counts
     weight = torch.tensor([[0.0], [-1.0]]).half().requires_grad_()
@@ -139,7 +139,7 @@ def test_a_class_of_many_rows_does_not_overflow_nor_do_small_gradients_vanish() 
 
 
 def test_no_more_logits_than_a_chunk_exist() -> None:
-    hidden, weight = torch.randn(100, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     seen = []
 
     def noted(function: Any, logits: torch.Tensor, *rest: Any, **how: Any) -> Any:
@@ -150,11 +150,11 @@ def test_no_more_logits_than_a_chunk_exist() -> None:
         mock.patch.object(head_module, "losses_of", partial(noted, losses_of)),
         mock.patch.object(head_module, "gradients_into", partial(noted, gradients_into)),
     ):
-        loss = linear_cross_entropy(hidden, weight, torch.zeros(100, dtype=torch.long), chunk_bytes=50 * 4 * 30)
-        assert seen == [(30, 50), (30, 50), (30, 50), (10, 50)]
+        loss = linear_cross_entropy(hidden, weight, torch.zeros(10, dtype=torch.long), chunk_bytes=50 * 4 * 3)
+        assert seen == [(3, 50), (3, 50), (3, 50), (1, 50)]
         seen.clear()
         loss.backward()
-    assert seen == [(100, 15), (100, 15), (100, 15), (100, 5)]
+    assert seen == [(10, 15), (10, 15), (10, 15), (10, 5)]
 
 
 @pytest.mark.parametrize("interpreted", [True, False])
@@ -168,16 +168,7 @@ def test_a_label_that_is_no_class_is_loud(interpreted: bool) -> None:
                 cross_entropy(logits, labels)
 
 
-def test_what_is_refused() -> None:
-    logits, labels, weight = torch.ones(2, 8), torch.zeros(2, dtype=torch.long), torch.ones(5, 8)
-    for told, call in {
-        r"not \(8,\) of torch.float32": lambda: cross_entropy(logits[0], labels),
-        "of torch.int64$": lambda: cross_entropy(logits.long(), labels),
-        r"labels \(2,\) of int64 on cpu are needed, not \(1,\)": lambda: cross_entropy(logits, labels[:1]),
-        "are needed, not .* of torch.int32": lambda: cross_entropy(logits, labels.int()),
-        r"weight \(5, 7\) do not fit": lambda: linear_cross_entropy(logits, weight[:, :7], labels),
-        "weight torch.float16": lambda: linear_cross_entropy(logits, weight.half(), labels),
-        r"\(2,\) of int64 is needed": lambda: linear_cross_entropy(logits, weight, labels[:1]),
-    }.items():
-        with pytest.raises(KernelError, match=told):
-            call()
+@pytest.mark.parametrize("labels", [torch.zeros(1, dtype=torch.long), torch.zeros(2, dtype=torch.int32)], ids=["few", "int"])
+def test_labels_that_a_kernel_would_read_past_are_refused(labels: torch.Tensor) -> None:
+    with pytest.raises(KernelError, match="are needed, not"):
+        cross_entropy(torch.ones(2, 8), labels)

@@ -18,7 +18,7 @@ def interruptible():
 @pytest.fixture(scope="module")
 def two():
     """Two ranks; a test that ends them starts them again by using `ranks`."""
-    made = Ranks(2, hang_seconds=3)
+    made = Ranks(2)
     yield made
     made.shutdown()
 

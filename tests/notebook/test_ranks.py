@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.errors import UserError
 from ftkit.notebook import RankFailed, Ranks, Refused
-from ftkit.notebook.failures import in_notebook
 from ftkit.notebook.ranks import Value
 
 
@@ -62,41 +60,10 @@ def test_an_exception_of_one_rank_is_told_once_with_its_name_and_costs_nothing(r
     assert ranks.pids == pids
 
 
-def test_an_import_error_is_told_shortly(ranks):
-    with pytest.raises(RankFailed) as caught:
-        ranks.run("import there_is_no_such_module")
-    assert short(caught.value).startswith("ranks 0 and 1 raised ModuleNotFoundError: No module named 'there_is_no")
-
-
 def test_sys_exit_ends_a_cell_and_no_worker(ranks):
     with pytest.raises(RankFailed, match="ranks 0 and 1 raised SystemExit: 3"):
         ranks.run("import sys; sys.exit(3)")
     assert ranks.run("rank") == 0
-
-
-def test_what_is_asked_for_too_early_is_refused(ranks):
-    ranks.run("model = tokenizer = None")
-    with pytest.raises(Refused, match="generate: there is no model on the ranks"):
-        ranks.generate("1+1?")
-    with pytest.raises(UserError, match="the ranks do not run"):
-        Ranks(2).run("1")
-    with pytest.raises(Refused, match="there is no earlier run"):
-        Ranks(2).finetune()
-    with pytest.raises(Refused, match="at least 1"):
-        Ranks(0)
-
-
-@pytest.mark.parametrize(
-    "change, told",
-    [
-        ({"trian": {}}, "trian"),
-        ({"data": {"path": "missing.jsonl"}}, "missing.jsonl"),
-    ],
-)
-def test_a_recipe_is_checked_before_the_ranks_hear_of_it(two, work, change, told):
-    with pytest.raises(Refused, match=told) as caught:
-        two.finetune({**work, **change})
-    short(caught.value)
 
 
 def test_overwrite_removes_nothing_where_no_ranks_can_run(work):
@@ -141,11 +108,6 @@ def test_a_run_stays_on_the_ranks(ranks, work, capfd):
     with pytest.raises(Refused, match="the tokenizer has 259 tokens and the model embeddings for 8"):
         ranks.finetune({**work, "model": small, "output": {"dir": "other"}})
     assert ranks.run("rank") == 0
-
-
-def test_options_have_the_notebooks_names():
-    told = in_notebook("continue it with --resume auto, replace that run with --overwrite")
-    assert told == 'continue it with resume="auto", replace that run with overwrite=True'
 
 
 @pytest.mark.slow

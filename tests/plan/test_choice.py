@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.errors import UserError
 from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapter
 from ftkit.plan.choice import make_plan, wear
-from ftkit.plan.hardware import Box, box, boxes
+from ftkit.plan.hardware import box
 from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, memory
 from ftkit.plan.refusal import DoesNotFit
@@ -108,7 +107,7 @@ def test_weights_that_are_not_read_keep_their_first_values():
 def test_where_everything_fits_the_device_the_choice_is_as_it_was():
     """The five ways of the first engine, in its order, as the memory granted shrinks."""
     seen = []
-    for gib in range(200, 30, -1):
+    for gib in range(200, 30, -3):
         try:
             way = make_plan(LLAMA_13B, Limits(gib * GIB, None, ranks_per_node=8)).strategy
         except DoesNotFit:
@@ -215,7 +214,7 @@ def test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit():
     assert make_plan(MIDDLE, tight, Strategy(state="nvme")).strategy.state_host_bytes == embedding // 2 * 9 // 10
 
 
-@pytest.mark.parametrize("half_gib", range(12, 29))
+@pytest.mark.parametrize("half_gib", range(12, 29, 4))
 def test_a_16_bit_state_uses_what_is_left_of_the_host_too(half_gib):
     narrow = llama(2048, 5632, 18, 32000, world=2, itemsize=2, sequence=256)
     try:
@@ -268,16 +267,6 @@ def test_gradients_are_summed_in_fp32_where_several_are():
     assert narrow.strategy.gradient_itemsize(2) == 2
 
 
-def test_what_contradicts_itself_is_refused():
-    with pytest.raises(UserError, match="parameters on the host tier need stage 3"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(stage=2, parameters="host", state="host"))
-    with pytest.raises(UserError, match="activation_offload: host needs activations: recompute"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activations="keep", activation_offload="host"))
-    assert make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(activation_offload="host")).strategy.activations == "recompute"
-    with pytest.raises(UserError, match="optimizer state on the device needs parameters and gradients there"):
-        make_plan(LLAMA_13B, on("8xv100-16gb"), Strategy(gradients="host", state="device"))
-
-
 # --- the refusal
 
 
@@ -314,32 +303,9 @@ def test_just_above_the_limit_is_refused():
         make_plan(SMALL, replace(cpu(1), host_bytes=needed - 1), forced)
 
 
-def test_an_adapter_fits_where_the_whole_model_does_not():
-    with pytest.raises(DoesNotFit, match=r"train an adapter"):
-        make_plan(LLAMA_13B, replace(on("1xv100-32gb"), ranks_per_node=8, device_bytes=10 * GIB, host_bytes=50 * GIB))
-
-
 def test_a_full_checkpoint_disk_is_refused():
     with pytest.raises(DoesNotFit, match=r"checkpoint disk: .* needed"):
         make_plan(replace(SMALL, checkpoints=2), replace(cpu(100), disk_bytes=50 * MIB))
-
-
-# --- the boxes
-
-
-def test_the_boxes_are_there():
-    known = boxes()
-    assert {"8xv100-16gb", "8xv100-32gb", "1xv100-32gb", "1xh200", "cpu"} <= set(known)
-    for each in known.values():
-        assert isinstance(each, Box)
-        assert each.gpus == 0 or each.device_bytes < each.device_gib * GIB
-        assert each.dtype in ("fp16", "bf16", "fp32")
-    assert known["8xv100-16gb"].host_gib * GIB == pytest.approx(330e9, rel=0.001)
-
-
-def test_an_unknown_box_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="did you mean '8xv100-16gb'"):
-        box("8xv100-16g")
 
 
 def test_a_loss_by_chunks_has_no_logits():

@@ -60,12 +60,3 @@ def test_how_busy_a_stream_is() -> None:
     script.add("b", "two", {"bytes": 20}, [first])
     timeline = simulate(script.events, RATES)
     assert timeline.busy(1, 3) == {"one": 0.5, "two": 0.5}
-
-
-def test_what_cannot_be_simulated() -> None:
-    script = Script()
-    with pytest.raises(ValueError, match="waits for an event that comes later"):
-        script.add("a", "one", {}, [0])
-    script.add("a", "one", {"tea": 1})
-    with pytest.raises(ValueError, match="how fast tea is"):
-        simulate(script.events, RATES)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ftkit.config.engine import EngineSettings
-from ftkit.errors import UserError
 from ftkit.hf.models.shapes import limits_here
 from ftkit.plan.host_memory import MACHINE, Reading, guarded_bytes
 from ftkit.plan.memory import GIB, MIB
@@ -48,9 +47,10 @@ def test_of_a_machine_a_share_is_granted_and_of_a_group_all():
 
 
 def test_of_a_drive_no_more_is_granted_than_was_said(tmp_path):
-    free = here(MACHINE_64, nvme_dir=str(tmp_path)).nvme_bytes
-    assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=0.5).nvme_bytes == GIB // 2
-    assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=1e9).nvme_bytes == pytest.approx(free, rel=0.01)
+    with mock.patch("ftkit.hf.models.shapes.shutil.disk_usage", return_value=mock.Mock(free=9 * GIB)):
+        assert here(MACHINE_64, nvme_dir=str(tmp_path)).nvme_bytes == 9 * GIB
+        assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=0.5).nvme_bytes == GIB // 2
+        assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=1e9).nvme_bytes == 9 * GIB
 
 
 def test_a_group_as_wide_as_the_machine_does_not_raise_the_grant():
@@ -71,23 +71,3 @@ def test_what_is_granted_by_number_is_no_more_than_there_is():
 def test_without_a_word_from_the_system_the_machine_is_asked():
     with mock.patch.object(psutil, "virtual_memory", return_value=mock.Mock(available=10 * GIB)):
         assert here().host_bytes == pytest.approx(8 * GIB + 600 * MIB)
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"nvme_dir: no such file or folder: .*nowhere"):
-        here(MACHINE_64, nvme_dir=str(tmp_path / "nowhere"))
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    with (
-        mock.patch("ftkit.hf.models.shapes.os.access", lambda path, mode: path != str(tmp_path)),
-        pytest.raises(UserError, match=rf"memory.nvme_dir: {tmp_path} cannot be written"),
-    ):
-        here(MACHINE_64, nvme_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize("said", [{"nvme_gib": 4}, {"state_host_bytes": 1 << 30}])
-def test_what_is_said_of_a_drive_that_is_not_named_is_refused(said, tmp_path):
-    with pytest.raises(UserError, match=f"{next(iter(said))}: it is of a .*; set memory.nvme_dir to a folder"):
-        here(MACHINE_64, **said)
-    assert here(MACHINE_64, nvme_dir=str(tmp_path), **said).nvme_bytes > 0

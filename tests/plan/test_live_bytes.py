@@ -132,7 +132,7 @@ TIERS = [
 ]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tiers", TIERS, ids=lambda tiers: "-".join(f"{k}.{v}" for k, v in tiers.items()))
 def test_tiers(worlds, world, tiers, tmp_path):

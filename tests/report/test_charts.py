@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.report.charts import STRETCHES, Bar, Series, axis_of, line_chart, stacked_bars, thinned
-from ftkit.report.text import escaped, short
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -106,18 +105,3 @@ def test_bars_say_what_they_are():
     widths = [float(each.get("width")) for each in svg(figure).iter("rect")]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
     assert ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")[-1][0].tail == "moments"
-
-
-@given(st.text() | st.integers() | st.none())
-def test_text_is_nothing_but_text(value):
-    text = escaped(value)
-    assert not set("<>\"'") & set(text)
-    text.encode()
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [(0.0015, "0.0015"), (1234.5, "1,234"), (2.5, "2.5"), (3e-5, "3e−5"), (1.5e9, "1.5e9"), (-2.0, "−2"), (None, "–")],
-)
-def test_numbers_are_short(value, told):
-    assert short(value) == told

@@ -64,18 +64,6 @@ def test_it_is_written_now_and_then_and_where_something_happened(tmp_path, monke
     assert ">ended<" in (run.path / "report.html").read_text()
 
 
-def test_a_writing_that_takes_long_waits_longer(tmp_path, monkeypatch):
-    run = Run(tmp_path / "run", monkeypatch)
-
-    def slow(reader):
-        run.now += 2.0
-
-    monkeypatch.setattr(live, "rewrite", slow)
-    with run.report:
-        assert run.report.due_s == run.now + live.REST * 2.0
-        run.report.end()
-
-
 @pytest.mark.parametrize(("steps", "begun_at", "traced"), [(5, 0, 3), (2, 0, 2), (10, 4, 7)])
 def test_one_step_is_traced(tmp_path, monkeypatch, steps, begun_at, traced):
     run = Run(tmp_path / "run", monkeypatch, steps=steps, begun_at=begun_at)

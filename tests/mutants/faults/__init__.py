@@ -1,8 +1,7 @@
-"""The faults, as data: what is broken, where, and the tests that must notice. One module an area; each defines `FAULTS`.
+"""The faults, as data: the broken text, its file, and the tests that must turn red. One module per area defines `FAULTS`.
 
-Each is a mistake that somebody could make on a bad day and that a plain run would not show: it trains, only not as it
-should. The text that is replaced must be found exactly once in its file, so that a fault cannot quietly stop being
-planted. Its tests are the quickest that notice; each of them must be green without the fault.
+Each fault is a mistake that a plain run would not show. Its text must occur exactly once in its file. Its tests are the
+quickest that notice it; without the fault they must be green.
 """
 
 from __future__ import annotations

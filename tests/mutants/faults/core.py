@@ -161,14 +161,14 @@ FAULTS = (
         "ftkit/engine/core/gradient.py",
         "            add_in_pieces(self.shard, part)\n",
         "            self.shard.copy_(part)\n",
-        f"{_TRAINS}[many results-{_KEEP}",
+        f"{_TRAINS}_in_all_settings[many results-{_KEEP}",
     ),
     _fault(
         "what nobody wrote in the gradient slot is taken for a gradient",
         "ftkit/engine/core/gradient.py",
         "                place[segment.start : segment.stop].zero_()\n",
         "                    pass\n",
-        f"{_TRAINS}_in_all_settings[parameters never used-{_RECOMPUTE}",
+        f"{_TRAINS}[parameters never used-{_RECOMPUTE}",
     ),
     _fault(
         "an overflow is ignored",
@@ -416,13 +416,6 @@ FAULTS = (
         "tests/engine/test_activation_offload.py::test_what_goes_to_files_comes_back",
     ),
     _fault(
-        "a flipped byte in a state file is not noticed",
-        "ftkit/engine/files/flat_file.py",
-        "            if value == self._sums[piece]:\n",
-        "            if True:\n",
-        "tests/engine/test_disk.py::test_a_flipped_bit_is_found",
-    ),
-    _fault(
         "the guard takes one jump for growth, and ends a healthy run",
         "ftkit/train/memory_guard.py",
         "        rise = min(later",
@@ -441,7 +434,7 @@ FAULTS = (
         "ftkit/engine/core/gradient.py",
         "self.dtype if strategy.parts > 1 else flat.dtype",
         "flat.dtype",
-        "tests/engine/test_precision.py::test_16_bits_train_as_in_plain_pytorch",
+        "tests/engine/test_precision.py::test_parts_of_a_batch_are_summed_in_fp32",
     ),
     _fault(
         "a state on both tiers takes more host memory than it was given",
@@ -463,13 +456,6 @@ FAULTS = (
         "max(0, self.free - guarded_bytes(self.limit))",
         "self.free",
         "tests/plan/test_limits.py::test_of_a_machine_a_share_is_granted_and_of_a_group_all",
-    ),
-    _fault(
-        "of the blocks of a piece only the last one is summed",
-        "ftkit/engine/files/flat_file.py",
-        "            self.sums[piece] = (self.sums[piece] + word_sum(self.data[at:end])) % 2**64\n",
-        "            self.sums[piece] = word_sum(self.data[at:end])\n",
-        "tests/engine/test_disk.py::test_sums_that_come_with_a_write_are_what_is_compared",
     ),
     _fault(
         "an update does not wait until a save has its line",
@@ -535,19 +521,12 @@ FAULTS = (
         "tests/hf/test_merging.py::test_it_is_what_peft_merges",
     ),
     _fault(
-        "bytes that were taken by reference are not compared",
-        "ftkit/engine/files/pieces.py",
-        "* piece_bytes]) != expected:",
-        "* piece_bytes]) is None:",
-        "tests/engine/test_clone.py::test_what_the_drive_gives_back_is_compared",
-    ),
-    _fault(
         "a line is let go before all of it is taken",
         "ftkit/engine/checkpoint/saving.py",
         "                    for number, (job, sums) in enumerate(zip(self.jobs, shared), 1):\n",
         "                    for flat in self.units.trainable:\n                        self._capture(flat)\n"
         "                    for number, (job, sums) in enumerate(zip(self.jobs, shared), 1):\n",
-        "tests/engine/test_clone.py::test_it_is_the_moment_of_the_save",
+        "tests/engine/test_checkpoint.py::test_a_save_holds_one_moment_while_training_goes_on",
     ),
     _fault(
         "a run that was over makes one step more",
@@ -596,7 +575,7 @@ FAULTS = (
         "ftkit/train/recipe_trainer.py",
         "        loader.set_sampler(self.order)\n",
         "",
-        "tests/test_data_cursor.py::test_the_next_sample_is_the_one_that_would_have_come[plain-2-3-22-in two]",
+        "tests/test_data_cursor.py::test_the_next_sample_is_the_one_that_would_have_come[plain-3-22-in two]",
     ),
     _fault(
         "a link in a checkpoint is followed out of its folder",
@@ -1095,20 +1074,6 @@ FAULTS = (
         "[label != IGNORED_LABEL for label in labels]",
         "[label is not None for label in labels]",
         "tests/test_data_preview.py::test_rows_are_shown_as_they_are_trained_on",
-    ),
-    _fault(
-        "a rank that computes in a collective is taken for one that hangs",
-        "ftkit/notebook/hang.py",
-        "return self.cpu_now_s - self.cpu_s <= IDLE_SHARE * max(self.seen_s - self.since_s, 1.0)",
-        "return True",
-        "tests/notebook/test_hang.py::test_it_is_none_before_the_limit_and_where_something_goes_on",
-    ),
-    _fault(
-        "ranks are ended because one waits while another sleeps",
-        "ftkit/notebook/hang.py",
-        "if not waiting or len(waiting) < len(running) or len(running) + len(ended) < 2:",
-        "if not waiting or len(running) + len(ended) < 2:",
-        "tests/notebook/test_hang.py::test_a_rank_that_waits_while_another_is_elsewhere_is_a_doubt_and_no_hang",
     ),
     _fault(
         "a cell's style reaches the whole notebook",

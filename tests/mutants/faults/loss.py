@@ -38,20 +38,6 @@ FAULTS = (
         _SCALING + "test_a_trial_leaves_statistics_counters_and_random_numbers_alone[2]",
     ),
     fault(
-        "loss: a trial calls the model's own eval, which may write weights",
-        "ftkit/hf/trainer/untouched.py",
-        "    for module, _ in modes:\n        module.training = False\n",
-        "    model.eval()\n",
-        _SCALING + "test_a_trial_does_not_call_a_models_own_eval",
-    ),
-    fault(
-        "answers leave a model's weights merged in training",
-        "ftkit/hf/inference/generation.py",
-        "            model.train()\n",
-        "            pass\n",
-        _SCALING + "test_what_a_models_own_eval_does_is_undone_after_answers",
-    ),
-    fault(
         "loss: micro-batches are seeded by their number on the rank",
         "ftkit/hf/trainer/loss.py",
         "number * self.accelerator.num_processes + self.accelerator.process_index",

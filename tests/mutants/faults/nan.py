@@ -11,13 +11,6 @@ _PLACE = "tests/hf/test_engine_in_place.py::"
 
 FAULTS = (
     fault(
-        "a backbone with NaN is written by its own save_pretrained",
-        "ftkit/hf/weights/own_saves.py",
-        "    for each in model.modules():\n",
-        "    for each in (model,):\n",
-        _NONFINITE + "test_a_model_inside_the_model_writes_nothing_that_is_not_finite",
-    ),
-    fault(
         "a run whose last gradient was NaN ends well",
         "ftkit/hf/trainer/trainer.py",
         "        if problem is None and made and (names",
@@ -30,13 +23,6 @@ FAULTS = (
         "        if gone := sorted(self._names - (now := self._present_names())):\n",
         "        if gone := sorted(self._names - (now := self._names)):\n",
         _READS + "test_a_layer_that_is_pruned_after_sharding_is_not_saved_as_it_was[model.layers.1.mlp.up_proj-1]",
-    ),
-    fault(
-        "an edit through .data is not in a model that is saved",
-        "ftkit/engine/optim/optimizer.py",
-        "                if unseen and flat.resident and not flat.stale:\n",
-        "                if unseen and flat.resident and flat.stale:\n",
-        _READS + "test_an_edit_through_data_is_in_a_model_that_is_saved",
     ),
     fault(
         "a plain tensor is cast from a resharded parameter and gives NaN",
