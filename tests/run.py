@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-WORKERS = ("-n", "2", "--dist", "worksteal")
+WORKERS = ("-n", "2", "--dist", "loadfile")
 MOST_REPEATED = 10
 REPEATS = 2
 FORGIVABLE = ("clock", "ranks")

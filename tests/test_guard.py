@@ -11,7 +11,7 @@ from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, UserError, refus
 from ftkit.launch.supervisor import Failure, RankError, explain
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.host_memory import MACHINE, HostMemory, Reading
-from ftkit.train.memory_guard import END, SAVE, Alarm, Guard, Mark
+from ftkit.train.memory_guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
 from ftkit.train.memory_report import text_of
 from ftkit.train.memory_stop import MemoryStop
 from tests.jobs import job, recipe
@@ -161,6 +161,19 @@ def test_spikes_shorter_than_the_times_above_are_ignored(box):
         box.pass_(0.05, 98.0)
         box.pass_(0.5, 50.0)
         assert box.guard.step_ended() is None
+    assert not box.ends
+
+
+def test_growth_asks_before_the_mark_is_reached(box):
+    alarms = []
+    for number in range(60):
+        alarms.append(box.step(low=30.0, high=70.0 + 0.5 * number))
+        if alarms[-1]:
+            break
+    highest = max(box.guard.histories["box"].peaks) / GIB
+    # The box grows by 0.5 GiB per second. The guard asks while there is still time to save.
+    assert 100 - highest == pytest.approx(WINDOWS * WINDOW_SECONDS * 0.5, abs=1.1)
+    assert "rose by" in alarms[-1].reason
     assert not box.ends
 
 

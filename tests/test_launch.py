@@ -239,6 +239,7 @@ def running(session):
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["launcher killed", "group asked to end"])
 def test_no_process_outlives_the_launcher(how, tmp_path):
     """The kernel kills the launcher alone when memory is short. Slurm and systemd signal all processes of a job."""

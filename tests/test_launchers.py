@@ -57,6 +57,7 @@ if __name__ == "__main__":
     else:
         main()
 '''
+pytestmark = pytest.mark.ranks
 NAMED = r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9"
 ACCELERATE = [
     *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"),

@@ -9,6 +9,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import pytest
+
 from tests.worlds import PATIENCE
 
 REPOSITORY = Path(__file__).parents[1]
@@ -25,6 +27,8 @@ def run(folder, *command):
     return done.stdout
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(300 * PATIENCE)
 def test_a_wheel_runs_outside_the_repository(tmp_path):
     source, home = tmp_path / "source", tmp_path / "venv"
     source.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutants.fault import fault as _fault
 
 _NAMES = "tests/hf/test_names_in_rows.py::"
-_FILES = "tests/hf/test_files_of_rows.py::"
 
 FAULTS = (
     _fault(

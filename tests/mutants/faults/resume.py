@@ -7,7 +7,6 @@ from tests.mutants.fault import fault
 _CHECKPOINTS = "ftkit/hf/trainer/run_checkpoints.py"
 _WHOLE = "tests/hf/test_saved_whole.py::"
 
-_DOORS = "tests/hf/test_overridden_doors.py::"
 FAULTS = (
     fault(
         "a best checkpoint that was saved before its evaluation is forgotten",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.fault import fault as _fault
 
-_STILL = "tests/engine/test_standstill.py::"
-
 FAULTS = (
     _fault(
         "the norm's collective does not compare the ranks' courses",
