@@ -31,7 +31,7 @@ demo-control: setup  ## the same with shuffled answers: must come out worse, or 
 		--set data.path=runs/shuffled.jsonl --set output.dir=runs/demo-control
 	$(BIN)/python data/compare_runs.py runs/demo runs/demo-control
 
-test: setup  ## the tests, TESTMINUTES on two cores (FTKIT_TEST_PATIENCE=3 multiplies all time limits)
+test: setup  ## the tests, about ten minutes on two cores (FTKIT_TEST_PATIENCE=3 multiplies all time limits)
 	$(BIN)/python -m tests.run
 
 test-all: setup  ## the slow tests: full products and long fault tests, about half an hour

@@ -500,13 +500,6 @@ FAULTS = (
         "tests/test_divergence.py::test_what_is_left_out_was_never_there",
     ),
     _fault(
-        "a rollback deals the same samples again",
-        "ftkit/train/divergence_callback.py",
-        "        self.trainer.left_out |= set(range(first, event.step + 1))\n",
-        "",
-        "tests/test_divergence.py::test_what_is_left_out_was_never_there",
-    ),
-    _fault(
         "a checkpoint forgets the losses that steps are judged by",
         "ftkit/train/recipe_trainer.py",
         "        self.losses = LossWindow(losses)\n",

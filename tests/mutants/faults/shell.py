@@ -6,6 +6,13 @@ OWN = "tests/test_own_files.py"
 
 FAULTS = (
     fault(
+        "a foreign checkpoint folder is rotated away",
+        "ftkit/output/run_folder.py",
+        "foreign += [path for path in checkpoints if not ownership.is_our_checkpoint(path)]",
+        "",
+        f"{OWN}::test_a_file_that_no_run_wrote_stops_the_run",
+    ),
+    fault(
         "a refused export leaves its files",
         "ftkit/hf/weights/new_folder.py",
         "shutil.rmtree(partial, ignore_errors=True)",
