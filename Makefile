@@ -106,9 +106,6 @@ bench-generate: setup  ## tokens a second of answers, of a sharded model held an
 bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
 	$(BIN)/python -m benchmarks.head
 
-bench-watchdog: setup  ## the overhead of the watchdog, a step
-	$(BIN)/python -m benchmarks.watchdog
-
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
@@ -131,4 +128,4 @@ bench-seconds: setup  ## the plan's seconds of five runs, on this box's own meas
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
 .PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
-	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-watchdog bench-kernels bench-generate kernels
+	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels

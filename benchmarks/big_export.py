@@ -27,10 +27,10 @@ from benchmarks.cap import memory_group, peak_bytes
 from benchmarks.disk import uncached
 from benchmarks.run import ROOT
 from benchmarks.shapes import llama
-from ftkit.engine.files.manifest import FORMAT, MANIFEST
-from ftkit.engine.files.pieces import Piece, PieceWriter, WriteBehind
-from ftkit.engine.files.sealed_files import checksum, write_contents, write_sealed
-from ftkit.engine.files.storage import create_file, data_start
+from ftkit.engine.checkpoint.manifest import FORMAT, MANIFEST
+from ftkit.engine.checkpoint.pieces import Piece, PieceWriter
+from ftkit.engine.checkpoint.safetensors import create_file, data_start
+from ftkit.engine.checkpoint.sealed import checksum, write_contents, write_sealed
 
 COMMAND = """
 import atexit, pathlib, sys
@@ -70,19 +70,19 @@ def lines_of(config: LlamaConfig) -> dict[str, Line]:
     return lines
 
 
-def write_line(path: Path, tensors: Line, behind: WriteBehind) -> list[Any]:
+def write_line(path: Path, tensors: Line, writer: PieceWriter) -> list[Any]:
     """Write one file of masters; return its entry in the manifest."""
     create_file(path, [(name, shape, torch.float32) for name, shape in tensors])
     start = data_start(path)
     with open(path, "rb") as file:
         header = Piece(0, start, checksum(file.read(start)))
-    writer = PieceWriter(path, start, behind)
+    writer.open(path, start)
     for name, shape in tensors:
         for _, values in chunks(name, prod(shape)):
             writer.write(values)
-    pieces = writer.close()
-    behind.settle()
-    return [path.stat().st_size, [list(piece) for piece in (header, *pieces)]]
+    writer.close()
+    writer.settle()
+    return [path.stat().st_size, [list(piece) for piece in (header, *writer.pieces[path.name])]]
 
 
 def write_checkpoint(folder: Path, size: str) -> int:
@@ -92,14 +92,13 @@ def write_checkpoint(folder: Path, size: str) -> int:
     engine = folder / "ftkit"
     engine.mkdir(parents=True)
     files = {}
-    with WriteBehind() as behind:
+    with PieceWriter() as writer:
         for line, tensors in lines.items():
             path = engine / f"{line}.master.safetensors"
-            files[path.name] = write_line(path, tensors, behind)
+            files[path.name] = write_line(path, tensors, writer)
     names = [name for tensors in lines.values() for name, _ in tensors]
     manifest = {
         "format": FORMAT,
-        "lines": {line: [name for name, _ in tensors] for line, tensors in lines.items()},
         "dtypes": dict.fromkeys(names, "bfloat16"),
         "extra": {},
         "files": files,

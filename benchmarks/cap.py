@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.run import ROOT, run_once
 from benchmarks.shapes import SHAPES, llama
-from ftkit.engine.files.storage import TensorFile, create_file
+from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 
 CGROUPS = Path("/sys/fs/cgroup")
 PEERS = ("ddp", "fsdp2", "deepspeed-zero3", "deepspeed-nvme-all")

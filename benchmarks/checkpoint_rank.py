@@ -149,7 +149,7 @@ def train_and_save(config: Any, engine: Any, rows: Tensor, record: dict[str, Any
 
 def finish(config: Any, engine: Any, saved: Path, record: dict[str, Any]) -> None:
     """Write the model's folder from all ranks, and make the checkpoint one that `ftkit export` takes."""
-    from ftkit.engine.files.sealed_files import write_contents
+    from ftkit.engine.checkpoint.sealed import write_contents
 
     with Watch() as watch:
         began = time.perf_counter()

@@ -40,10 +40,9 @@ from benchmarks.run import PEERS, ROOT, peers_python, run_ranks
 from benchmarks.savers import SAVERS
 from benchmarks.shapes import SHAPES
 from benchmarks.warm import read_rate, settle, warm_memory
-from ftkit.engine.arena import Arena
-from ftkit.engine.files.pieces import PIECE_BYTES
-from ftkit.engine.files.sealed_files import checksum
-from ftkit.engine.files.storage import DATA_START
+from ftkit.engine.checkpoint.safetensors import DATA_START, PIECE_BYTES
+from ftkit.engine.checkpoint.sealed import checksum
+from ftkit.engine.memory.arena import Arena
 
 BUILD = ROOT / "runs" / "bench-extensions"
 """Where DeepSpeed compiles its C++ at the first run (minutes), for this benchmark alone."""

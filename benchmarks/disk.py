@@ -1,13 +1,11 @@
 """`make bench-disk`: the NVMe tier beside the best that plain O_DIRECT, DeepSpeed's aio and fio get from the same folder.
 
 Every contender writes and reads a whole file, reserved and written once before anything is timed, one contender after the
-other, in turns that begin with another one each round; reported are medians over rounds. Ours and the raw loops use the
-same file, for where a file lies on its drive matters. Ours goes through `FlatFile`, with the block size and depth that it
-chose by itself, and with its checksums: all that is read is summed on the way and compared; the sums of what is written
-come with it, as the optimizer's update makes them while its results are in cache, or are made on the way. The raw loops
-move the same buffers (2 MiB pages) with one and two threads, in blocks of 1, 4 and 16 MiB, and check nothing; the best of
-them, for writing and for reading apart, is the mark. DeepSpeed's aio runs in its own environment, with its own page-locked
-buffer; fio, where it is installed, too.
+other, in turns that begin with another one each round. Medians over rounds are reported. Ours and the raw loops use the
+same file, because the position of a file on its drive matters. Ours goes through `FlatFile`. The raw loops move the same
+buffers (2 MiB pages) with one and two threads, in blocks of 1, 4 and 16 MiB. The best of them, for writing and for reading
+apart, is the mark. DeepSpeed's aio runs in its own environment, with its own page-locked buffer, as does fio if it is
+installed.
 
 Goals: at least 95 % of the best raw loop, and no slower than aio. Rates are 1e9 bytes a second, and vary with what else
 the machine does: the share of CPU time that went to others is printed. The result is also written to runs/bench/.
@@ -37,10 +35,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.run import PEERS, ROOT, busy_s, peers_python
-from ftkit.engine.arena import Arena
-from ftkit.engine.files.flat_file import PIECE_NUMEL, FlatFile, sum_of
-from ftkit.engine.files.storage import DATA_START
+from ftkit.engine.memory.arena import Arena
 from ftkit.engine.memory.disk import Disk
+from ftkit.engine.memory.flat_file import BLOCK_BYTES, PIECE_NUMEL, THREADS, FlatFile
 
 MIB = 1 << 20
 REQUEST_NUMEL = 16 * PIECE_NUMEL
@@ -85,28 +82,18 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ours(disk: Disk, file: FlatFile, memory: Tensor, *, known: bool) -> Contender:
-    """Return the tier: requests of 64 MiB, all on their way at once.
-
-    Args:
-        file: to move.
-        known: the sums of what is written come with it, as from the optimizer's update; else the tier makes them.
-    """
+def ours(file: FlatFile, memory: Tensor) -> Contender:
+    """Return the tier: requests of 64 MiB, all in flight at once."""
     parts = [(start, memory[start : start + REQUEST_NUMEL]) for start in range(0, memory.numel(), REQUEST_NUMEL)]
-    sums = {start: [sum_of(piece) for piece in part.split(PIECE_NUMEL)] if known else None for start, part in parts}
 
     def move(what: str) -> float:
         begin = time.perf_counter()
-        if what == "write":
-            requests = [file.write(start, part, sums[start]) for start, part in parts]
-        else:
-            requests = [file.read(start, part) for start, part in parts]
-        for request in requests:
+        call = file.write if what == "write" else file.read
+        for request in [call(start, part) for start, part in parts]:
             request.wait()
         return time.perf_counter() - begin
 
-    how = f"FlatFile, {disk.depth} threads, {disk.block_bytes // MIB} MiB, "
-    return Contender("ours" if known else "ours, sums made", how + ("checked" if known else "sums made on the way"), move)
+    return Contender("ours", f"FlatFile, {THREADS} threads, {BLOCK_BYTES // MIB} MiB", move)
 
 
 def raw(path: Path, memory: Tensor, threads: int, block: int) -> Contender:
@@ -121,7 +108,7 @@ def raw(path: Path, memory: Tensor, threads: int, block: int) -> Contender:
 
         def run(first: int) -> None:
             for at in range(first, first + part, block):
-                if call(handle, [data[at : at + block]], DATA_START + at) != block:
+                if call(handle, [data[at : at + block]], at) != block:
                     wrong.append(at)
 
         runners = [threading.Thread(target=run, args=(n * part,)) for n in range(threads)]
@@ -276,7 +263,7 @@ def main() -> None:
         memory = arena.take(size // 4, torch.float32)
         memory.view(torch.int64).random_()
         file = disk.file("ours", memory.numel(), memory.dtype)
-        contenders = [ours(disk, file, memory, known=known) for known in (True, False)]
+        contenders = [ours(file, memory)]
         contenders += [raw(file.path, memory, *case) for case in RAW]
         try:
             contenders += stack.enter_context(aio(reserved(scratch / "aio", size), size))
@@ -287,8 +274,8 @@ def main() -> None:
         else:
             console.print("fio is not on the PATH: not measured")
         rows = turns(contenders, size, options.rounds, console)
-        filesystem, rates = disk.filesystem, disk.rates
-    console.print(f"{options.folder} ({filesystem}), {options.gib} GiB a file; chosen: {rates}", highlight=False)
+        filesystem = disk.filesystem
+    console.print(f"{options.folder} ({filesystem}), {options.gib} GiB a file", highlight=False)
     ratios = report(rows, console)
     folder = ROOT / "runs" / "bench"
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,9 +37,9 @@ from torch.optim.adamw import adamw
 
 from benchmarks.run import ROOT, busy_s, peers_python
 from ftkit.engine.kernels.host_loops import HostLoops
-from ftkit.engine.optim.optimizer import PIECE_NUMEL
 
 NUMBERS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+PIECE_NUMEL = 1 << 18  # elements that torch updates at a time, so that they stay in cache
 STREAM = "stream, same mix"
 USEFUL_BYTES = 28
 """Of AdamW, a parameter: 16-bit gradient in, three fp32 states in and out, 16-bit weight out."""

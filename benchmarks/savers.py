@@ -82,7 +82,7 @@ class Ftkit:
         return Saving(folder / "ftkit", self.units, self.optimizer)
 
     def load(self, folder: Path) -> None:
-        from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+        from ftkit.engine.checkpoint.loading import load_checkpoint
 
         load_checkpoint(folder / "ftkit", self.units, self.optimizer)
 

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import torch
 
-from ftkit.engine.arena import Arena
+from ftkit.engine.memory.arena import Arena
 
 MIB = 1 << 20
 PROBE_BYTES = 512 * MIB

@@ -19,7 +19,7 @@ HEAD = """\
 
 <!-- written by `make docs` from the files themselves; a test compares -->
 
-One line for every file: the first sentence of the essay with which it opens. [The house in ten minutes](architecture.md)
+One line for every file: the first sentence of the essay with which it opens. [Architecture in ten minutes](architecture.md)
 says how they work together. `triton_kernels/` is installed as `ftkit.kernels`.
 """
 

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ftkit.config.engine import EngineSettings
-    from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+    from ftkit.engine.checkpoint.loading import load_checkpoint
     from ftkit.engine.checkpoint.saving import save_checkpoint
     from ftkit.engine.comm.communicator import Communicator
-    from ftkit.engine.core.shard import Units
-    from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW, ShardedSGD
+    from ftkit.engine.model import ShardedModel
+    from ftkit.engine.optim.adamw import ShardedAdamW
+    from ftkit.engine.optim.loss_scale import LossScale
+    from ftkit.engine.optim.sgd import ShardedSGD
     from ftkit.errors import UserError
     from ftkit.hf.reading import gathered_parameters, root_parameters
     from ftkit.hf.sharding import shard, units_of
@@ -27,19 +29,19 @@ _HOMES = {
     "ArgumentsMixin": "ftkit.hf.trainer.arguments",
     "Communicator": "ftkit.engine.comm.communicator",
     "EngineSettings": "ftkit.config.engine",
-    "LossScale": "ftkit.engine.optim.optimizer",
+    "LossScale": "ftkit.engine.optim.loss_scale",
     "Strategy": "ftkit.spec.strategy",
     "Seq2SeqTrainer": "ftkit.hf.trainer.seq2seq",
     "Seq2SeqTrainingArguments": "ftkit.hf.trainer.seq2seq",
-    "ShardedAdamW": "ftkit.engine.optim.optimizer",
-    "ShardedSGD": "ftkit.engine.optim.optimizer",
+    "ShardedAdamW": "ftkit.engine.optim.adamw",
+    "ShardedSGD": "ftkit.engine.optim.sgd",
     "Trainer": "ftkit.hf.trainer.trainer",
     "TrainerMixin": "ftkit.hf.trainer.trainer",
     "TrainingArguments": "ftkit.hf.trainer.arguments",
-    "Units": "ftkit.engine.core.shard",
+    "ShardedModel": "ftkit.engine.model",
     "UserError": "ftkit.errors",
     "gathered_parameters": "ftkit.hf.reading",
-    "load_checkpoint": "ftkit.engine.checkpoint.checkpoint",
+    "load_checkpoint": "ftkit.engine.checkpoint.loading",
     "load_model": "ftkit.hf.weights.loading",
     "load_weights": "ftkit.hf.weights.loading",
     "preview": "ftkit.train.data_preview",
@@ -59,12 +61,12 @@ __all__ = [
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "ShardedAdamW",
+    "ShardedModel",
     "ShardedSGD",
     "Strategy",
     "Trainer",
     "TrainerMixin",
     "TrainingArguments",
-    "Units",
     "UserError",
     "gathered_parameters",
     "load_checkpoint",

@@ -21,8 +21,6 @@ DIVERGED = 65
 """Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
 UNEXPECTED = 70
 """Exit code of a command that met a fault of ftkit: sysexits' EX_SOFTWARE."""
-PEER_LOST = 69
-"""Exit code of a rank that cannot go on because another one is dead or hung: sysexits' EX_UNAVAILABLE."""
 
 
 class UserError(ValueError):
@@ -60,22 +58,10 @@ class Diverged(UserError):
     exit_code = DIVERGED
 
 
-class RanksDiffer(UserError):
-    """Ranks that have to do the same do not: they take different blocks, or one of them calls what all must call."""
-
-
-class LostRank(UserError):
-    """A rank is dead or hung, and the others cannot go on without it."""
-
-    exit_code = PEER_LOST
-
-
 def refusal(text: str, exit_code: int) -> UserError:
     """Return the error that a rank ended with, from its text and its exit code."""
     if exit_code == DIVERGED:
         return Diverged(text)
-    if exit_code == PEER_LOST:
-        return LostRank(text)
     if exit_code in (RESUME_ME, NOTHING_SAVED):
         return MemoryShort(text, exit_code == RESUME_ME)
     return UserError(text)

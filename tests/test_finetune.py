@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.config.recipe import parse
+from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.files.pieces import PieceWriter
 from ftkit.errors import UserError
 from ftkit.hf.inference.evaluation import row_statistics
 from ftkit.output.run_folder import RunFolder

@@ -16,9 +16,9 @@ import torch
 
 from ftkit.config.continuation import check_resumed
 from ftkit.config.recipe import parse
+from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, read_sealed, write_contents, write_sealed
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.files.sealed_files import CONTENTS, BrokenCheckpoint, read_sealed, write_contents, write_sealed
 from ftkit.errors import UserError
 from ftkit.hf.trainer.run_checkpoints import ENGINE_FOLDER, check_folder
 from ftkit.hf.weights.exporting import export_checkpoint

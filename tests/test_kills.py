@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file
 
 from ftkit.engine.checkpoint import saving
+from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.files.pieces import PieceWriter
 from ftkit.engine.optim.updater import Updater
 from ftkit.hf.trainer import run_checkpoints, trainer
 from ftkit.output.run_folder import RunFolder
@@ -40,7 +40,7 @@ IN_SAVES: dict[str, tuple[Any, str]] = {
     "a save begins": (trainer.TrainerMixin, "_save_checkpoint"),
     "files are created": (saving, "create_file"),
     "half of a piece": (PieceWriter, "_transfer"),
-    "a range is synced": (PieceWriter, "_end"),
+    "a range is written": (PieceWriter, "close"),
     "the engine's folder is synced": (saving, "sync_folder"),
     "the manifest": (saving, "write_sealed"),
     "random numbers": (trainer.Trainer, "_save_rng_state"),

@@ -12,7 +12,7 @@ import torch
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.core.shard import Units
+from ftkit.engine.model import ShardedModel
 from tests.engine.trajectory import Row, run_sharded
 from tests.jobs import job, recipe
 from tests.worlds import Worlds
@@ -40,7 +40,7 @@ ROWS = [
 def left_over() -> dict[str, int]:
     """Return what of the engine this process still holds, once garbage was collected."""
     gc.collect()
-    found = [type(each).__name__ for each in gc.get_objects() if type(each) in (Communicator, FlatParameter, Units)]
+    found = [type(each).__name__ for each in gc.get_objects() if type(each) in (Communicator, FlatParameter, ShardedModel)]
     found += ["shared memory" for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ftkit-" in line]
     found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ftkit")]
     return {name: found.count(name) for name in set(found)}
@@ -71,7 +71,7 @@ def test_a_job_that_is_done_takes_all_its_memory_along(home: Path, worlds: World
 
 
 def test_what_is_counted_is_there_while_a_model_is(worlds: Worlds):
-    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1, "ftkit-watchdog": 1}] * 2
+    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1}] * 2
 
 
 def _counted() -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
-from ftkit.engine.files.sealed_files import check_contents, reseal, write_contents, write_sealed
+from ftkit.engine.checkpoint.sealed import check_contents, rewrite_contents, write_contents, write_sealed
 from ftkit.errors import UserError
 from ftkit.hf.trainer.run_checkpoints import publish
 from ftkit.output.ownership import is_ours
@@ -56,14 +56,14 @@ def refusal(capsys, *arguments):
     return " ".join(text.split())
 
 
-def test_a_list_that_is_sealed_again_is_on_the_disk_under_its_name(tmp_path, monkeypatch):
-    (tmp_path / "a.json").write_text("{}")
+def test_a_list_is_updated_after_a_listed_file_was_changed_or_removed(tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
     write_contents(tmp_path)
     (tmp_path / "a.json").write_text("[]")
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
-    reseal(tmp_path, ["a.json"])
-    assert synced[-1] == tmp_path.stat().st_ino
+    (tmp_path / "b.json").unlink()
+    (tmp_path / "new.json").write_text("of a callback")
+    rewrite_contents(tmp_path)
     assert check_contents(tmp_path) == ["a.json"]
 
 

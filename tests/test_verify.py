@@ -40,12 +40,12 @@ def wrong_scale():
 
 def stale_weight():
     """Return a fault: one block is never updated."""
-    line_step = ShardedOptimizer._line_step
+    flat_step = ShardedOptimizer._flat_step
 
     def without(self, gradient, noted, factor):
-        return None if gradient.flat is self.units.trainable[1] else line_step(self, gradient, noted, factor)
+        return None if gradient.flat is self.units.trainable[1] else flat_step(self, gradient, noted, factor)
 
-    return mock.patch.object(ShardedOptimizer, "_line_step", without)
+    return mock.patch.object(ShardedOptimizer, "_flat_step", without)
 
 
 def swapped_sample():

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ PATIENCE = float(os.environ.get("FTKIT_TEST_PATIENCE", "1"))
 """Factor on every time limit of the tests. A machine that is too slow for them sets FTKIT_TEST_PATIENCE=3."""
 CASE_SECONDS = 60.0
 """Limit of a case, before `PATIENCE`. Its world is ended afterwards."""
+GROUP_SECONDS = 20.0
+"""Timeout of the process group, before `PATIENCE`: the longest wait of a rank for another one."""
 GRACE_SECONDS = 15.0
 """Limit for the other ranks to fail by themselves after one has failed, before `PATIENCE`."""
 FRAMES = 12
@@ -216,7 +219,9 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str, environ: dict[st
     while True:
         if size > 1 and not dist.is_initialized():  # at the start, and after a case that destroyed the group, as a job does
             groups += 1
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store{groups}", rank=rank, world_size=size)
+            limit = timedelta(seconds=GROUP_SECONDS * PATIENCE)
+            store = f"file://{folder}/store{groups}"
+            dist.init_process_group("gloo", init_method=store, timeout=limit, rank=rank, world_size=size)
         try:
             case = pipe.recv_bytes()
         except (EOFError, OSError):

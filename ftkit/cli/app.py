@@ -402,7 +402,7 @@ def report(
 @app.command()
 def doctor(
     nvme_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Measure the drive of this folder too (2 s).")
+        Path | None, typer.Option(metavar="FOLDER", help="Measure the drive of this folder too (256 MiB).")
     ] = None,
     measure: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Measure the box (a minute), for `ftkit plan --hardware FILE`.")

@@ -27,7 +27,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.local import Stop
 from ftkit.output.ownership import PROFILE_MARK
@@ -54,7 +54,7 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
         dtype: compute dtype: fp32, bf16 or fp16.
     """
     cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT)
     device = torch.device("cpu")
     if cuda:
         device = torch.device("cuda", stop.rank % torch.cuda.device_count())

@@ -15,14 +15,20 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftkit.engine.memory.disk import Disk
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
 CAPABILITIES = {"V100": 70, "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "H100": 90, "H200": 90}
 CPU_FLAGS = ("avx2", "f16c", "avx512f")
+MEASURED_BYTES = 256 << 20
+"""Bytes written to and read from a drive to measure it."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ def _torch() -> dict[str, Any]:
 
 def _host() -> dict[str, Any]:
     """Return what the system says of memory, processors and limits."""
-    from ftkit.engine.memory.cores import find_cores
+    from ftkit.engine.memory.affinity import find_cores
     from ftkit.plan.host_memory import MACHINE, HostMemory
 
     readings = HostMemory.find().read()
@@ -220,24 +226,43 @@ def _host() -> dict[str, Any]:
 
 def _nvme(folder: Path) -> dict[str, Any]:
     """Return what a folder's drive gives."""
-    from ftkit.engine.memory.disk import Disk, DiskError
+    from ftkit.engine.memory.disk import Disk
+    from ftkit.engine.memory.flat_file import DiskError
 
     try:
         disk = Disk(folder, "doctor")
+        write, read = _disk_rates(disk)
     except (DiskError, OSError) as error:
         return {"path": str(folder), "error": str(error)}
-    rates = disk.rates
-    assert rates is not None
     found = {
         "path": str(folder),
         "filesystem": disk.filesystem,
         "direct": disk.direct,
         "free_bytes": shutil.disk_usage(folder).free,
-        "write_bytes_per_s": rates.write_bytes_per_s,
-        "read_bytes_per_s": rates.read_bytes_per_s,
+        "write_bytes_per_s": write,
+        "read_bytes_per_s": read,
     }
     disk.close()
     return found
+
+
+def _disk_rates(disk: Disk) -> tuple[float, float]:
+    """Write and read a scratch file, and return the rates of writing and reading in bytes per second."""
+    import torch
+
+    from ftkit.engine.memory.arena import Arena
+
+    disk.reserve(MEASURED_BYTES)
+    file = disk.file("measure", MEASURED_BYTES, torch.uint8)
+    data = Arena(MEASURED_BYTES, torch.device("cpu")).take(MEASURED_BYTES, torch.uint8)
+    data.view(torch.int64).random_()  # some drives compress
+    seconds = []
+    for move in (file.write, file.write, file.read):  # the first write to a block is slower
+        began = time.perf_counter()
+        move(0, data).wait()
+        seconds.append(time.perf_counter() - began)
+    file.path.unlink()
+    return MEASURED_BYTES / seconds[1], MEASURED_BYTES / seconds[2]
 
 
 def _version(name: str) -> str | None:

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 
 from ftkit.config.recipe import Recipe
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.shard import Units
+from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
 from ftkit.hf.models.adapting import with_adapter
 from ftkit.hf.models.tasks import TASKS
@@ -226,7 +226,7 @@ def still(model: nn.Module) -> None:
 class First(TrainerCallback):
     """Shows the units before the first step."""
 
-    def __init__(self, show: Callable[[Units], object]) -> None:
+    def __init__(self, show: Callable[[ShardedModel], object]) -> None:
         self.show = show
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

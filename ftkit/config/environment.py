@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Mapping
 
-from ftkit.engine.memory.cores import OWN_THREADS
+from ftkit.engine.memory.affinity import OWN_THREADS
 from ftkit.errors import UserError
 
 STRICT = "FTKIT_STRICT"

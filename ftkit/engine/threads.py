@@ -1,8 +1,7 @@
-"""Threads that may touch a device: each begins by making it the current one.
+"""Threads that use a device: each makes its rank's device the current one first.
 
-A new thread's current device is 0. An event that it waits for, or a stream that it leaves, then creates a CUDA context on
-GPU 0: some 530 MiB a process, seven times on a node of eight ranks. Threads that only see host memory and files need
-nothing of this and are made by their owners.
+The current device of a new thread is 0. Waiting for an event or using a stream there would create a CUDA context on GPU 0,
+about 530 MiB for each of the other ranks of a node. Threads that use only host memory and files do not need this.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import torch
 
 
 def use_device(device: torch.device) -> None:
-    """Make a CUDA device the current one of this thread; on a CPU do nothing."""
+    """Make a CUDA device the current one of this thread. Do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def worker(name: str, device: torch.device) -> Executor:
-    """Return an executor of one thread, which begins on a device when its first job arrives."""
+    """Return an executor of one thread on a device. The thread starts with its first job."""
     return ThreadPoolExecutor(1, name, initializer=use_device, initargs=(device,))
 
 
 def thread(target: Callable[[], None], name: str, device: torch.device) -> threading.Thread:
-    """Return a daemon thread that calls `target` on a device once it is started."""
+    """Return a daemon thread that calls `target` on a device."""
 
     def run() -> None:
         use_device(device)

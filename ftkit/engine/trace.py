@@ -1,13 +1,11 @@
-"""When the parts of one step ran: spans, recorded while somebody asks for them, and nothing otherwise.
+"""Spans: when the parts of a step ran, recorded on request.
 
-    with trace.span("compute", "forward 3"):  a span of the stream `compute`; on CUDA between two events on the stream that
-                                              is current, so that what is measured is the work and not its launch
-    with trace.span(..., host=True):          of a thread of the host, also on CUDA
+    with trace.span("compute", "forward 3"):  a span of the stream `compute`. On CUDA two events on the current
+                                              stream measure the work and not its launch.
+    with trace.span(..., host=True):          a span of a host thread, also on CUDA.
 
-The streams are named as in the plan in seconds (plan/schedule.py), so that what was measured can be laid over what was
-simulated. Spans may begin in any thread. One that is still open when the recording ends is left out, and so is one that was
-open when it began. What it costs: while nothing is recorded a test of one attribute a span; while something is, two
-readings of a clock, on CUDA two events, and a wait for the device at either end of the recording.
+The streams have the names of the plan's simulation (plan/schedule.py), so measurement and simulation can be compared. Spans
+may begin in any thread. A span that is open when the recording starts or stops is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,12 +21,12 @@ from torch import Tensor
 _NOTHING = nullcontext()
 
 UPDATE = "update "
-"""How the name of a span begins that is a piece of a line's update."""
+"""Prefix of the name of a span that is a piece of a flat parameter's update."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step, in seconds since the recording began."""
+    """A part of a step, in seconds since the start of the recording."""
 
     stream: str
     name: str
@@ -40,11 +38,7 @@ _Mark = float | torch.cuda.Event
 
 
 class Trace:
-    """The spans of one rank.
-
-    Args:
-        device: device that the rank computes on.
-    """
+    """The spans of one rank, which computes on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,16 +48,16 @@ class Trace:
 
     @property
     def recording(self) -> bool:
-        """Whether spans are recorded now."""
+        """Whether spans are recorded."""
         return self._open is not None
 
     def span(self, stream: str, name: str, *, host: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose body is a span of `stream`, if anything is recorded."""
+        """Return a context manager. Its body becomes a span of `stream` during a recording."""
         return _NOTHING if self._open is None else self._span(self._open, stream, name, host=host)
 
     def start(self) -> None:
-        """Begin to record; what was recorded before and not asked for is forgotten."""
-        if self.device.type == "cuda":  # the device has nothing to do, so its clock and the host's begin together
+        """Start a recording, and discard the spans of an earlier one that was not stopped."""
+        if self.device.type == "cuda":  # the device is idle, so its clock and the host's start together
             torch.cuda.synchronize(self.device)
             self._began = torch.cuda.Event(enable_timing=True)
             self._began.record(torch.cuda.current_stream(self.device))
@@ -71,8 +65,8 @@ class Trace:
         self._open, self._began_s = [], time.perf_counter()
 
     def stop(self) -> list[Span]:
-        """Return what was recorded, in the order in which it began, and record no more; nothing if nothing was started."""
-        found, self._open = list(self._open or []), None  # a copy: a thread may end a span while the device is waited for
+        """Stop the recording and return its spans, sorted by start. Without a recording the list is empty."""
+        found, self._open = list(self._open or []), None  # a copy: a thread may end a span meanwhile
         if self.device.type == "cuda" and found:
             torch.cuda.synchronize(self.device)
         spans = [Span(stream, name, self._seconds(start), self._seconds(end)) for stream, name, start, end in found]
@@ -80,7 +74,7 @@ class Trace:
         return _joined(sorted(spans, key=lambda each: each.start_s))
 
     def watch_backward(self, stream: str, name: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Make what plain autograd does between `results` and the first of `inputs` a span, if anything is recorded."""
+        """Record autograd's work between `results` and the first of `inputs` as a span."""
         found = self._open
         begun: list[_Mark] = []
         ends = [tensor for tensor in inputs if tensor.requires_grad][:1]
@@ -100,9 +94,7 @@ class Trace:
         ends[0].register_hook(end)
 
     @contextmanager
-    def _span(
-        self, found: list[tuple[str, str, _Mark, _Mark]], stream: str, name: str, *, host: bool
-    ) -> Iterator[None]:
+    def _span(self, found: list[tuple[str, str, _Mark, _Mark]], stream: str, name: str, *, host: bool) -> Iterator[None]:
         start = self._mark(host=host)
         yield
         found.append((stream, name, start, self._mark(host=host)))
@@ -122,14 +114,13 @@ class Trace:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Return the spans with the pieces of one line's update, which follow each other on their stream, made one."""
+    """Return the spans with consecutive pieces of one flat parameter's update merged into one."""
     joined: list[Span] = []
-    last: dict[str, int] = {}  # of a stream, in `joined`
+    last: dict[str, int] = {}  # stream to the index of its last span in `joined`
     for span in spans:
         place = last.get(span.stream)
-        before = joined[place] if place is not None else None
-        if place is not None and before is not None and span.name.startswith(UPDATE) and before.name == span.name:
-            joined[place] = Span(span.stream, span.name, before.start_s, span.end_s)
+        if place is not None and span.name.startswith(UPDATE) and joined[place].name == span.name:
+            joined[place] = replace(joined[place], end_s=span.end_s)
         else:
             last[span.stream] = len(joined)
             joined.append(span)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ftkit.engine.core.holding import gathered
-from ftkit.engine.core.shard import Units
+from ftkit.engine.holding import gathered
+from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
 from ftkit.hf.sharding import units_of
 
@@ -64,7 +64,7 @@ def read_by_all(owner: Any) -> Iterator[None]:
         yield
 
 
-def _units(model: nn.Module) -> Units:
+def _units(model: nn.Module) -> ShardedModel:
     units = units_of(model)
     if units is None:
         raise UserError(f"{type(model).__name__} is not sharded: its parameters have their values as they are")

@@ -11,13 +11,12 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -27,14 +26,14 @@ from ftkit.config.engine import EngineSettings, Memory
 from ftkit.config.environment import is_strict
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.core.shard import changing, refuse_failed
-from ftkit.engine.core.shard import shard as shard_blocks
 from ftkit.engine.core.tensor_tree import take_tensors
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.affinity import take_cores
 from ftkit.engine.memory.disk import IN_MEMORY
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.foreign_optimizers import refuse_foreign_optimizers
+from ftkit.engine.shard import changing, refuse_failed
+from ftkit.engine.shard import shard as shard_blocks
 from ftkit.errors import UserError
 from ftkit.hf.models.adapter_targets import check_all
 from ftkit.hf.models.attention import repeat_grouped_keys
@@ -49,7 +48,7 @@ from ftkit.hf.models.replication import named_block_classes, replicated
 from ftkit.hf.models.second_models import limits_beside, planned_for_training, untrained
 from ftkit.hf.models.shapes import common_limits, own_dtype, shape_of
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.models.strict import strict
 from ftkit.hf.weights.loading import load_weights
 from ftkit.hf.weights.own_saves import look_before_saving
@@ -108,9 +107,6 @@ def _no_cache(value: Any) -> Any:
         )
     return None
 
-
-STATE_BYTES = 16
-"""Of a parameter, in 16 bit with fp32 master and moments: arXiv:1910.02054, section 3.1."""
 
 BATCH_ARGUMENTS = frozenset(
     {
@@ -210,19 +206,10 @@ def is_adapter(name: str, parameter: nn.Parameter) -> bool:
     return any(part.startswith(("lora_", "ia3_", "prompt_", "vera_", "vblora_", "adapter_")) for part in parts)
 
 
-def adapter_switches(module: nn.Module) -> Hashable:
-    """Return the active adapters of every adapted layer in a block."""
-    return tuple(
-        (tuple(layer.active_adapters), layer.disable_adapters)
-        for layer in module.modules()
-        if isinstance(layer, BaseTunerLayer)
-    )
-
-
-def units_of(model: nn.Module) -> ShardedModel | None:
+def units_of(model: nn.Module) -> ShardedTransformer | None:
     """Return the units of a model that was sharded, else None."""
     units = getattr(type(model), "_ftkit", None)
-    return units if isinstance(units, ShardedModel) and units.model is model else None
+    return units if isinstance(units, ShardedTransformer) and units.model is model else None
 
 
 def shard(
@@ -235,10 +222,10 @@ def shard(
     accumulation_steps: int = 1,
     comm: Communicator | None = None,
     evaluation: bool = False,
-    beside: Sequence[ShardedModel] = (),
+    beside: Sequence[ShardedTransformer] = (),
     rule: UpdateRule = ADAMW,
     plan: Plan | None = None,
-) -> ShardedModel:
+) -> ShardedTransformer:
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
     Args:
@@ -291,7 +278,7 @@ def shard(
             evaluation = False
         strategy = replace(plan.strategy, debug=strategy.debug)
         settled.meta = on_meta(model)
-        units = shard_as(model, blocks, comm, strategy, _open_tiers(model, comm, strategy, plan.limits.nvme_dir))
+        units = shard_as(model, blocks, comm, strategy, _open_tiers(comm, strategy, plan.limits.nvme_dir))
     units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
     if device.type == "cuda" and strategy.kernels == AUTO and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS
@@ -334,15 +321,14 @@ def _settled(
     return strict(strategy, comm.world_size, say=comm.rank == 0) if is_strict() else strategy
 
 
-def _open_tiers(model: nn.Module, comm: Communicator, strategy: Strategy, nvme_dir: str | None) -> Tiers:
+def _open_tiers(comm: Communicator, strategy: Strategy, nvme_dir: str | None) -> Tiers:
     """Open the tiers on which the strategy puts shards. A collective."""
-    expected = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters()) // comm.world_size
-    tiers = Tiers.open(comm, strategy, nvme_dir, expected)
+    tiers = Tiers.open(comm, strategy, nvme_dir)
     _tell(tiers, comm)
     return tiers
 
 
-def _guard(units: ShardedModel) -> None:
+def _guard(units: ShardedTransformer) -> None:
     """Let a sharded model refuse what it cannot do, and generate with all ranks in step."""
     model = units.model
     cut = _cuts_gradients(units)
@@ -368,7 +354,7 @@ def shard_as(
     strategy: Strategy,
     tiers: Tiers,
     host_loops: Callable[[int], HostLoops] = HostLoops,
-) -> ShardedModel:
+) -> ShardedTransformer:
     """Shard a Hugging Face (or PEFT) model in place as `strategy` says; no weights are read. See `engine.shard.shard`."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -382,13 +368,12 @@ def shard_as(
         replicated=_is_replicated(model),
         wide=kept_in_fp32(model, DTYPES.get(strategy.dtype) or own_dtype(model)),
         arguments=without_caches,
-        fingerprint=adapter_switches,
         tiers=tiers,
         split=batch_rows,
         host_loops=host_loops,
-        units_class=ShardedModel,
+        model_class=ShardedTransformer,
     )
-    assert isinstance(units, ShardedModel)
+    assert isinstance(units, ShardedTransformer)
     refuse_foreign_optimizers(units)
     _tell_rounded(model, units)
     look_before_saving(model, units)
@@ -470,7 +455,7 @@ def _refuse(model: nn.Module, world_size: int) -> None:
             )
 
 
-def _cuts_gradients(units: ShardedModel) -> bool:
+def _cuts_gradients(units: ShardedTransformer) -> bool:
     """Return whether a tensor that leaves a block other than as its result loses its gradient: not by plain autograd."""
     return bool(units.trainable) and any(unit.is_cut_out for unit in units.units)
 
@@ -518,7 +503,7 @@ def _refuse_captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             )
 
 
-def _tell_rounded(model: nn.Module, units: ShardedModel) -> None:
+def _tell_rounded(model: nn.Module, units: ShardedTransformer) -> None:
     """Say which frozen weights have lost precision: they have no masters, and are saved as they are now."""
     if isinstance(model, PeftModel) or not units.trainable:  # an adapter's folder has no frozen weights
         return
@@ -550,7 +535,7 @@ def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, acc
     return plan
 
 
-def let_train(units: ShardedModel) -> None:
+def let_train(units: ShardedTransformer) -> None:
     """Plan a model for training that was sharded for evaluation only; its form stays.
 
     Raises:

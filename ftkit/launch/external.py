@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ftkit.engine.memory.cores import OWN_THREADS, find_cores
+from ftkit.engine.memory.affinity import OWN_THREADS, find_cores
 from ftkit.errors import UserError
 
 

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ftkit.engine.memory.cores import OWN_THREADS
+from ftkit.engine.memory.affinity import OWN_THREADS
 from ftkit.errors import UserError
 from ftkit.launch.external import threads_per_rank
 from ftkit.launch.supervisor import BEAT_SECONDS, POLL_SECONDS, RankError, Watch, counted_signals

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ftkit.errors import LostRank, MemoryShort, refusal
+from ftkit.errors import MemoryShort, refusal
 
 if TYPE_CHECKING:  # the door catches the errors of this file, and must not pay for torch
     from torch.distributed.elastic.multiprocessing.api import PContext
@@ -282,21 +282,17 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
         if not told:
             # Without a word: killed from outside, or it left; torch's own watchdog aborts because another rank is gone.
             kind = 0 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 2
-            kind = 4 if failure.exit_code == LostRank.exit_code else kind  # another rank may have said which one is lost
         else:
             kind = 3 if LOST_CONNECTION.search(failure.message) and not failure.refusal else 1
         known = refusal(failure.refusal, failure.exit_code) if failure.refusal else None
         if isinstance(known, MemoryShort):
             kind = -1  # whoever the kernel killed then, died of the same
-        if isinstance(known, LostRank):
-            kind = 3
         return kind, failure.time_ns, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
     if failure.refusal:
-        refused = refusal(failure.refusal, failure.exit_code)
-        return RankError(rank, f"{refused}\n{way_out}.") if isinstance(refused, LostRank) else refused
+        return refusal(failure.refusal, failure.exit_code)
     name = f"rank {rank} (pid {pids[rank]})"
     resume = f"The other ranks were ended; {way_out}."
     if failure.message:
@@ -305,8 +301,6 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
     if failure.exit_code < 0:
         hint = " (the kernel does that when host memory runs out)" if failure.exit_code == -signal.SIGKILL else ""
         return RankError(rank, f"{name} was killed by {signal_name(-failure.exit_code)}{hint}. {resume}")
-    if failure.exit_code == LostRank.exit_code:
-        return RankError(rank, f"{name} could not go on without another rank, which it has named above. {resume}")
     return RankError(rank, f"{name} ended with exit code {failure.exit_code} before its work was done. {resume}")
 
 

@@ -129,11 +129,12 @@ def _join(listener: Listener, rank: int, ranks: int) -> Any:
     import torch  # here: these take seconds, and the kernel must be heard meanwhile
     from accelerate import PartialState
 
+    from ftkit.engine.comm.communicator import GROUP_TIMEOUT
     from ftkit.notebook.session import Session
 
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    state = PartialState(cpu=not torch.cuda.is_available())  # makes the process group
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=GROUP_TIMEOUT)  # makes the process group
     device = state.device if state.device.type == "cuda" else torch.device("cpu")
     listener.stop = _stop(listener.channel, rank)
     return Session(listener.stop, ranks, device, listener.channel.send)

@@ -39,13 +39,13 @@ PHASES = ("load", "train", "save", "resume")
 
 # The engine's sizes, which this room may not import for they live beside torch; tests/plan compares them.
 SLOT_ALIGNMENT_BYTES = 256  # transfer.ALIGNMENT_BYTES
-READ_AHEAD_BUFFERS = 3  # transfer.READ_AHEAD + 1
+READ_AHEAD_BUFFERS = 3  # read_ahead.UNITS + 1
 OFFLOAD_BUFFERS = 2  # gradient_offload.BUFFERS
 UPDATE_SLOTS = 6  # update.SLOTS
 CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
 DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
-ACTIVATION_ROUND_BYTES = 16384  # activation_offload._padded_bytes
+ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES

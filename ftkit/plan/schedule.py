@@ -28,7 +28,7 @@ from functools import cached_property
 
 from ftkit.plan.events import Event, Script, Timeline, simulate
 from ftkit.plan.shape import Line, Placed, Shape
-from ftkit.spec.strategy import LineKind, Strategy, decided
+from ftkit.spec.strategy import FlatKind, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 STEPS = 3
@@ -413,7 +413,7 @@ class _Step:
         updated = self.written.get(-1)
         return [updated, self._refresh("outside", lines, updated)]
 
-    def _collect(self, name: str, kind: LineKind, lines: Sequence[Line], *, first: bool) -> None:
+    def _collect(self, name: str, kind: FlatKind, lines: Sequence[Line], *, first: bool) -> None:
         """Put a gradient where it is summed: whole, until the end of the step, or in the slot, and reduced at once."""
         trained = [line for line in lines if line.trained]
         late = [each for each in trained if self.strategy.reduced_late(kind, self.world)]

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from ftkit.plan.attention import Attention
 from ftkit.spec.layout import SHARD_ALIGNMENT
-from ftkit.spec.strategy import LineKind
+from ftkit.spec.strategy import FlatKind
 from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 
@@ -52,7 +52,7 @@ class Placed:
     """A line with its place in the model: 'block', 'root' or 'replicated'."""
 
     line: Line
-    kind: LineKind
+    kind: FlatKind
 
 
 @dataclass(frozen=True)

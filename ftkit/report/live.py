@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from ftkit.engine.trace import Span, Trace
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.schedule import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
@@ -61,7 +61,7 @@ class RunReport(TrainerCallback):
     folder: RunFolder
     writes: bool
     facts: dict[str, Any]
-    units: Callable[[], ShardedModel | None]
+    units: Callable[[], ShardedTransformer | None]
     samples: Callable[[], list[dict[str, str]]]
     events: Callable[[], int]
     say: Console

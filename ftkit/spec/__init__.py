@@ -1,1 +1,1 @@
-"""What plan and engine must agree on, in integers and names. It knows no torch."""
+"""Definitions that plan and engine share: strategy, layout of flat parameters, tiers, update rules. Without torch."""

@@ -1,10 +1,8 @@
-"""The strategy: how a model is held and trained, every choice of it a value or "auto".
+"""The strategy: every choice of how a model is stored and trained, a value or "auto".
 
-One class says it everywhere. A recipe's `engine:` block and `TrainingArguments(ftkit=...)` are read into it, the plan
-replaces each "auto" (`Plan.strategy`), and the engine does what is left. The rules for a flat parameter that follow from a
-strategy stand here, too, so that plan and engine cannot disagree: when it is resident, when its reduction waits.
-
-It refuses values out of their range as they are made (pydantic's `ValidationError`).
+A recipe's `engine:` block and `TrainingArguments(ftkit=...)` are read into a `Strategy`, the plan replaces each "auto"
+(`Plan.strategy`), and the engine executes the result. Rules that plan and engine share follow here from the strategy: when
+a flat parameter is resident, and when its gradient is reduced. Pydantic checks the range of each value.
 """
 
 from __future__ import annotations
@@ -25,53 +23,41 @@ T = TypeVar("T")
 FP32: Final = "fp32"
 STEP: Final = "step"
 UNIT: Final = "unit"
-"""Micro-batches of a step pass the model one after another, or all of them each block before the next one."""
+"""The micro-batches of a step run through the model one after another, or all through each block before the next."""
 
 
 def decided(choice: T | Auto) -> T:
-    """Return a choice that is no longer open.
-
-    Raises:
-        ValueError: if it is "auto".
-    """
+    """Return a choice after the plan, or raise ValueError if it is still "auto"."""
     if isinstance(choice, str) and choice == AUTO:
-        raise ValueError("a choice is left to the plan, and nothing was planned")
+        raise ValueError('the strategy has an "auto" that no plan has replaced')
     return choice
 
 
-def _no_bool(value: Any) -> Any:
-    """Refuse true and false, which pydantic takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError(f"found {value}, needs a number or a word")
-    return value
-
-
 def _off(value: Any) -> Any:
-    """Return what YAML 1.1 made of the word: it reads a bare off as false."""
+    """Return "off" for false: YAML 1.1 reads a bare off as false."""
     return "off" if value is False else value
 
 
 def _bytes(value: Any) -> Any:
-    """Return the bytes of a number, or of a text with a unit."""
-    return int(_SIZE.validate_python(value)) if isinstance(value, str) and value != AUTO else _no_bool(value)
+    """Return the bytes of a number, or of a string with a unit."""
+    return int(_SIZE.validate_python(value)) if isinstance(value, str) and value != AUTO else value
 
 
 _SIZE = TypeAdapter(ByteSize)
 Count = Annotated[int, Field(ge=1, strict=True)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
-Stage = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_no_bool)]
 Switch = Annotated[bool, Field(strict=True)]
-LineKind = Literal["block", "root", "replicated"]
-"""Where a flat parameter's parameters stand: in a block; large and outside; small and outside, or an adapter's."""
+FlatKind = Literal["block", "root", "replicated"]
+"""Kinds of flat parameters: of a block; root parameters; replicated parameters (small ones, and LoRA adapters)."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Strategy:
-    """Experiments: each choice that is otherwise derived from memory, forced."""
+    """Choices that the plan otherwise derives from memory."""
 
-    stage: Stage = Field(default=AUTO, description="ZeRO stage; 0 = replicated, as DDP")
+    stage: Literal["auto", 0, 1, 2, 3] = Field(default=AUTO, description="ZeRO stage; 0 = replicated, as DDP")
     activations: Literal["auto", "recompute", "keep"] | Count = Field(
-        default=AUTO, description="of blocks; a number: the last so many are kept, the others recomputed"
+        default=AUTO, description="of blocks; a number: that many last blocks keep theirs, the others recompute"
     )
     reshard_after_forward: Auto | Switch = Field(
         default=AUTO, description="free gathered weights after forward, gather them again for backward; stage 3"
@@ -79,18 +65,18 @@ class Strategy:
     micro_batch: Auto | Count = Field(default=AUTO, description="sequences of a rank in one forward")
     accumulation: Auto | Count = Field(default=AUTO, description="micro-batches of one optimizer step")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        default=AUTO, description="of arithmetic and of sent gradients; auto = the model's; a recipe says it as train.dtype"
+        default=AUTO, description="of arithmetic and of sent gradients; auto = the model's; in a recipe: train.dtype"
     )
     gradient_dtype: Literal["auto", "fp32", "compute"] = Field(default=AUTO, description="of accumulated gradient shards")
-    parameters: TierOrAuto = Field(default=AUTO, description="where weight shards lie")
-    gradients: TierOrAuto = Field(default=AUTO, description="where gradient shards lie")
-    state: TierOrAuto = Field(default=AUTO, description="where master weights and moments lie")
+    parameters: TierOrAuto = Field(default=AUTO, description="tier of weight shards")
+    gradients: TierOrAuto = Field(default=AUTO, description="tier of gradient shards")
+    state: TierOrAuto = Field(default=AUTO, description="tier of master weights and moments")
     activation_offload: TierOrAuto = Field(
-        default=AUTO, description="where the inputs of recomputed blocks wait for backward"
+        default=AUTO, description="tier of the inputs of recomputed blocks until backward"
     )
     update: Literal["auto", "now", "deferred"] = Field(default=AUTO, description="in the step, or under the next forward")
     accumulate_in: Literal["auto", "step", "unit"] = Field(
-        default=AUTO, description="micro-batches pass the model, or each block"
+        default=AUTO, description="micro-batches run through the model one by one, or through each block together"
     )
     state_host_bytes: Auto | Bytes = Field(
         default=AUTO,
@@ -99,32 +85,23 @@ class Strategy:
     )
     prefetch: Switch = Field(default=True, description="gather the neighbour while a unit computes")
     kernels: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
-        default=AUTO, description="fused kernels where they agree with the model's modules"
+        default=AUTO, description="fused kernels if they agree with the model's modules"
     )
     loss_reduction: Literal["auto", "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"] = Field(
-        default=AUTO, description="how the loss scales with its batch; auto = found out at the first step"
+        default=AUTO, description="how the loss scales with its batch; auto = detected at the first step"
     )
     affinity: Switch = Field(default=True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
     debug: Switch = Field(default=False, description="poison freed buffers, compare unit ids between ranks")
 
     @classmethod
     def of(cls, **choices: Any) -> Strategy:
-        """Return a strategy that leaves nothing open: what is not said is as in `ZERO3`."""
+        """Return `ZERO3` with some choices replaced."""
         return replace(ZERO3, **choices)
 
     def reopened(self) -> Strategy:
-        """Return the strategy with all that a plan decides left to it, but the micro-batch and the gradients' dtype."""
-        derived = (
-            "stage",
-            "activations",
-            "reshard_after_forward",
-            *KINDS,
-            "accumulation",
-            "update",
-            "accumulate_in",
-            "state_host_bytes",
-        )
-        opened: dict[str, Any] = dict.fromkeys(derived, AUTO)
+        """Return the strategy with all choices of the plan reset to "auto", except micro-batch and gradient dtype."""
+        derived = ("stage", "activations", "reshard_after_forward", "accumulation", "update", "accumulate_in")
+        opened: dict[str, Any] = dict.fromkeys((*derived, *KINDS, "state_host_bytes"), AUTO)
         return replace(self, **opened)
 
     def tier(self, kind: str) -> Tier:
@@ -134,7 +111,7 @@ class Strategy:
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether anything lies on NVMe."""
+        """Whether any kind of tensor is on NVMe."""
         return NVME in (self.parameters, self.gradients, self.state, self.activation_offload)
 
     @property
@@ -144,37 +121,37 @@ class Strategy:
 
     @property
     def parts(self) -> int:
-        """Micro-batches that pass each block together."""
+        """Micro-batches that run through each block together."""
         return decided(self.accumulation) if decided(self.accumulate_in) == UNIT else 1
 
     @property
     def rounds(self) -> int:
-        """Times that all blocks are passed in a step, there and back."""
+        """Forward and backward passes over all blocks per step."""
         return decided(self.accumulation) // self.parts
 
     @property
     def sequences(self) -> int:
-        """Sequences of a rank that pass each block together."""
+        """Sequences of a rank that run through each block together."""
         return decided(self.micro_batch) * self.parts
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether a step's micro-batches are summed in fp32, whatever the compute dtype is."""
+        """Whether gradients of micro-batches are summed in fp32 for any compute dtype."""
         return decided(self.gradient_dtype) == FP32
 
     def gradient_itemsize(self, itemsize: int) -> int:
-        """Return the bytes of an element of a gradient shard, of weights whose elements have `itemsize` in use."""
+        """Return the bytes per element of a gradient shard, for weights of `itemsize` bytes."""
         return 4 if self.sums_in_fp32 else itemsize
 
     def slot_itemsize(self, itemsize: int) -> int:
-        """Return the bytes of an element of a gradient before its reduction: the sum's, where several parts are summed."""
+        """Return the bytes per element of a gradient before its reduction. Several parts are summed in the sum's dtype."""
         return self.gradient_itemsize(itemsize) if self.parts > 1 else itemsize
 
     def problem(self, *, cpu: bool) -> str | None:
-        """Return why the engine cannot do this; None if it can.
+        """Return why the engine cannot execute the strategy, or None.
 
         Args:
-            cpu: the rank's device is the host.
+            cpu: The rank computes on the host.
         """
         stage = decided(self.stage)
         if self.parameters != DEVICE and stage < 3:
@@ -184,32 +161,32 @@ class Strategy:
         if not cpu and self.state == DEVICE and (self.parameters, self.gradients) != (DEVICE, DEVICE):
             return (
                 "optimizer state on the device needs parameters and gradients there: place the state where the lowest of "
-                f"parameters ({self.parameters}) and gradients ({self.gradients}) lies"
+                f"parameters ({self.parameters}) and gradients ({self.gradients}) is"
             )
         return None
 
     def graphs(self, blocks: int) -> int:
-        """Return how many of so many blocks keep their graphs from forward to backward.
+        """Return how many of `blocks` blocks keep their graphs from forward to backward.
 
-        The last ones do, if not all: their backward comes first, so their graphs live shortest.
+        These are the last blocks: their backward runs first, so their graphs live shortest.
         """
         if isinstance(self.activations, int):
             return min(self.activations, blocks)
         return blocks if decided(self.activations) == "keep" else 0
 
     def owners(self, ranks: int) -> int:
-        """Return how many of so many ranks share a flat parameter: stage 0 replicates."""
+        """Return how many of `ranks` ranks share a flat parameter. Stage 0 replicates."""
         return 1 if decided(self.stage) == 0 else ranks
 
-    def resident(self, kind: LineKind, ranks: int) -> bool:
-        """Return whether every rank has a flat parameter's weights whole for good."""
+    def resident(self, kind: FlatKind, ranks: int) -> bool:
+        """Return whether every rank always stores a flat parameter's full weights."""
         alone = self.owners(ranks) == 1 and self.parameters == DEVICE
         return decided(self.stage) < 3 or kind == "replicated" or alone
 
-    def reduced_late(self, kind: LineKind, ranks: int) -> bool:
-        """Return whether a flat parameter's gradient is reduced at the end of the step, and whole on every rank until then.
+    def reduced_late(self, kind: FlatKind, ranks: int) -> bool:
+        """Return whether a flat parameter's gradient is reduced at the end of the step, and full on every rank before.
 
-        On one rank, where there is nothing to reduce, autograd's gradients are added straight to it.
+        One rank has nothing to reduce, and adds gradients to the shard directly.
         """
         alone = self.owners(ranks) == 1 and self.gradients == DEVICE
         return decided(self.stage) < 2 or kind == "replicated" or alone
@@ -219,14 +196,12 @@ class Strategy:
 
     def _words(self) -> Iterator[str]:
         yield f"stage {self.stage}"
-        if isinstance(self.activations, str):
-            words = {"keep": "activations kept", "recompute": "blocks recomputed", AUTO: "activations auto"}
-            yield words[self.activations]
-        else:
-            yield f"activations of the last {self.activations} blocks kept, the others recomputed"
+        words = {"keep": "activations kept", "recompute": "blocks recomputed", AUTO: "activations auto"}
+        last = f"activations of the last {self.activations} blocks kept, the others recomputed"
+        yield words.get(str(self.activations), last)
         if self.stage == 3:
-            told = {True: "weights resharded after forward", False: "weights gathered until backward", AUTO: "weights auto"}
-            yield told[self.reshard_after_forward]
+            weights = {True: "resharded after forward", False: "gathered until backward", AUTO: "auto"}
+            yield f"weights {weights[self.reshard_after_forward]}"
         for tier in TIERS[1:]:
             kinds = [kind for kind in KINDS if getattr(self, kind) == tier]
             if kinds:
@@ -242,7 +217,7 @@ class Strategy:
 
 
 OPEN: Final = Strategy()
-"""Everything is left to the plan."""
+"""Every choice is left to the plan."""
 ZERO3: Final = Strategy(
     stage=3,
     activations="recompute",
@@ -258,4 +233,4 @@ ZERO3: Final = Strategy(
     accumulate_in="step",
     state_host_bytes=0,
 )
-"""ZeRO-3 with everything on the device. `kernels` and `loss_reduction` stay "auto": the model decides them, not the plan."""
+"""ZeRO-3 with everything on the device. `kernels` and `loss_reduction` stay "auto": the model decides them."""

@@ -1,6 +1,6 @@
-"""The tiers on which tensors may lie, and the kinds of tensors that have one: the only place where their names are quoted.
+"""Tiers of memory, and the kinds of tensors that are placed on them.
 
-A recipe, `TrainingArguments(ftkit=...)`, the plan, the engine and a checkpoint's manifest use the same strings.
+A recipe, `TrainingArguments(ftkit=...)`, the plan, the engine and a checkpoint's manifest use these strings.
 """
 
 from __future__ import annotations

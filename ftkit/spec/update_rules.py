@@ -1,8 +1,8 @@
-"""Update rules: what an optimizer keeps and moves for each trained element. Plan, engine and checkpoint ask the rule.
+"""Update rules: the state and memory traffic of an optimizer per trained element.
 
-A rule's `moments` are the kinds of its fp32 state besides the master weight, under the names of torch.optim; a checkpoint
-has a file of each kind. A new rule is a row here and a `ShardedOptimizer` that computes it
-(`ftkit/engine/optim/optimizer.py`).
+Plan, engine and checkpoint read the rule. Its `moments` are the kinds of fp32 state besides the master weight, named as in
+torch.optim; a checkpoint has one file per kind and flat parameter. A new rule needs an `UpdateRule` here and a
+`ShardedOptimizer` that computes it (`ftkit/engine/optim/optimizer.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ FP32_BYTES, NARROW_BYTES = 4, 2
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What an update keeps for each element.
+    """The state of an optimizer per element.
 
     Args:
-        name: its name in a recipe (`optimizer.name`).
-        moments: kinds of fp32 state besides the master weight.
+        name: Name in a recipe (`optimizer.name`).
+        moments: Kinds of fp32 state besides the master weight.
     """
 
     name: str
@@ -26,12 +26,12 @@ class UpdateRule:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state an element: the fp32 master and the moments."""
+        """Bytes of state per element: the fp32 master weight and the moments."""
         return FP32_BYTES * (1 + len(self.moments))
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes of memory traffic an element: state in and out, a 16-bit gradient in, a 16-bit weight out."""
+        """Bytes of memory traffic per element: read and write the state, read a 16-bit gradient, write a 16-bit weight."""
         return 2 * self.state_bytes + 2 * NARROW_BYTES
 
 
@@ -39,17 +39,9 @@ ADAMW = UpdateRule("adamw", ("exp_avg", "exp_avg_sq"))
 """Loshchilov and Hutter, arXiv:1711.05101."""
 SGD = UpdateRule("sgd", ())
 MOMENTUM = UpdateRule("sgd", ("momentum_buffer",))
-"""SGD with momentum, as torch.optim.SGD has it."""
+"""SGD with momentum, as in torch.optim.SGD."""
 
 
 def rule_of(name: str, *, momentum: float = 0.0) -> UpdateRule:
-    """Return the rule of an optimizer.
-
-    Args:
-        name: "adamw" or "sgd".
-        momentum: of SGD.
-
-    Raises:
-        KeyError: for another name.
-    """
+    """Return the rule of an optimizer: "adamw", or "sgd" with its momentum."""
     return {"adamw": ADAMW, "sgd": MOMENTUM if momentum else SGD}[name]

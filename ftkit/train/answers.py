@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging
 
 from ftkit.config.values import looks_like_a_path
-from ftkit.engine.files.sealed_files import CONTENTS
+from ftkit.engine.checkpoint.sealed import CONTENTS
+from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.inference.generation import generate
 from ftkit.hf.models.adapting import with_trained_adapter
@@ -67,7 +68,7 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(stop.rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT)
     folder = os.path.expanduser(folder)
     _check_folder(folder)
     if _adapter(folder):

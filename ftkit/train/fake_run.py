@@ -38,13 +38,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ftkit.config.recipe import Recipe
-from ftkit.engine.arena import PAGE_BYTES, Arena
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.core.shard import Units
 from ftkit.engine.kernels.host_loops import HostLoops
+from ftkit.engine.memory.arena import PAGE_BYTES, Arena
 from ftkit.engine.memory.tiers import Store, Tiers
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import use_packed_attention
 from ftkit.hf.models.fake import CudaAttentionBackward, batch, nothing_behind
@@ -196,7 +198,7 @@ def fake_run(
 
 def build(
     plan: Plan, model: Any, device: torch.device, world_size: int | None = None, *, packed: bool
-) -> tuple[Units, ShardedOptimizer]:
+) -> tuple[ShardedModel, ShardedOptimizer]:
     """Shard the model for rank 0 of W as the plan says, and make its optimizer with all state."""
     use_packed_attention(model)  # also where rows are not packed: on meta it has the memory of the GPU's kernel
     model.train()
@@ -208,7 +210,7 @@ def build(
     return units, optimizer
 
 
-def train(plan: Plan, units: Units, optimizer: ShardedOptimizer, *, packed: bool) -> None:
+def train(plan: Plan, units: ShardedModel, optimizer: ShardedOptimizer, *, packed: bool) -> None:
     """Run a step as a later one finds things, with one micro-batch, or `PASSES` where the second one finds more.
 
     What a first backward makes and a step leaves is made before; but for gradients on the device that are reduced after
@@ -297,14 +299,9 @@ class FakeArena(Arena):
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.requested_bytes = size_bytes
         self.device = device
-        self.pinned_bytes = 0
         self._size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._taken_bytes = 0
         self._memory = torch.empty(self._size_bytes, dtype=torch.uint8, device="cpu")
-
-    def close(self) -> None:
-        """Let it go."""
-        self._memory = None
 
 
 class FakeTiers(Tiers):
@@ -358,7 +355,7 @@ class FakeLoops(HostLoops):
 # --- what was found
 
 
-def _found(meter: Meter, units: Units, optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
+def _found(meter: Meter, units: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
     """Return the bytes at each tier's peak by purpose."""
     purposes: dict[int, str] = {}
     for purpose, tensors in _permanent(units, optimizer):
@@ -375,7 +372,7 @@ def _found(meter: Meter, units: Units, optimizer: ShardedOptimizer) -> dict[str,
     return found
 
 
-def _permanent(units: Units, optimizer: ShardedOptimizer) -> Iterator[tuple[str, Iterable[Tensor]]]:
+def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """Yield the tensors that stay from step to step, by purpose."""
 
     def of(*stores: Store | None) -> list[Tensor]:
@@ -385,7 +382,7 @@ def _permanent(units: Units, optimizer: ShardedOptimizer) -> Iterator[tuple[str,
         yield "parameters", [flat.full] if flat.full is not None else of(flat.weights)
     for gradient in units.gradients:
         yield "gradients", gradient.tensors()
-    for state in optimizer.lines.values():
+    for state in optimizer.states.values():
         yield "optimizer state", of(state.master, *state.moments.values())
     yield "slots", units.transfer.buffers()
     yield "staging", [] if units.offload is None else units.offload.buffers

@@ -56,7 +56,7 @@ from ftkit.train.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, Prog
 from ftkit.train.questions import Question
 from ftkit.train.recipe_arguments import compute_dtype, engine_settings, training_arguments
 from ftkit.train.recipe_trainer import RecipeTrainer, WholeSteps
-from ftkit.train.resume import check_noted, check_noted_base, first_whole, noted
+from ftkit.train.resume import check_noted, first_whole, noted
 from ftkit.train.run_rows import Rows
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
 
@@ -503,7 +503,6 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     checkpoint = first_whole([str(each) for each in checkpoints], alone, lambda line: say.print(literal(line)))
     if checkpoint is not None:
         check_noted(checkpoint, recipe, rows.prepared.report.digest)
-        check_noted_base(checkpoint, model)
         say.print(literal(f"would resume from {checkpoint}"))
     numel = sum(each.numel() for each in model.parameters())
     if recipe.data.packing and recipe.model.name is not None and numel <= ISOLATION_NUMEL:

@@ -29,7 +29,7 @@ from ftkit.spec.tiers import NVME
 from ftkit.train.memory_guard import Alarm
 
 if TYPE_CHECKING:  # the report is also read where torch is not
-    from ftkit.engine.core.shard import Units
+    from ftkit.engine.model import ShardedModel
     from ftkit.engine.optim.optimizer import ShardedOptimizer
 
 TENANTS = ("parameters", "gradients", "state", "slots", "staging", "activations")
@@ -66,7 +66,7 @@ class Seat:
         return cls(rank, socket.gethostname(), os.getpid(), os.getppid(), step, tenants)
 
 
-def host_tenants(units: Units | None, optimizer: ShardedOptimizer | None) -> dict[str, int]:
+def host_tenants(units: ShardedModel | None, optimizer: ShardedOptimizer | None) -> dict[str, int]:
     """Return the bytes of host memory that the engine holds on this rank, by kind (`TENANTS`).
 
     Args:

@@ -11,11 +11,13 @@ name cannot be set; a script with `from ftkit import Trainer` can set them all.
 from __future__ import annotations
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, TaskType
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import Adapter, Recipe, split_batch
+from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
 
@@ -82,6 +84,8 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
     schedule: str = optimizer.schedule
     if schedule == "constant" and optimizer.warmup_steps:
         schedule = "constant_with_warmup"
+    # The process group of the ranks; TrainingArguments would pass no timeout on a CPU.
+    PartialState(cpu=not torch.cuda.is_available(), timeout=GROUP_TIMEOUT)
     return TrainingArguments(
         output_dir=output.dir,
         per_device_train_batch_size=micro_batch,

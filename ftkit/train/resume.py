@@ -13,12 +13,11 @@ from typing import Any
 
 from ftkit.config.continuation import compare
 from ftkit.config.recipe import Recipe
-from ftkit.engine.checkpoint.checkpoint import check_checkpoint
+from ftkit.engine.checkpoint.loading import check_checkpoint
+from ftkit.engine.checkpoint.manifest import MANIFEST, read_manifest
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.files.manifest import MANIFEST, read_manifest
 from ftkit.errors import UserError
 from ftkit.hf.trainer.run_checkpoints import ENGINE_FOLDER, check_folder
-from ftkit.hf.weights.base_digest import BASE, check_base, note_before_sharding
 
 RECIPE, ROWS = "recipe", "rows"
 """Keys under which a checkpoint notes what was trained on."""
@@ -74,15 +73,6 @@ def check_noted(checkpoint: str, recipe: Recipe, digest: str) -> None:
             f"{digest}. Put data, tokenizer and chat template back to continue that run, or start a new one: without "
             "--resume, with --set output.dir=PATH"
         )
-
-
-def check_noted_base(checkpoint: str, model: Any) -> None:
-    """Raise UserError if a checkpoint was trained on another base than a model that is not sharded yet.
-
-    The Trainer compares the frozen weights in memory, too, once it has restored them.
-    """
-    noted_base = read_manifest(Path(checkpoint) / ENGINE_FOLDER)["extra"].get(BASE)
-    check_base(noted_base, note_before_sharding(model), checkpoint)
 
 
 def _problem(path: Path, comm: Communicator) -> str | None:

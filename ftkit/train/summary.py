@@ -101,14 +101,11 @@ def planned(plan: Plan) -> dict[str, int]:
 
 
 def nvme_traffic(disk: Disk | None) -> dict[str, Any] | None:
-    """Return what a rank wrote to its NVMe tier and read there since the start, and how; None where it has none."""
+    """Return the bytes that a rank has moved to and from its NVMe tier, and the file system; None without one."""
     if disk is None:
         return None
-    moved = {"bytes_written": disk.bytes_written, "bytes_read": disk.bytes_read}
-    how = {"direct": disk.direct, "filesystem": disk.filesystem, "block_bytes": disk.block_bytes, "depth": disk.depth}
-    rates = disk.rates
-    measured = {"write": rates.write_bytes_per_s, "read": rates.read_bytes_per_s} if rates is not None else None
-    return {**moved, **how, "measured_bytes_per_s": measured}
+    moved = {"bytes_written": disk.threads.bytes_written, "bytes_read": disk.threads.bytes_read}
+    return {**moved, "direct": disk.direct, "filesystem": disk.filesystem}
 
 
 def device_name() -> str:

@@ -140,13 +140,6 @@ class ScalarsNet(Net):
         return super().run_blocks(x, input_ids) * self.gain
 
 
-class TrainingMatters(Block):
-    """Computes something else in evaluation, without random numbers."""
-
-    def forward(self, x):
-        return super().forward(x) * (1.0 if self.training else 0.5)
-
-
 class ReadsHeadNet(Net):
     """Reads its head's weight instead of calling the head, as fused losses do; and once more for a penalty."""
 

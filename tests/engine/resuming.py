@@ -19,10 +19,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
-from ftkit.engine.core.shard import Units
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.hf.sharding import is_adapter
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
@@ -104,7 +104,7 @@ def build(kind: str) -> nn.Module:
 
 
 @contextmanager
-def engine(side: Side, model: nn.Module) -> Iterator[tuple[Units, ShardedAdamW]]:
+def engine(side: Side, model: nn.Module) -> Iterator[tuple[ShardedModel, ShardedAdamW]]:
     """Shard a model over this world, with an optimizer of two groups."""
     units = shard_model(model, side.strategy, replicated=is_adapter)
     assert units.comm.world_size == side.world
@@ -116,7 +116,7 @@ def engine(side: Side, model: nn.Module) -> Iterator[tuple[Units, ShardedAdamW]]
         units.tiers.close()
 
 
-def train(units: Units, optimizer: ShardedAdamW, step: int, log: Log) -> None:
+def train(units: ShardedModel, optimizer: ShardedAdamW, step: int, log: Log) -> None:
     """Make one step."""
     rows, comm = families.batch("llama", step), units.comm
     loss = families.token_loss(units.model, split(rows, comm.world_size, comm.rank), families.label_tokens(rows))
@@ -129,7 +129,7 @@ def train(units: Units, optimizer: ShardedAdamW, step: int, log: Log) -> None:
     log.losses.append(comm.sum(loss.detach().clone()).item())
 
 
-def held(units: Units, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+def held(units: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
     """Return every tensor of every line by "name/kind", whole: masters and moments, of frozen lines the weights.
 
     A collective. What the model would compute with is compared with the masters on the way.
@@ -137,7 +137,7 @@ def held(units: Units, optimizer: ShardedAdamW) -> dict[str, Tensor]:
     optimizer.settle()
     found: dict[str, Tensor] = {}
     for flat in units.flats:
-        line = optimizer.line(flat) if flat.trainable else None
+        line = optimizer.state_of(flat) if flat.trainable else None
         for kind, store in {"master": line.master, **line.moments}.items() if line else [("weights", flat.weights)]:
             whole = flat.collect(store)
             for segment in flat.layout.segments:

@@ -1,4 +1,4 @@
-"""Kept inputs come back as they left, from every tier, once, whatever was moved meanwhile."""
+"""Offloaded inputs return unchanged from every tier, once, whatever else moves meanwhile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.core.activation_offload import STAGING, ActivationOffload
-from ftkit.engine.files.flat_file import FlatFile
 from ftkit.engine.memory.disk import Disk
+from ftkit.engine.memory.flat_file import FlatFile
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.spec.strategy import Strategy
 
@@ -20,7 +20,7 @@ COUNT = 3 * STAGING
 
 
 def offload(folder, tier: str) -> ActivationOffload:
-    drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if tier == "nvme" else None
+    drive = Disk(folder, "test") if tier == "nvme" else None
     return ActivationOffload(Tiers(CPU, Strategy.of(activation_offload=tier), drive))
 
 
@@ -29,9 +29,9 @@ def activations(count: int = COUNT) -> list[Tensor]:
     return [torch.randn(2, 33, 16, generator=generator).requires_grad_() for _ in range(count)]
 
 
-def away_and_back(room: ActivationOffload) -> None:
+def away_and_back(moved: ActivationOffload) -> None:
     kept = activations()
-    handles = [room.keep([tensor])[0] for tensor in kept]
+    handles = [moved.keep([tensor])[0] for tensor in kept]
     wanted = [tensor.detach().clone() for tensor in kept]
     for tensor in kept:  # freed, and used for something else
         tensor.data.fill_(float("nan"))
@@ -43,10 +43,10 @@ def away_and_back(room: ActivationOffload) -> None:
 
 @pytest.mark.parametrize("rounds", [3])
 def test_what_goes_to_host_memory_comes_back(tmp_path, rounds):
-    room = offload(tmp_path, "host")
+    moved = offload(tmp_path, "host")
     for _ in range(rounds):
-        away_and_back(room)
-    assert len(room.arenas) == COUNT  # room is used again
+        away_and_back(moved)
+    assert len(moved.arenas) == COUNT  # memory is reused
 
 
 def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
@@ -58,30 +58,30 @@ def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
         return move(self, call, data, start, doing)
 
     monkeypatch.setattr(FlatFile, "_transfer", late)
-    room = offload(tmp_path, "nvme")
+    moved = offload(tmp_path, "nvme")
     for _ in range(2):
-        away_and_back(room)
-    assert len(room.arenas) == STAGING
-    room.tiers.close()
+        away_and_back(moved)
+    assert len(moved.arenas) == STAGING
+    moved.tiers.close()
 
 
 def test_only_activations_leave(tmp_path):
-    room = offload(tmp_path, "host")
+    moved = offload(tmp_path, "host")
     mask, table, (hidden,) = torch.ones(3, dtype=torch.bool), torch.ones(3), activations(1)
-    assert [handle is None for handle in room.keep([mask, table, hidden])] == [True, True, False]
+    assert [handle is None for handle in moved.keep([mask, table, hidden])] == [True, True, False]
     assert offload(tmp_path, "device").keep([hidden]) == [None]
 
 
 def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
-    room = offload(tmp_path, "host")
+    moved = offload(tmp_path, "host")
     shared, first, second = activations(3)
-    one, two = room.keep([first, shared]), room.keep([second, shared])
+    one, two = moved.keep([first, shared]), moved.keep([second, shared])
     assert one[1] is two[1]
-    assert len(room.arenas) == 3
+    assert len(moved.arenas) == 3
     assert torch.equal(two[1].take(), one[1].take())
     with torch.no_grad():
         shared.add_(1)
-    assert room.keep([shared])[0] is not one[1]
+    assert moved.keep([shared])[0] is not one[1]
 
 
 def test_a_second_time_is_refused(tmp_path):
@@ -91,9 +91,9 @@ def test_a_second_time_is_refused(tmp_path):
         handle.take()
 
 
-def test_what_is_never_asked_for_gives_its_room_back(tmp_path):
-    room = offload(tmp_path, "host")
+def test_what_is_never_asked_for_gives_its_memory_back(tmp_path):
+    moved = offload(tmp_path, "host")
     for _ in range(5):
-        room.keep(activations(2))
+        moved.keep(activations(2))
         gc.collect()
-    assert len(room.arenas) == 2
+    assert len(moved.arenas) == 2

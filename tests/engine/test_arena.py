@@ -1,23 +1,32 @@
-"""Host memory is what was asked, to the page: in address, in zeros, in what is resident and in what CUDA is told to pin.
+"""An arena has the requested size to the page: addresses, zeros, resident pages, and the range that CUDA pins.
 
 There is no CUDA here: what CUDA would be asked is recorded by a stand-in. The test marked `gpu` asks the real one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import platform
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from ftkit.engine.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes, populate
+from ftkit.engine.memory.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = [(4096, torch.float32), (1, torch.int8), (5000, torch.bfloat16), (0, torch.float16), (12288, torch.float64)]
 GIB = 1 << 30
+
+
+def resident(view: Tensor) -> int:
+    """Bytes of the pages of a view that are in memory."""
+    pages = -(-view.nbytes // PAGE_BYTES)
+    present = (ctypes.c_ubyte * pages)()
+    assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(view.data_ptr()), ctypes.c_size_t(view.nbytes), present)
+    return sum(page & 1 for page in present) * PAGE_BYTES
 
 
 def mapped(address: int) -> bool:
@@ -46,7 +55,6 @@ class Cudart:
 def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     stand_in = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: stand_in.calls.append(("synchronize", 0, 0)))
     return stand_in
 
 
@@ -58,20 +66,19 @@ def test_views_fill_it_exactly():
     assert views[0].data_ptr() % HUGE_PAGE_BYTES == 0
     assert all(view.data_ptr() % PAGE_BYTES == 0 for view in views if view.numel())
     assert all(view.is_contiguous() and not view.float().any() for view in views)
-    assert arena.free_bytes == 0
     for number, view in enumerate(views):
         view.fill_(number + 1)
     assert all(bool((view == number + 1).all()) for number, view in enumerate(views)), "views overlap"
-    with pytest.raises(MemoryError, match=r"4096 bytes requested .*, 0 free in an arena of 131072"):
+    with pytest.raises(AssertionError, match="did not count this tensor"):
         arena.take(1, torch.int8)
 
 
 def test_untouched_it_costs_nothing():
     arena = Arena(GIB, CPU)
     view = arena.take(GIB // 4, torch.float32)
-    assert arena.resident_bytes == 0
+    assert resident(view) == 0
     view[: HUGE_PAGE_BYTES // 4].fill_(1)
-    assert arena.resident_bytes == HUGE_PAGE_BYTES
+    assert resident(view) == HUGE_PAGE_BYTES
 
 
 def test_its_last_part_lies_on_small_pages():
@@ -80,27 +87,22 @@ def test_its_last_part_lies_on_small_pages():
     arena = Arena(size, CPU)
     view = arena.take(size, torch.uint8)
     view[-1] = 1
-    assert arena.resident_bytes == PAGE_BYTES
+    assert resident(view) == PAGE_BYTES
     view.fill_(1)
-    assert arena.resident_bytes == size
+    assert resident(view) == size
 
 
 def test_memory_goes_with_the_last_view():
     arena = Arena(64 << 20, CPU)
     view = arena.take(16 << 20, torch.float32).fill_(3)
     address = view.data_ptr()
-    arena.close()
     part = view[1000:2000]
-    del view
+    del arena, view
     assert mapped(address)
     assert bool((part == 3).all())
-    with pytest.raises(RuntimeError, match="closed"):
-        arena.take(1, torch.float32)
-    assert arena.resident_bytes == 0
     del part
     gc.collect()
     assert not mapped(address)
-    arena.close()
 
 
 def test_a_forked_child_does_not_share_it():
@@ -111,7 +113,7 @@ def test_a_forked_child_does_not_share_it():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(span[1], 16) <= view.data_ptr() < int(span[2], 16)
         elif inside and line.startswith("VmFlags:"):
-            assert "dc" in line.split(), "the kernel's word for a mapping that fork() leaves out"
+            assert "dc" in line.split(), "the kernel's flag of a mapping that fork() leaves out"
             return
     pytest.fail("the arena is in no mapping")
 
@@ -120,16 +122,13 @@ def test_what_is_pinned_is_what_was_asked(cudart: Cudart):
     size = (3 << 20) + 5
     arena = Arena(size, CUDA)
     assert arena.requested_bytes == size
-    assert arena.pinned_bytes == (3 << 20) + 4096
     view = arena.take(1024, torch.float32)
     assert cudart.calls == [("register", view.data_ptr(), (3 << 20) + 4096)]
-    assert Arena(0, CUDA).pinned_bytes == Arena(4096, CPU).pinned_bytes == 0
-    arena.close()
-    arena.close()
-    assert cudart.calls[1:] == [("synchronize", 0, 0), ("unregister", view.data_ptr(), 1)]
+    Arena(0, CUDA), Arena(4096, CPU)
+    assert len(cudart.calls) == 1
 
 
-def test_it_is_unpinned_before_it_is_unmapped_though_nobody_closes_it(cudart: Cudart):
+def test_it_is_unpinned_before_it_is_unmapped(cudart: Cudart):
     arena = Arena(1 << 20, CUDA)
     view = arena.take(1024, torch.float32)
     address = view.data_ptr()
@@ -142,7 +141,7 @@ def test_it_is_unpinned_before_it_is_unmapped_though_nobody_closes_it(cudart: Cu
 
 
 def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(HostMemoryError, match=rf"host memory: {1 << 62} bytes asked"):
+    with pytest.raises(HostMemoryError, match=rf"host memory: {1 << 62} bytes needed"):
         Arena(1 << 62, CPU)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
     with pytest.raises(HostMemoryError, match=r"could not pin 8192 bytes \(error 2\)"):
@@ -154,26 +153,7 @@ def test_cuda_takes_it_for_pinned():
     arena = Arena((3 << 20) + 5, torch.device("cuda", torch.cuda.current_device()))
     view = arena.take(1 << 18, torch.float32).fill_(2)
     assert view.is_pinned()
-    assert arena.resident_bytes == arena.pinned_bytes == (3 << 20) + 4096
+    assert resident(view) == 1 << 20
     there = view.to("cuda", non_blocking=True)
     torch.cuda.synchronize()
     assert bool((there == 2).all())
-    arena.close()
-    assert not view.is_pinned()
-
-
-def test_populated_memory_is_there_and_unchanged():
-    arena = Arena(8 << 20, torch.device("cpu"))
-    tensor = arena.take(2 << 20, torch.float32)
-    tensor[5] = 3
-    part = tensor[1 << 20 :]
-    assert arena.resident_bytes < 4 << 20
-    if not populate(part[1:-1]):
-        assert tuple(map(int, platform.release().split(".")[:2])) < (5, 14)
-        pytest.skip("Linux has MADV_POPULATE_WRITE from 5.14 on")
-    assert arena.resident_bytes >= 4 << 20
-    assert populate(tensor)
-    assert arena.resident_bytes == 8 << 20
-    assert (tensor[5], tensor.count_nonzero()) == (3, 1)
-    assert populate(tensor[:0])
-    assert populate(tensor[1:3]), "less than a page is nobody's"

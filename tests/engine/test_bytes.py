@@ -1,8 +1,8 @@
-"""What a rank holds and what it sends, in bytes, against the ZeRO paper (arXiv:1910.02054, sections 5 and 7).
+"""Bytes that a rank stores and sends, against the ZeRO paper (arXiv:1910.02054, sections 5 and 7).
 
 N parameters in 16 bits under AdamW cost 2N of weights, 2N of gradients and 12N of state (fp32 master and two moments).
-What is cut into W parts, a stage decides. Measured is every storage that this process did not hold before the model was
-sharded, found among all live tensors, so that nothing the engine forgot to count goes uncounted here.
+The stage decides which of them are divided by W. Every storage that this process did not have before the model was sharded
+is measured, found among all live tensors, so bytes that the engine forgets to count are counted here.
 
 Sent are 2N numbers a step below stage 3 (a reduce-scatter and an all-gather, or the all-reduce made of them) and 3N at
 stage 3, each times (W-1)/W as a ring sends them. What deviates is written out in `expected_traffic`.
@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.resharded import Resharded
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.core.placeholder import Resharded
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import shard_model
 
@@ -44,7 +44,7 @@ def build():
 
 
 def padded(numel: int, world: int) -> int:
-    """Elements of a line: shards are whole multiples of 4096 elements."""
+    """Elements of a flat parameter: shards are whole multiples of 4096 elements."""
     return -(-numel // (4096 * world)) * 4096 * world
 
 
@@ -97,20 +97,20 @@ STATE = {
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", STATE)
 def test_state_bytes_are_those_of_the_paper(worlds, stage, world):
-    for told in worlds[world].run(measure, Strategy.of(stage=stage, dtype="bf16")):
-        state = told["parameters"] + told["gradients"] + told["optimizer"]
-        assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
+    for found in worlds[world].run(measure, Strategy.of(stage=stage, dtype="bf16")):
+        state = found["parameters"] + found["gradients"] + found["optimizer"]
+        assert found["measured"] == pytest.approx(state + found["slots"], rel=0.005)
         assert state == pytest.approx(STATE[stage](world), rel=0.02)
         weights = 2 if stage == 3 else 0
         gradients = 1 if stage >= 2 else 0
-        assert told["slots"] == (weights + gradients) * 2 * padded(BLOCK, world)
+        assert found["slots"] == (weights + gradients) * 2 * padded(BLOCK, world)
 
 
 @pytest.mark.parametrize("world", [2])
 def test_holding_costs_the_weights_and_ends_with_the_step(worlds, world):
-    for told in worlds[world].run(measure, Strategy.of(reshard_after_forward=False, dtype="bf16")):
-        state = told["parameters"] + told["gradients"] + told["optimizer"]
-        assert told["measured"] == pytest.approx(state + told["slots"], rel=0.005)
+    for found in worlds[world].run(measure, Strategy.of(reshard_after_forward=False, dtype="bf16")):
+        state = found["parameters"] + found["gradients"] + found["optimizer"]
+        assert found["measured"] == pytest.approx(state + found["slots"], rel=0.005)
 
 
 def expected_traffic(stage: int, world: int, accumulation: int) -> dict[str, float]:

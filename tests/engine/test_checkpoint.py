@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.loading import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, read_sealed, write_sealed
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.files.pieces import PieceWriter
-from ftkit.engine.files.sealed_files import BrokenCheckpoint, read_sealed, write_sealed
-from ftkit.engine.optim.optimizer import ShardedAdamW
-from ftkit.engine.optim.updater import LineUpdate, Updater
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.updater import FlatUpdate, Updater
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
@@ -167,7 +167,7 @@ def weights_alone(folder: str) -> tuple[bool, bool, list[int], float]:
     saved = units.state_dict()
     train(units, optimizer, STEPS_BEFORE, 1)
     optimizer.settle()
-    line = optimizer.line(units.trainable[0])
+    line = optimizer.state_of(units.trainable[0])
     moment = line.moments["exp_avg"].tensor.clone()
     for path in Path(folder).glob("*.exp_avg*"):
         path.unlink()
@@ -183,23 +183,6 @@ def test_weights_come_back_without_the_state(world1: World, tmp_path: Path) -> N
     assert kept
     assert set(steps) == {STEPS_BEFORE + 1}
     assert lr == 1e-3 / (STEPS_BEFORE + 1)
-
-
-def beside_others(folder: str) -> str:
-    """Save where a folder of somebody's has the name that a save needs on its way."""
-    Path(f"{folder}.writing").mkdir()
-    Path(f"{folder}.writing", "notes.txt").write_text("mine")
-    units, _ = make(POLICIES["zero3"])
-    try:
-        save_checkpoint(folder, units)
-    except UserError as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_save_removes_nothing_that_no_save_left(world1: World, tmp_path: Path) -> None:
-    assert "notes.txt is there and ftkit did not write it" in world1.run(beside_others, str(tmp_path / "save"))[0]
-    assert (tmp_path / "save.writing" / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_no_whole_checkpoint_is_refused(world1: World, tmp_path: Path) -> None:
@@ -293,20 +276,20 @@ def write_meanwhile(folder: str, strategy: Strategy) -> tuple[list[float], dict[
     units, optimizer = make(strategy)
     train(units, optimizer, 0, STEPS_BEFORE)
     waited: list[bool] = []
-    asked, move, wait = threading.Event(), PieceWriter._transfer, LineUpdate.await_capture
+    asked, move, wait = threading.Event(), PieceWriter._transfer, FlatUpdate.await_capture
 
     def transfer(handle: int, data: Any, at: int) -> None:
         asked.wait(10.0 * PATIENCE)
         time.sleep(0.02)
         move(handle, data, at)
 
-    def await_capture(self: LineUpdate) -> None:
-        waited.append(self.captured is not None and not self.captured.is_set())
+    def await_capture(self: FlatUpdate) -> None:
+        waited.append(self.saving is not None and not self.saving.captured[self.flat].is_set())
         asked.set()
         wait(self)
 
     slow = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
-    with slow, mock.patch.object(LineUpdate, "await_capture", await_capture):
+    with slow, mock.patch.object(FlatUpdate, "await_capture", await_capture):
         saving = Saving(folder, units, optimizer, extra={"cursor": 7})
         losses = []
         for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
@@ -352,10 +335,10 @@ def write_after_late_update(folder: str) -> bool:
         Saving(folder, units, optimizer).wait()
     optimizer.settle()
     last = units.trainable[-1]
-    store = optimizer.lines[last.name].moments["exp_avg"]
+    store = optimizer.states[last.name].moments["exp_avg"]
     kept = torch.cat([store.read(low, high).clone() for low, high in store.pieces()])[: last.own_numel]
     load_checkpoint(folder, units, optimizer)
-    store = optimizer.lines[last.name].moments["exp_avg"]
+    store = optimizer.states[last.name].moments["exp_avg"]
     return torch.equal(torch.cat([store.read(low, high).clone() for low, high in store.pieces()])[: last.own_numel], kept)
 
 
@@ -427,7 +410,7 @@ def load_what_is_refused(folder: str) -> list[float]:
             with pytest.raises(BrokenCheckpoint):
                 load_checkpoint(folder, units, optimizer)
         train(units, optimizer, 0, 3)
-        moments = [m for line in optimizer.lines.values() for m in line.moments.values()]
+        moments = [m for line in optimizer.states.values() for m in line.moments.values()]
         assert all(bool(torch.isfinite(moment.tensor).all()) for moment in moments)
         sizes.append(sum(float(tensor.double().abs().sum()) for tensor in units.state_dict().values()))
     return sizes

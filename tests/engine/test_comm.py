@@ -1,4 +1,4 @@
-"""Collectives are what they say: whatever the size, the dtype and the way, and however late a rank comes.
+"""Collectives return the right numbers for every size, dtype and transport, and however late a rank comes.
 
 The same cases go through the window of shared memory and through gloo alone, against sums made here. Waits are tested by
 ranks that come late: without a barrier a punctual rank would read what the late one has not written yet, or write over
@@ -8,15 +8,17 @@ what the late one has not read.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.comm import communicator as comm_module
+from ftkit.engine.comm import shared_stage as stage_module
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.comm.shared_stage import STAGE_BYTES
+from ftkit.engine.comm.shared_stage import STAGE_BYTES, SharedStage
 from ftkit.errors import UserError
+from tests.worlds import PATIENCE
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,7 +32,7 @@ def connect(transport: str) -> Communicator:
     comm = Communicator(CPU)
     if transport == "gloo":
         comm._stage = None
-    assert comm.transport == ("none" if comm.world_size == 1 else transport)
+    assert (comm._stage is not None) == (comm.world_size > 1 and transport == "shared memory")
     return comm
 
 
@@ -126,21 +128,20 @@ def test_sums_over_shared_memory_are_the_same_bits_everywhere(world3):
 # --- waits
 
 
-class Late(Communicator):
-    """Comes late to barriers, or leaves them late, on one rank."""
+class Late(SharedStage):
+    """Leaves barriers late on one rank."""
 
-    who, before, after = 0, 0.0, 0.0
+    who, seconds = 0, 0.0
 
     def meet(self) -> None:
-        late = self.rank == self.who
-        time.sleep(self.before * late)
         super().meet()
-        time.sleep(self.after * late)
+        time.sleep(self.seconds * (self.rank == self.who))
 
 
 def waits(who: int, arrives: float, leaves: float) -> None:
-    comm = Late(CPU)
-    comm.who, comm.after = who, leaves
+    comm = connect("shared memory")
+    comm._stage.__class__ = Late
+    comm._stage.who, comm._stage.seconds = who, leaves
     numel = 3 * STAGE_BYTES // 4 + 1  # four pieces
     for turn in range(2):
         time.sleep(arrives * (comm.rank == who))
@@ -223,44 +224,66 @@ def test_bytes_are_counted_as_a_ring_sends_them(worlds, world, transport):
         assert told == expected
 
 
-def without_shared_memory(reason: str) -> str:
-    """Open a communicator where there is no room in shared memory on rank 0, or rank 1 is elsewhere."""
+def without_shared_memory(reason: str) -> bool:
+    """Open a communicator where /dev/shm is full on rank 0, or rank 1 is elsewhere; return whether it has no stage."""
     if reason == "full":
 
         def full(*args):
             raise OSError("no room")
 
-        original, comm_module.os.posix_fallocate = comm_module.os.posix_fallocate, full
+        original, stage_module.os.posix_fallocate = stage_module.os.posix_fallocate, full
         try:
-            return Communicator(CPU).transport
+            return Communicator(CPU)._stage is None
         finally:
-            comm_module.os.posix_fallocate = original
-    original_machine = comm_module.machine
-    comm_module.machine = lambda: (str(torch.distributed.get_rank()), "")
+            stage_module.os.posix_fallocate = original
+    original_machine = stage_module.machine
+    stage_module.machine = lambda: (str(torch.distributed.get_rank()), "")
     try:
-        return Communicator(CPU).transport
+        return Communicator(CPU)._stage is None
     finally:
-        comm_module.machine = original_machine
+        stage_module.machine = original_machine
 
 
 @pytest.mark.parametrize("reason", ["full", "elsewhere"])
 def test_ranks_that_cannot_share_memory_use_gloo(world2, reason):
-    assert world2.run(without_shared_memory, reason) == ["gloo", "gloo"]
+    assert world2.run(without_shared_memory, reason) == [True, True]
 
 
 # --- order
 
 
-def goes_elsewhere() -> str:
-    """Gather another block's weights than the other ranks, over gloo alone; return what the next sum raises."""
-    comm = connect("gloo")
+def goes_elsewhere(transport: str) -> str:
+    """Gather another block's weights than the other ranks; return what the next sum raises."""
+    comm = connect(transport)
+    assert not comm.any(False)
     comm.all_gather(torch.zeros(8 * comm.world_size), torch.ones(8), f"model.layers.{comm.rank}")
     with pytest.raises(UserError) as caught:
         comm.totals(torch.ones(2), "the gradient norm")
     return str(caught.value)
 
 
-def test_the_norm_compares_the_order_of_collectives(world2):
-    for text in world2.run(goes_elsewhere):
-        assert "model.layers.0" in text
-        assert "model.layers.1" in text
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+def test_the_norm_compares_the_order_of_collectives(world2, transport):
+    told = "rank 0: all-gather of model.layers.0, rank 1: all-gather of model.layers.1"
+    for text in world2.run(goes_elsewhere, transport):
+        assert told in text
+
+
+def waits_alone() -> str:
+    """Gather weights on rank 0 alone, in a group with a short timeout; return what is raised."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3 * PATIENCE))
+    comm = Communicator(CPU, group)
+    began = time.monotonic()
+    text = ""
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            comm.all_gather(torch.zeros(2), torch.ones(1), "model.layers.3")
+        text = str(caught.value)
+    torch.distributed.barrier()
+    assert time.monotonic() - began < 15 * PATIENCE
+    return text
+
+
+def test_a_collective_of_one_rank_ends_at_the_timeout_and_is_named(world2):
+    assert "all-gather of model.layers.3: " in world2.run(waits_alone)[0]
+    world2.close()  # the group is broken

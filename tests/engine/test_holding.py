@@ -1,4 +1,4 @@
-"""All weights held for a while: forwards find what they would have gathered, and training does not notice."""
+"""All weights gathered at once: forwards compute the same, and training is not affected."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.core.holding import gathered_bytes, hold
-from ftkit.engine.core.shard import Units
-from ftkit.engine.optim.optimizer import ShardedSGD
+from ftkit.engine.core.placeholder import Placeholder
+from ftkit.engine.holding import gathered_bytes, hold
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.families import token_loss
@@ -31,24 +32,24 @@ def inputs(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in rows.items() if name != "labels"}
 
 
-def units_of(model: nn.Module) -> Units:
+def units_of(model: nn.Module) -> ShardedModel:
     return type(model)._ftkit
 
 
 def with_held_forwards(model: nn.Module, rows: dict[str, Tensor], tokens: int) -> Tensor:
-    """The loss, after forwards without gradients: streamed and held, as many as a rank likes, in evaluation."""
+    """The loss, after forwards in evaluation mode without gradients: block by block, and with all weights gathered."""
     units, model = units_of(model), model.eval()
     with torch.no_grad():
         streamed = model(**inputs(rows)).logits
         with hold(units), hold(units):
-            for _ in range(1 + units.comm.rank):  # held weights wait for nobody
+            for _ in range(1 + units.comm.rank):  # other ranks are not needed
                 assert torch.equal(model(**inputs(rows)).logits, streamed)
         assert torch.equal(model(**inputs(rows)).logits, streamed)
     return token_loss(model.train(), rows, tokens)
 
 
 def trajectories(row: Row) -> list[bool]:
-    """Whether training with held forwards in between is training without them, bit by bit: losses, norms, weights."""
+    """Whether losses, norms and weights equal those of training without such forwards, bit by bit."""
     with_, without = (run_sharded(row, loss_of=loss, steps=STEPS) for loss in (with_held_forwards, token_loss))
     same = [torch.equal(with_.weights[name], tensor) for name, tensor in without.weights.items()]
     return [with_.losses == without.losses, with_.norms == without.norms, all(same)]
@@ -56,18 +57,18 @@ def trajectories(row: Row) -> list[bool]:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("row", QUICK, ids=str)
-def test_training_goes_on_as_if_nothing_was_held(worlds, row):
+def test_training_is_not_affected(worlds, row):
     assert worlds[row.world].run(trajectories, row) == [[True] * 3] * row.world
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SLOW, ids=str)
-def test_training_goes_on_as_if_nothing_was_held_in_more_settings(worlds, row):
+def test_training_is_not_affected_in_more_settings(worlds, row):
     assert worlds[row.world].run(trajectories, row) == [[True] * 3] * row.world
 
 
 def between_forward_and_backward(strategy: Strategy) -> list[float]:
-    """Gradient norms of a batch whose backward comes after held forwards, and of the same without them."""
+    """Gradient norms of a batch with such a forward before its backward, and without."""
     norms = []
     rows = families.batch("llama", 0)
     for looks in (True, False):
@@ -85,29 +86,30 @@ def between_forward_and_backward(strategy: Strategy) -> list[float]:
 @pytest.mark.parametrize(
     "strategy", [Strategy.of(debug=True), Strategy.of(activations="keep", reshard_after_forward=False, debug=True)], ids=str
 )
-def test_a_backward_may_wait_until_weights_are_given_back(world2, strategy):
+def test_a_backward_may_follow(world2, strategy):
     for with_, without in world2.run(between_forward_and_backward, strategy):
         assert with_ == without > 0
 
 
 def given_back() -> tuple[int, int, list[bool]]:
-    """Bytes said and bytes that came, and whether what was held is gone and poisoned afterwards."""
+    """The bytes that `hold` announces and takes, and whether they are released and overwritten afterwards."""
     model = families.build("qwen3")
     units = shard_model(model, Strategy.of(debug=True))
     with hold(units):
-        slots = [unit.weights._whole.buffer for unit in units.units]
-        whole = units.root_parameters[0].whole
-        assert len({each.whole.data_ptr() for each in units.root_parameters}) == 1  # a tied weight is held once
+        assert units.transfer.whole is not None
+        roots = list(units.transfer.whole.roots.values())
+        blocks = [next(unit.module.parameters()).detach() for unit in units.units]
         numel = sum(flat.layout.padded_numel for flat in units.flats if not flat.resident)
-    lines = [(slot.view(torch.float32), unit.weights.gathered[0].layout.numel) for slot, unit in zip(slots, units.units)]
-    poisoned = [bool(values[:length].isnan().all()) for values, length in lines]
-    gone = [not unit.weights.is_whole for unit in units.units] + [each.whole is None for each in units.root_parameters]
-    return gathered_bytes(units), 4 * numel, [*poisoned, bool(whole.isnan().all()), *gone, units.held_since is None]
+        taken = sum(each.untyped_storage().nbytes() for each in (*blocks, *roots))
+    assert len(roots) == 1, "a tied weight is gathered once"
+    released = [isinstance(parameter, Placeholder) for unit in units.units for parameter in unit.module.parameters()]
+    poisoned = [bool(each.isnan().all()) for each in (*blocks, *roots)]
+    return gathered_bytes(units), taken, [*released, *poisoned, taken == 4 * numel, units.transfer.whole is None]
 
 
-def test_what_was_held_is_given_back(world2):
-    for said, came, checks in world2.run(given_back):
-        assert said == came > 0
+def test_weights_are_released_afterwards(world2):
+    for announced, taken, checks in world2.run(given_back):
+        assert announced == taken > 0
         assert all(checks)
 
 
@@ -133,8 +135,12 @@ def misused(how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
-    [("forward", "held for generation"), ("backward", "held for generation"), ("step", "while they are held")],
+    ("how", "words"),
+    [
+        ("forward", "all weights are gathered for generation"),
+        ("backward", "all weights are gathered for generation"),
+        ("step", "updated while they are gathered"),
+    ],
 )
-def test_training_on_held_weights_is_refused(world2, how, told):
-    assert all(told in text for text in world2.run(misused, how))
+def test_training_on_held_weights_is_refused(world2, how, words):
+    assert all(words in text for text in world2.run(misused, how))

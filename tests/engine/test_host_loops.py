@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ftkit.engine.kernels import host_loops
-from ftkit.engine.kernels.host_loops import BLOCK_NUMEL, RANGE_NUMEL, HostLoops
+from ftkit.engine.kernels.host_loops import RANGE_NUMEL, HostLoops
+from ftkit.engine.kernels.numba_loops import BLOCK_NUMEL
 from tests.worlds import PATIENCE
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -219,7 +220,7 @@ def test_every_16_bit_gradient_is_read_as_torch_reads_it(one: HostLoops, dtype: 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_every_weight_is_rounded_as_torch_rounds_it(one: HostLoops, dtype: torch.dtype) -> None:
-    """With lr 0 the master passes through: all 16-bit numbers, their midpoints, and what lies one fp32 place beside."""
+    """With lr 0 the master passes through: all 16-bit numbers, their midpoints, and their fp32 neighbours."""
     patterns = torch.arange(-(2**15), 2**15)
     exactly = patterns.to(torch.int16).view(dtype).float()
     following = (patterns + 1).to(torch.int16).view(dtype).float()
@@ -228,7 +229,7 @@ def test_every_weight_is_rounded_as_torch_rounds_it(one: HostLoops, dtype: torch
     upper = torch.arange(0, 2**16, dtype=torch.int64) << 16
     ties = torch.cat([(upper | low).to(torch.int32) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
     masters = [exactly, middle, lattice, ties]
-    masters += [torch.nextafter(m, torch.tensor(way)) for m in (exactly, middle) for way in (-math.inf, math.inf)]
+    masters += [torch.nextafter(m, torch.tensor(end)) for m in (exactly, middle) for end in (-math.inf, math.inf)]
     master = torch.cat(masters)
     s = State(master.clone(), torch.zeros_like(master), torch.zeros_like(master), torch.zeros_like(master, dtype=dtype))
     ours(one, s, torch.ones_like(master), lr=0.0, factor=1.0)
@@ -341,13 +342,7 @@ def test_adding_is_fp32s_and_rounds_once_more(one: HostLoops, into: torch.dtype,
     assert not torch.equal(target, before)
 
 
-# --- without numba
-
-
-def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba.core.compiler_lock", None)
-    with pytest.raises(ImportError, match=r"pip install 'numba>="):
-        HostLoops(1)
+# --- imports
 
 
 def test_importing_it_does_not_import_numba() -> None:

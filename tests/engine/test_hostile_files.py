@@ -18,11 +18,12 @@ import transformers
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ftkit.engine.checkpoint.checkpoint import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.loading import check_checkpoint, load_checkpoint
+from ftkit.engine.checkpoint.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
+from ftkit.engine.checkpoint.reader import CheckedFile, PieceBuffers
+from ftkit.engine.checkpoint.safetensors import DTYPES, TensorFile, create_file
 from ftkit.engine.checkpoint.saving import save_checkpoint
-from ftkit.engine.files.manifest import MANIFEST, OPTIMIZER_PARTS, PARTS, read_manifest
-from ftkit.engine.files.piece_reader import PieceBuffers, PieceReader
-from ftkit.engine.files.sealed_files import (
+from ftkit.engine.checkpoint.sealed import (
     CONTENTS,
     BrokenCheckpoint,
     check_contents,
@@ -31,8 +32,8 @@ from ftkit.engine.files.sealed_files import (
     write_contents,
     write_sealed,
 )
-from ftkit.engine.files.storage import DTYPES, TensorFile
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import shard_model
@@ -103,7 +104,7 @@ ONE = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
         ('{"a":' + ONE + ',"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', "overlap"),
         ('{"a":' + ONE + ',"a":' + ONE + "}", "twice"),
         ('{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', "not counts"),
-        ('{"a":{"dtype":"F32","shape":[2,0],"data_offsets":[8,0]}}', "do not fit a tensor"),
+        ('{"a":{"dtype":"F32","shape":[2,0],"data_offsets":[8,0]}}', "does not fill"),
         ('{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}', "does not fill"),
         ('{"a":{"dtype":"F32","shape":[2305843009213693950],"data_offsets":[0,9223372036854775800]}}', "cut short"),
         ("[" * 100_000, "not valid"),
@@ -230,19 +231,15 @@ def test_lists_of_anything(count: int, listed: Path) -> None:
 @examples(100, 3000)
 def test_pieces_of_anything(count: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(bytes(range(250)) * 40)
+    create_file(path, [("a", (5904,), torch.uint8)])
     ends = st.sampled_from([0, 4096, 8192, 10_000, 2**23, 2**63]) | NUMBERS
     pieces = st.lists(st.tuples(ends, ends, st.text(max_size=16) | LEAVES).map(list) | LEAVES, max_size=4) | LEAVES
 
     def check(drawn: tuple[Any, Any]) -> None:
         def read() -> None:
-            with PieceBuffers() as buffers:
-                reader = PieceReader(path, *drawn, buffers)
-                buffers.expect((reader, number) for number in range(len(reader.pieces)))
-                try:
-                    reader.read(0, memoryview(bytearray(10_000)))
-                finally:
-                    reader.close()
+            with PieceBuffers() as buffers, CheckedFile(path, *drawn, buffers) as file:
+                buffers.expect((file, number) for number in range(len(file.pieces)))
+                file.read("a", 0, torch.empty(5904))
 
         told(path, read)
 

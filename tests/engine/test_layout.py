@@ -1,4 +1,4 @@
-"""The arithmetic of a line: every element has one place and one owner, whatever the sizes and the number of ranks."""
+"""Layout of a flat parameter: every element has one place and one owner, for any sizes and number of ranks."""
 
 from __future__ import annotations
 

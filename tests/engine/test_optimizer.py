@@ -1,26 +1,27 @@
 """The update alone: sharded AdamW and SGD against torch's own, on gradients made here, without a model that computes.
 
-A line of five tensors of uneven sizes, cut by shards in the middle of tensors. Gradients come through the same door as in
-training (`Gradient`), so that groups, step counts, clipping and overflow can be given to it one at a time.
+A flat parameter of five tensors of uneven sizes, which shards cut in the middle of tensors. Gradients are set through
+`Gradient`, as in training, so groups, step counts, clipping and overflow are tested one at a time.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.shard import Units, shard
 from ftkit.engine.kernels.device_kernels import FlatKernels
-from ftkit.engine.memory.tiers import Tiers
-from ftkit.engine.optim import optimizer as optimizer_module
-from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW, ShardedOptimizer, ShardedSGD
-from ftkit.errors import UserError
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.loss_scale import LossScale
+from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.sgd import ShardedSGD
+from ftkit.engine.shard import shard
 from ftkit.hf.models.shard_kernels import FLAT_KERNELS
 from ftkit.spec.strategy import Strategy
 from tests.engine import gradients
@@ -38,7 +39,7 @@ PLAIN = {
 
 
 class OneBlock(nn.Module):
-    """Five parameters on one line."""
+    """Five parameters on one flat parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class OneBlock(nn.Module):
         self.block = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
 
 
-def sharded(strategy: Strategy | None = None) -> tuple[OneBlock, Units]:
+def sharded(strategy: Strategy | None = None) -> tuple[OneBlock, ShardedModel]:
     model = OneBlock()
     comm = Communicator(torch.device("cpu"))
     return model, shard(model, [("block", model.block)], comm=comm, strategy=strategy or Strategy.of(debug=True))
@@ -57,7 +58,7 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
 
 
-def give(units: Units, step: int, names: str = "abcde", scale: float = 1.0) -> None:
+def give(units: ShardedModel, step: int, names: str = "abcde", scale: float = 1.0) -> None:
     """Give this rank's gradients of some tensors."""
     (flat,) = units.flats
     named = {segment.name[-1]: index for index, segment in enumerate(flat.layout.segments)}
@@ -69,7 +70,7 @@ def give(units: Units, step: int, names: str = "abcde", scale: float = 1.0) -> N
 
 
 def two_groups(model: OneBlock) -> list[dict[str, Any]]:
-    """Neighbours on the line in different groups, and one tensor in none."""
+    """Neighbours on the flat parameter in different groups, and one tensor in none."""
     at = model.block
     return [
         {"params": [at["a"], at["d"]], "weight_decay": 0.3},
@@ -91,12 +92,16 @@ def compare(
     limit: float,
     strategy: Strategy | None = None,
     kernels: FlatKernels | None = None,
+    *,
+    reference: bool = False,
 ) -> None:
     """On every rank: make steps in which `turns` get a gradient, here and in torch; compare norms and weights."""
     model, units = sharded(strategy)
     units.flat_kernels = kernels
     plain = OneBlock()
     ours, theirs = OURS[kind](units, GROUPS[groups](model)), PLAIN[kind](GROUPS[groups](plain))
+    if reference:
+        ours.updater.update_piece = partial(ShardedOptimizer.update_piece, ours)
     world = units.comm.world_size
     for step, names in enumerate(turns):
         give(units, step, names)
@@ -121,6 +126,11 @@ def compare(
 @pytest.mark.parametrize("world", [1, 2])
 def test_as_torchs_own(worlds, world, turns, groups, kind):
     worlds[world].run(compare, kind, groups, turns, math.inf)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_plain_torch_form_is_a_reference(world2, kind):
+    world2.run(partial(compare, reference=True), kind, "two", ["abcde", "ace", "be"], 0.5)
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -198,18 +208,6 @@ def test_whole_copies_follow_the_shards(world2, stage):
     world2.run(compare, "adamw", "two", ["abcde", "ace"], 1.0, Strategy.of(stage=stage))
 
 
-def pieces() -> None:
-    optimizer_module.PIECE_NUMEL, before = 1000, optimizer_module.PIECE_NUMEL
-    try:
-        compare("sgd", "two", ["abcde", "ace"], 1.0)
-    finally:
-        optimizer_module.PIECE_NUMEL = before
-
-
-def test_many_pieces_are_one_update(world2):
-    world2.run(pieces)
-
-
 def one_rank_has_no_gradient() -> None:
     """A tensor that only rank 1 used is updated everywhere; one that nobody used nowhere."""
     _, units = sharded()
@@ -220,7 +218,7 @@ def one_rank_has_no_gradient() -> None:
     after = units.state_dict()
     changed = [name[-1] for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["a", "b", "c"]
-    assert optimizer.line(units.flats[0]).steps == [1, 1, 1, 0, 0]
+    assert optimizer.state_of(units.flats[0]).steps == [1, 1, 1, 0, 0]
 
 
 def test_a_tensor_is_updated_if_any_rank_used_it(world2):
@@ -252,87 +250,6 @@ def overflows(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(world2, stage):
     world2.run(overflows, stage)
-
-
-def sharded_with_whole(strategy: Strategy, folder: str) -> tuple[OneBlock, Units]:
-    """As `sharded`, with 'b' and 'e' whole at every stage."""
-    model, comm = OneBlock(), Communicator(torch.device("cpu"))
-    tiers = Tiers.open(comm, strategy, folder)
-    blocks = [("block", model.block)]
-    units = shard(
-        model, blocks, comm=comm, strategy=strategy, tiers=tiers, replicated=lambda name, parameter: name[-1] in "be"
-    )
-    return model, units
-
-
-def masters(units: Units, optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    """Return all masters, whole."""
-    lines = [(flat, flat.collect(optimizer.line(flat).master)) for flat in units.trainable]
-    return {s.name: full[s.start : s.stop].view(s.shape).clone() for flat, full in lines for s in flat.layout.segments}
-
-
-def give_ones(units: Units) -> None:
-    """Give every line a gradient of ones."""
-    for each in units.gradients:
-        gradients.give(each, {index: torch.ones(parameter.shape) for index, parameter in enumerate(each.flat.parameters)})
-
-
-def edits_in_place(strategy: Strategy, folder: str, steps_before: int) -> None:
-    """A whole weight is edited in place: an update starts from it, and elements that were left alone keep their masters."""
-    model, units = sharded_with_whole(strategy, folder)
-    optimizer = ShardedSGD(units, None, lr=0.01)
-    for _ in range(steps_before):
-        give_ones(units)
-        optimizer.step()
-        optimizer.zero_grad()
-    before = masters(units, optimizer) if steps_before else {n: p.detach() for n, p in OneBlock().named_parameters()}
-    edited = model.block["b"], model.block["e"]
-    with torch.no_grad():
-        for parameter in edited:
-            parameter.clamp_(-0.5, 0.5)
-    wanted = {name: parameter.detach().clone() for name, parameter in zip(("block.b", "block.e"), edited)}
-    optimizer.param_groups[0]["lr"] = 0.0  # so that an update writes weights and changes none
-    give_ones(units)
-    optimizer.step()
-    after, state = masters(units, optimizer), units.state_dict()
-    for name, weights in wanted.items():
-        assert torch.equal(state[name], weights)
-        left_alone = before[name].to(weights.dtype) == weights
-        assert 0 < left_alone.sum() < left_alone.numel()
-        assert torch.equal(after[name], torch.where(left_alone, before[name], weights.float()))
-    assert all(torch.equal(after[name], before[name]) for name in after.keys() - wanted.keys())
-
-
-EDITED = [
-    Strategy.of(stage=0, dtype="bf16"),
-    Strategy.of(stage=3, dtype="fp16", parameters="host", gradients="host", state="host"),
-    Strategy.of(stage=2, dtype="bf16", state="nvme"),
-]
-
-
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("strategy", EDITED, ids=str)
-def test_an_edit_in_place_of_a_whole_weight_is_kept(worlds, strategy, steps_before, tmp_path):
-    worlds[2].run(edits_in_place, strategy, str(tmp_path), steps_before)
-
-
-def replaces_data(stage: int, folder: str) -> None:
-    model, units = sharded_with_whole(Strategy.of(stage=stage), folder)
-    optimizer = ShardedSGD(units, None, lr=0.01)
-    kept = model.block["b"].data
-    model.block["b"].data = kept.clone()
-    give_ones(units)
-    text = r"block\.b: its \.data is another tensor.*p\.copy_\(tensor\).*ftkit=None"
-    for use in (optimizer.step, units.state_dict, lambda: save_checkpoint(f"{folder}/saved", units, optimizer)):
-        with pytest.raises(UserError, match=text):
-            use()
-    model.block["b"].data = kept  # as an average does that was only evaluated
-    optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_that_lies_elsewhere_is_found_at_a_step_and_a_save(worlds, stage, tmp_path):
-    worlds[2].run(replaces_data, stage, str(tmp_path))
 
 
 def shares_groups() -> None:

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.files import piece_reader, pieces
-from ftkit.engine.files.checked_file import CheckedFile
-from ftkit.engine.files.piece_reader import PieceBuffers, PieceReader
-from ftkit.engine.files.pieces import Piece, PieceWriter, WriteBehind
-from ftkit.engine.files.sealed_files import BrokenCheckpoint, checksum
-from ftkit.engine.files.storage import create_file, data_start
+from ftkit.engine.checkpoint import pieces, reader
+from ftkit.engine.checkpoint.pieces import Piece, PieceWriter
+from ftkit.engine.checkpoint.reader import CheckedFile, PieceBuffers
+from ftkit.engine.checkpoint.safetensors import create_file, data_start
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, checksum
 
 SMALL = 8192
 SIZES = (5000, 4096 * 5, 1, 9001)
@@ -30,7 +29,7 @@ SIZES = (5000, 4096 * 5, 1, 9001)
 
 @pytest.fixture(autouse=True)
 def _small_pieces() -> Iterator[None]:
-    with mock.patch.object(pieces, "PIECE_BYTES", SMALL), mock.patch.object(piece_reader, "PIECE_BYTES", SMALL):
+    with mock.patch.object(pieces, "PIECE_BYTES", SMALL), mock.patch.object(reader, "PIECE_BYTES", SMALL):
         yield
 
 
@@ -44,16 +43,15 @@ def write(path: Path, parts: int = 2) -> list[Any]:
     start, values = data_start(path), values_of(path)
     cut = values.numel() // parts // 1024 * 1024
     listed = [Piece(0, start, checksum(path.read_bytes()[:start]))]
-    with WriteBehind() as behind:
+    with PieceWriter() as writer:
         for part in range(parts):
             last = values.numel() if part == parts - 1 else (part + 1) * cut
-            writer = PieceWriter(path, start + part * cut * 4, behind)
+            writer.open(path, start + part * cut * 4)
             for low in range(part * cut, last, 1500):  # not where pieces end
                 writer.write(values[low : min(low + 1500, last)])
-            found = writer.close()
-            behind.settle()
-            listed += found
-    return [path.stat().st_size, [list(piece) for piece in listed]]
+            writer.close()
+        writer.settle()
+    return [path.stat().st_size, [list(piece) for piece in [*listed, *writer.pieces[path.name]]]]
 
 
 def test_what_is_written_is_there_in_pieces(tmp_path: Path) -> None:
@@ -75,14 +73,14 @@ def test_any_range_is_read_whoever_announced_what(how: str, tmp_path: Path) -> N
     entries = {name: write(tmp_path / name) for name in ("a", "b")}
     chance = random.Random(7)
     loads: list[tuple[str, int, bool]] = []
-    load = PieceReader.load
+    load = CheckedFile.load
 
-    def noted(reader: PieceReader, number: int, room: Tensor) -> None:
-        loads.append((reader.path.name, number, threading.current_thread().name.startswith("ftkit-pieces")))
-        load(reader, number, room)
+    def noted(file: CheckedFile, number: int, buffer: Tensor) -> None:
+        loads.append((file.path.name, number, threading.current_thread().name.startswith("ftkit-pieces")))
+        load(file, number, buffer)
 
     wanted = [(name, number) for name in entries for number in range(len(SIZES))]
-    with PieceBuffers() as buffers, mock.patch.object(PieceReader, "load", noted):
+    with PieceBuffers() as buffers, mock.patch.object(CheckedFile, "load", noted):
         files = {name: CheckedFile(tmp_path / name, *entry, buffers) for name, entry in entries.items()}
         for _ in range(4):
             ranges = []
@@ -110,19 +108,19 @@ def test_any_range_is_read_whoever_announced_what(how: str, tmp_path: Path) -> N
 def test_a_changed_piece_is_found_ahead_and_told_when_it_is_wanted(tmp_path: Path) -> None:
     size, listed = write(tmp_path / "a")
     middle = len(listed) // 2
-    with open(tmp_path / "a", "r+b") as file:
-        file.seek(listed[middle][0] + 5)
-        file.write(b"\xff\xfe")
+    with open(tmp_path / "a", "r+b") as data:
+        data.seek(listed[middle][0] + 5)
+        data.write(b"\xff\xfe")
     with PieceBuffers() as buffers:
-        reader = PieceReader(tmp_path / "a", size, listed, buffers)
+        file = CheckedFile(tmp_path / "a", size, listed, buffers)
         for _ in range(2):  # nothing is lost by a failure
-            buffers.expect((reader, number) for number in range(len(listed)))
+            buffers.expect((file, number) for number in range(len(listed)))
             for number in range(middle):
-                assert checksum(buffers.piece(reader, number).numpy()) == listed[number][2]
+                assert checksum(buffers.piece(file, number).numpy()) == listed[number][2]
             with pytest.raises(BrokenCheckpoint, match=rf"a: bytes {listed[middle][0]} to {listed[middle][1]} changed"):
-                buffers.piece(reader, middle)
-            assert checksum(buffers.piece(reader, middle + 1).numpy()) == listed[middle + 1][2]
-        reader.close()
+                buffers.piece(file, middle)
+            assert checksum(buffers.piece(file, middle + 1).numpy()) == listed[middle + 1][2]
+        file.close()
 
 
 def test_a_drive_that_fails_behind_is_told_and_the_file_is_closed(tmp_path: Path) -> None:
@@ -136,9 +134,8 @@ def test_a_drive_that_fails_behind_is_told_and_the_file_is_closed(tmp_path: Path
         transfer(handle, data, at)
 
     before = len(os.listdir("/proc/self/fd"))
-    with WriteBehind() as behind, mock.patch.object(PieceWriter, "_transfer", staticmethod(full)):
-        writer = PieceWriter(path, data_start(path), behind)
+    with PieceWriter() as writer, mock.patch.object(PieceWriter, "_transfer", staticmethod(full)):
+        writer.open(path, data_start(path))
         with pytest.raises(OSError, match="No space left"):
             writer.write(torch.ones(SMALL))
-        writer.abandon()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.optim.optimizer import LossScale, ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.families import token_loss
@@ -108,8 +109,8 @@ def train(setting: Setting) -> Trace:
         trace.losses.append(units.comm.sum(total).item())
         trace.scales.append(optimizer.loss_scale.value)
         assert optimizer.step_was_skipped == (setting.dtype == torch.float16 and step == OVERFLOW_STEP)
-    for flat in units.flats:  # the masters, whole: gathered through fp32 lines of the same layout
-        full = flat.collect(optimizer.line(flat).master)
+    for flat in units.flats:  # the masters, whole: gathered in fp32 in the same layout
+        full = flat.collect(optimizer.state_of(flat).master)
         for segment in flat.layout.segments:
             trace.masters[segment.name] = full[segment.start : segment.stop].view(segment.shape)
     return trace
@@ -301,7 +302,7 @@ def test_autocast_is_restored_in_recomputation(worlds, world, activations, dtype
 
 
 class TwoTypes(Block):
-    """A norm in fp32 beside layers in bf16: two lines in one block."""
+    """A norm in fp32 beside layers in bf16: two flat parameters in one block."""
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x.float()).bfloat16())))
@@ -320,7 +321,7 @@ class TwoTypesNet(Net):
 
 
 def two_types_agree(row: Row) -> tuple[list[str], list[str]]:
-    """On every rank: one step; the names of the lines, and how far gradients' norm and loss are."""
+    """On every rank: one step; the names of the flat parameters, and how far gradients' norm and loss are."""
     torch.manual_seed(3)
     model = TwoTypesNet()
     plain = run_plain(row, copy.deepcopy(model), steps=1, parts=row.world)

@@ -1,15 +1,17 @@
-"""What the engine refuses, and that what is not there is loud: every refusal says what was found, or names the place."""
+"""Uses that raise an error: each message says what was found."""
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.core.shard import shard
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedSGD
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.sgd import ShardedSGD
+from ftkit.engine.shard import shard
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
@@ -62,8 +64,8 @@ def backward_twice(activations):
         assert twice == pytest.approx(2 * optimizer.grad_norm(), rel=1e-5)
 
 
-def update_before_backward(activations, stage=3):
-    model, units = sharded(strategy=Strategy.of(stage=stage, activations=activations))
+def update_before_backward(activations):
+    model, units = sharded(strategy=Strategy.of(activations=activations))
     optimizer = ShardedAdamW(units, None)
     late = token_loss(model, ROWS, TOKENS)
     token_loss(model, ROWS, TOKENS).backward()
@@ -71,25 +73,6 @@ def update_before_backward(activations, stage=3):
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"weights of model\.layers\.2 were updated between its forward and its backw"):
         late.backward()
-
-
-class RankSkips(Net):
-    """Leaves out a block on rank 1, as LayerDrop does."""
-
-    rank = 0
-
-    def run_blocks(self, x, input_ids):
-        for number, block in enumerate(self.blocks):
-            if (number, self.rank) != (1, 1):
-                x = block(x)
-        return x
-
-
-def ranks_skip_blocks():
-    model, units = sharded(RankSkips, Strategy.of(debug=True))
-    model.rank = units.comm.rank
-    with pytest.raises(RuntimeError, match="the ranks differ in what they do next"):
-        token_loss(model, ROWS, TOKENS).backward()
 
 
 class ReadsBlock(Net):
@@ -110,19 +93,10 @@ def weight_read_outside_its_block(stage):
             loss.backward()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_an_update_before_backward_is_refused_where_plain_autograd_does_the_work(world2, stage):
-    world2.run(update_before_backward, "keep", stage)
-
-
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
 @pytest.mark.parametrize("case", [backward_twice, gradients_of_chosen_inputs, update_before_backward])
 def test_backward_is_refused(world2, case, activations):
     everywhere(world2, case, activations)
-
-
-def test_ranks_that_skip_different_blocks_are_refused_when_debugging(world2):
-    everywhere(world2, ranks_skip_blocks)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -143,14 +117,11 @@ def unfreeze(model):
 
 def change_after_sharding(change, stage):
     frozen = (_frozen,) if change is unfreeze else ()
-    model, _ = sharded(*frozen, strategy=Strategy.of(stage=stage))
-    with pytest.raises(UserError, match=r"changed after sharding|frozen when the model was sharded|is resharded"):
-        changed_and_called(change, model)
-
-
-def changed_and_called(change, model):
+    model, units = sharded(*frozen, strategy=Strategy.of(stage=stage))
     change(model)
-    token_loss(model, ROWS, TOKENS)
+    for use in (ShardedSGD, lambda units: units.state_dict()):
+        with pytest.raises(UserError, match=r"changed after sharding|frozen when the model was sharded"):
+            use(units)
 
 
 def _frozen():
@@ -263,10 +234,42 @@ def test_models_that_would_train_wrongly_are_refused(build, words):
 def test_optimizer_state_does_not_pass_for_whole():
     _, units = sharded(Net)
     optimizer = ShardedAdamW(units)
-    with pytest.raises(RuntimeError, match=r"several ranks: use ftkit\.save_checkpoint"):
+    with pytest.raises(RuntimeError, match=r"use ftkit\.save_checkpoint\(\)"):
         optimizer.state_dict()
-    with pytest.raises(RuntimeError, match=r"several ranks: use ftkit\.load_checkpoint"):
+    with pytest.raises(RuntimeError, match=r"use ftkit\.load_checkpoint\(\)"):
         optimizer.load_state_dict({})
+
+
+class _Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+
+def _alora():
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])
+    return peft.get_peft_model(families.build("llama"), config)
+
+
+@pytest.mark.parametrize(("build", "words"), [(lambda: Net(_Normed), r"blocks\.0\.norm"), (_alora, "aLoRA")])
+def test_blocks_that_recomputation_would_change_are_refused(build, words):
+    with pytest.raises(UserError, match=f"{words}.*activations: keep"):
+        sharded(build)
+    sharded(build, Strategy.of(activations="keep"))
+
+
+def clipped_by_torch(stage):
+    model, units = sharded(strategy=Strategy.of(stage=stage))
+    token_loss(model, ROWS, TOKENS).backward()
+    with pytest.raises(UserError, match=r"clip_grad_norm_\(\) and grad_norm\(\) of the sharded optimizer"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    units.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_torchs_gradient_clipping_is_refused(world2, stage):
+    everywhere(world2, clipped_by_torch, stage)
 
 
 def test_a_model_without_blocks_is_sharded_all_the_same():

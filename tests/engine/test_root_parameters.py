@@ -14,8 +14,9 @@ class Counted(RootParameter):
     """Gathers from a tensor at hand."""
 
     def __init__(self, module: nn.Linear) -> None:
+        transfer = SimpleNamespace(updates=0, whole=None)
         flat = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")))
-        super().__init__(flat, None, module, "weight", Running(), updates=lambda: 0)
+        super().__init__(flat, None, module, "weight", Running(), transfer)
         self.value = torch.ones(3, 2, requires_grad=True)
         self.gathers = 0
 

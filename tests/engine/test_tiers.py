@@ -1,4 +1,4 @@
-"""The loss is the loss, wherever the bytes lie and whenever they are moved.
+"""The trajectory is the same on every tier, and for any timing of transfers.
 
 Parameters, gradients, optimizer state and activations on the device, in host memory or on NVMe; updates at once or under
 the next forward; batches divided inside blocks or outside; transfers that come artificially late; freed buffers poisoned.

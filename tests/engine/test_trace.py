@@ -1,4 +1,4 @@
-"""What a step's trace holds: what the engine did, in order, on the streams of the plan; and nothing when nobody asks."""
+"""A trace has the spans of a step in order, on the streams of the plan, and is empty without a recording."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.trace import Span, Trace
 from ftkit.plan.schedule import STREAMS, script
 from ftkit.plan.shape import Line, Shape

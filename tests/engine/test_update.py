@@ -1,6 +1,6 @@
 """The walk of an update: pieces read ahead and written behind, failures that poison, staging that is not reused early.
 
-Pieces are made small here, so that a line has many of them.
+Pieces are made small here, so that a flat parameter has many of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.shard import Units, shard
-from ftkit.engine.files import flat_file as flatfile
-from ftkit.engine.files.flat_file import DiskError, FlatFile
+from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.memory import tiers
 from ftkit.engine.memory.disk import Disk
+from ftkit.engine.memory.flat_file import DiskError, FlatFile
 from ftkit.engine.memory.tiers import Tiers
+from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim import updater as update
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.shard import shard
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.engine.gradients import give
@@ -35,15 +36,15 @@ NVME = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """Let a piece be 4096 elements in every file that knows its size."""
-    rooms = (flatfile, tiers, update)
+    modules = (flatfile, tiers, update)
     before = flatfile.PIECE_NUMEL
-    for room in rooms:
-        room.PIECE_NUMEL = PIECE
+    for module in modules:
+        module.PIECE_NUMEL = PIECE
     try:
         yield
     finally:
-        for room in rooms:
-            room.PIECE_NUMEL = before
+        for module in modules:
+            module.PIECE_NUMEL = before
 
 
 class Line(nn.Module):
@@ -55,11 +56,13 @@ class Line(nn.Module):
         self.block.weight = nn.Parameter(torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(dtype))
 
 
-def made(folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferred: bool) -> tuple[Line, Units, ShardedAdamW]:
+def made(
+    folder: Path, placement: dict[str, str], dtype: torch.dtype, *, deferred: bool
+) -> tuple[Line, ShardedModel, ShardedAdamW]:
     model = Line(dtype)
     comm = Communicator(torch.device("cpu"))
     strategy = Strategy.of(**placement, update="deferred" if deferred else "now", debug=True)
-    drive = Disk(folder, "test", depth=4, block_bytes=1 << 20) if strategy.uses_nvme else None
+    drive = Disk(folder, "test") if strategy.uses_nvme else None
     opened = Tiers(comm.device, strategy, drive)
     units = shard(model, [("block", model.block)], comm=comm, strategy=strategy, tiers=opened)
     return model, units, ShardedAdamW(units, None, lr=1e-2)
@@ -91,7 +94,7 @@ def test_many_pieces_in_files_are_one_update_in_memory(placement, dtype, deferre
 
 
 def test_slots_are_not_reused_early(tmp_path, monkeypatch):
-    """Weights are written late: whoever fills a slot that is still being written back spoils what is written."""
+    """Weights are written late: a slot that is filled too early would corrupt them."""
     expected = train(tmp_path, {}, torch.bfloat16, deferred=False)
     move = FlatFile._transfer
 
@@ -121,7 +124,7 @@ def train_in_two_groups(folder, state_host_bytes=0, **placement):
     """Train the first block alone, then both; return the weights."""
     comm, model = Communicator(torch.device("cpu")), Pair()
     strategy = Strategy.of(**placement, update="deferred" if placement else "now", state_host_bytes=state_host_bytes)
-    tiers = Tiers.open(comm, strategy, folder, 0)
+    tiers = Tiers.open(comm, strategy, folder)
     units = shard(model, [("first", model.first), ("second", model.second)], comm=comm, strategy=strategy, tiers=tiers)
     optimizer = ShardedAdamW(units, [*model.first.parameters()], lr=1e-2)
     for step in range(4):
@@ -132,14 +135,14 @@ def train_in_two_groups(folder, state_host_bytes=0, **placement):
         optimizer.zero_grad()
     weights = units.state_dict()
     if state_host_bytes:
-        assert [optimizer.lines[flat.name].master.tier for flat in units.trainable] == ["device", "device"]
-        assert [optimizer.lines[flat.name].moments["exp_avg"].tier for flat in units.trainable] == ["host", "nvme"]
+        assert [optimizer.states[flat.name].master.tier for flat in units.trainable] == ["device", "device"]
+        assert [optimizer.states[flat.name].moments["exp_avg"].tier for flat in units.trainable] == ["host", "nvme"]
     tiers.close()
     return weights
 
 
 def test_a_group_that_comes_later_finds_room_in_the_slots(tmp_path):
-    """The first steps need no staging for moments: those of the first block lie in host memory."""
+    """The first steps need no staging for moments: those of the first block are in host memory."""
     expected = train_in_two_groups(tmp_path)
     found = train_in_two_groups(tmp_path, 96 << 10, state="nvme", gradients="nvme")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -162,7 +165,7 @@ def test_state_is_read_when_it_has_been_written(tmp_path, monkeypatch):
         give(units.gradient_of[flat], {0: torch.ones(NUMEL)})
         optimizer.step()
         optimizer.settle()
-        store = optimizer.lines[flat.name].moments["exp_avg"]
+        store = optimizer.states[flat.name].moments["exp_avg"]
         seen[name] = torch.cat([store.read(start, stop).clone() for start, stop in store.pieces()])
         units.tiers.close()
     assert torch.equal(seen["memory"], seen["files"])
@@ -174,11 +177,11 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
     with small_pieces():
         _, units, optimizer = made(tmp_path, {"state": "nvme"}, torch.bfloat16, deferred=deferred)
         (flat,) = units.flats
-        optimizer.line(flat)
+        optimizer.state_of(flat)
         move = FlatFile._transfer
 
         def fails(self, call, data, start, doing):
-            if doing == "reading" and self.path.name == "block.exp_avg.safetensors" and start == 5 * PIECE * 4:
+            if doing == "reading" and self.path.name == "block.exp_avg" and start == 5 * PIECE * 4:
                 raise DiskError(f"NVMe tier: {doing} {self.path}: the drive is gone")
             return move(self, call, data, start, doing)
 
@@ -191,7 +194,7 @@ def test_a_failed_update_poisons_what_comes_after(deferred, tmp_path, monkeypatc
 
         with pytest.raises(UserError, match=r"update of block failed.*exp_avg.*the drive is gone"):
             step_and_look()
-        for later in (units.state_dict, optimizer.settle, lambda: optimizer.line(flat)):
+        for later in (units.state_dict, optimizer.settle, lambda: optimizer.state_of(flat)):
             with pytest.raises(UserError, match="update of block failed"):
                 later()
         optimizer.zero_grad()

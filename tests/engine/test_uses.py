@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine import families, nets
 from tests.engine.families import HIDDEN, token_loss
@@ -102,13 +102,6 @@ def inferred_between(model, rows, tokens):
     return loss
 
 
-def eval_mode_before_backward(model, rows, tokens):
-    model.train()
-    loss = token_loss(model, rows, tokens)
-    model.eval()
-    return loss
-
-
 def on_hidden_states(model, rows, tokens):
     inputs = {name: rows[name] for name in ("input_ids", "attention_mask")}
     output = model(**inputs, output_hidden_states=True)
@@ -182,7 +175,6 @@ CASES = {
     "evaluation between steps": Case(_llama, evaluated_first),
     "inference mode between steps": Case(_llama, inferred_first),
     "inference mode before backward": Case(_llama, inferred_between),
-    "eval mode before backward": Case(lambda: nets.Net(nets.TrainingMatters), eval_mode_before_backward),
     "loss on hidden states": Case(_llama, on_hidden_states),
     "embeddings called outside": Case(_llama, from_embeddings),
     "decoder not used": Case(lambda: families.build("t5"), encoder_only),

@@ -24,11 +24,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core import gradient_offload, transfer
-from ftkit.engine.core.shard import Units, shard
-from ftkit.engine.files import flat_file as flatfile
+from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.memory.tiers import Tiers
+from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim import updater as update
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.sgd import ShardedSGD
+from ftkit.engine.shard import shard
 from ftkit.hf.sharding import batch_rows
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
@@ -117,12 +120,12 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def shard_model(model: nn.Module, strategy: Strategy, comm: Communicator | None = None, **settings: Any) -> Units:
+def shard_model(model: nn.Module, strategy: Strategy, comm: Communicator | None = None, **settings: Any) -> ShardedModel:
     """Shard a Hugging Face model as the Hugging Face side of ftkit does."""
     comm = comm or Communicator(torch.device("cpu"))
     if strategy.uses_nvme and "tiers" not in settings:
         folder = tempfile.mkdtemp(prefix="ftkit-nvme-")  # of this rank alone: runs of other workers share nothing with it
-        settings["tiers"] = Tiers.open(comm, strategy, folder, expected_bytes=0)
+        settings["tiers"] = Tiers.open(comm, strategy, folder)
         weakref.finalize(settings["tiers"], shutil.rmtree, folder, ignore_errors=True)
     if strategy.parts > 1:
         settings.setdefault("split", batch_rows)
@@ -152,7 +155,7 @@ PLAIN = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
 }
-OURS: dict[str, Callable[[Units, Iterable[Any]], ShardedOptimizer]] = {
+OURS: dict[str, Callable[[ShardedModel, Iterable[Any]], ShardedOptimizer]] = {
     "adamw": lambda units, groups: ShardedAdamW(units, groups, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
     "sgd": lambda units, groups: ShardedSGD(units, groups, lr=2e-2, momentum=0.9, weight_decay=0.01),
 }
@@ -253,7 +256,7 @@ def _run_sharded(
         record.norms.append(norm)
     record.weights = units.state_dict()
     if row.state == "both":
-        assert {store.tier for line in optimizer.lines.values() for store in line.moments.values()} == {"host", "nvme"}
+        assert {store.tier for line in optimizer.states.values() for store in line.moments.values()} == {"host", "nvme"}
     units.tiers.close()
     return record
 

@@ -161,15 +161,10 @@ def wrapped(stage):
     ftkit.shard(model, {"stage": stage, "kernels": "off"})
     with pytest.raises(ftkit.UserError, match="cannot be wrapped by DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(ftkit.UserError, match="cannot be wrapped by DistributedDataParallel"):
+    with pytest.raises(ftkit.UserError, match="is resharded"):
         accelerate.Accelerator(cpu=True).prepare(model)
-    with pytest.raises(ftkit.UserError, match="cannot be wrapped by DataParallel"):
-        model._replicate_for_data_parallel()  # what DataParallel calls where it has several GPUs
     with pytest.raises(TypeError, match="cannot be copied"):
         torch.optim.swa_utils.AveragedModel(model)
-    model.compile(backend="eager")
-    with pytest.raises(ftkit.UserError, match=r"cannot be wrapped by torch\.compile"):
-        model(ROWS)
 
 
 def test_a_wrapper_around_a_sharded_model_is_refused(worlds):
@@ -186,9 +181,9 @@ def compiled_calls(model):
 
 
 WRAPPED = [
-    (nn.DataParallel, r"DataParallel is wrapped by DataParallel.*model\.module"),
-    (all_compiled, r"cannot be wrapped by torch\.compile"),
-    (compiled_calls, r"model\.layers\.1 cannot be wrapped by torch\.compile"),
+    (nn.DataParallel, "the model is wrapped by DataParallel"),
+    (all_compiled, "the model is compiled"),
+    (compiled_calls, r"model\.layers\.1 is compiled"),
 ]
 
 

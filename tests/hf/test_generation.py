@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 import ftkit
-from ftkit.engine.core.holding import gathered_bytes
+from ftkit.engine.holding import gathered_bytes
 from ftkit.errors import UserError
 from ftkit.hf.inference import generation
 from ftkit.hf.inference.generation import Draw, generate, generate_everywhere, generate_ids
@@ -237,7 +237,7 @@ def held_by_transformers() -> list[bool]:
     units = ftkit.shard(model, {**SHARDED})
     room_each = gathered_bytes(units) + room.cache_bytes(model, 1, 12)
     found = []
-    model.model.register_forward_pre_hook(lambda module, args: found.append(units.held_since is not None))
+    model.model.register_forward_pre_hook(lambda module, args: found.append(units.transfer.whole is not None))
     held = []
     for rows, settings, _ in CALLS:
         found.clear()
@@ -350,7 +350,7 @@ def asked(hold: bool | str, fits: bool) -> tuple[bool, str]:
     box = mock.patch.object(room, "usable_host", return_value=(grant, "the box", grant))
     try:
         with box, room.held(units, hold) as whole:
-            return whole, str(units.held_since is not None)
+            return whole, str(units.transfer.whole is not None)
     except ftkit.UserError as error:
         return False, str(error)
 

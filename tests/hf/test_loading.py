@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 
 import ftkit
-from ftkit.engine.files.storage import TensorFile, create_file
+from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 from tests.hf import runs
 
 KIB = 1 << 10
@@ -139,7 +139,7 @@ def masters(folder: str | None, narrow: str) -> dict[str, Tensor]:
     optimizer = ftkit.ShardedAdamW(units)
     found = {}
     for flat in units.flats:
-        full = flat.collect(optimizer.line(flat).master)
+        full = flat.collect(optimizer.state_of(flat).master)
         found |= {s.name: full[s.start : s.stop].view(s.shape) for s in flat.layout.segments}
     return found
 

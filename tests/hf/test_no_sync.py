@@ -1,4 +1,4 @@
-"""Accumulation by hand, `no_sync`, and the loops of accelerate that need weights of each rank's own."""
+"""Accumulation by hand with `no_sync`, uneven inputs, and handlers of accelerate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 from torch.utils.data import DataLoader
 
@@ -16,7 +15,6 @@ import ftkit
 from tests.hf import runs
 from tests.hf.runs import assert_same_weights, fresh_state
 from tests.hf.test_accelerator import full_rows, make
-from tests.hf.test_models_without_blocks import Mlp
 
 MICRO_BATCHES = 3
 
@@ -55,29 +53,6 @@ def test_no_sync_accumulates_as_ddp_does(worlds, stage, form):
         assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert got["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
         assert_same_weights(got["weights"], wanted["weights"])
-
-
-def local_sgd(enabled: bool) -> str:
-    """Step inside a LocalSGD context, as accelerate's example does."""
-    accelerator = make("ours", "auto", gradient_accumulation_steps=1)
-    model = Mlp()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=enabled) as local:
-        try:
-            accelerator.backward(model(torch.randn(4, 6), torch.randn(4))["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
-            local.step()
-        except ftkit.UserError as error:
-            local.enabled = False  # else it averages weights on the way out
-            return str(error)
-    return "trained"
-
-
-def test_local_sgd_is_refused_at_its_first_step(worlds):
-    said = worlds[2].run(local_sgd, True)
-    assert all("inside no_sync()" in each and "enabled=False" in each for each in said)
-    assert worlds[2].run(local_sgd, False) == ["trained", "trained"]
 
 
 def join(even: bool | None) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ftkit
-from ftkit.engine.optim.optimizer import LossScale
+from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.hf.models.overflow import began_in, first_overflow
 from tests import fusible
 from tests.tiny import make_base

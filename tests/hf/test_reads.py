@@ -15,7 +15,6 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import prune
 
@@ -214,22 +213,10 @@ VALUES = {
     "data =": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "into another": lambda p: torch.zeros(p.shape).copy_(p),
     "ema": lambda p: torch.zeros(p.shape).lerp_(p.detach(), 0.1),
-    "grad =": lambda p: setattr(p, "grad", torch.zeros(p.shape)),
     "view": lambda p: p.view(-1),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
-    "subclass": lambda p: p.as_subclass(torch.Tensor),
-    "subclass of data": lambda p: p.data.as_subclass(torch.Tensor),
-    "new_tensor": lambda p: p.new_tensor(p),
-    "autograd.grad": lambda p: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, [p], allow_unused=True),
     "a hook that reads .grad": lambda p: p.register_post_accumulate_grad_hook(lambda p: p.grad.norm()),
 }
-
-TAKEN = {
-    "data of another": lambda p: setattr(torch.zeros(p.shape), "data", p.data),
-    "data of a parameter": lambda p: setattr(nn.Linear(p.shape[1], p.shape[0]).weight, "data", p.detach()),
-    "set_": lambda p: torch.zeros(p.shape).set_(p.data),
-}
-"""Done by torch without a question to any class: its own errors."""
 
 METADATA = {
     "data's metadata": lambda p: (
@@ -264,9 +251,6 @@ def tried(build, stage):
                 silent += [] if home in str(error) else [f"{name} without the name"]
             else:
                 silent.append(name)
-        for use in TAKEN.values():
-            with pytest.raises(RuntimeError, match=r"meta|incompatible tensor type"):
-                use(parameter)
         wrong += [name for name, use in METADATA.items() if not use(parameter)]
     assert model.to("cpu") is model.float()
     assert model.num_parameters() == build().num_parameters()
@@ -305,12 +289,9 @@ def gathered_values(build, stage):
     assert all(torch.equal(value, whole[name]) for name, value in values.items())
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
         parameter = model.get_parameter(name)
-        for edit in (lambda p: p.mul_(2), lambda p: p.data.mul_(0.5)):  # where the first is in force, this takes it back
+        for factor in (2, 0.5):  # a resident weight is edited all the same; the second edit takes it back
             with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
-                edit(parameter)
-    with ftkit.gathered_parameters(model):  # an edit that is taken back is none
-        weight = model.get_parameter("model.norm.weight")
-        weight.copy_(weight.mul_(2).clone() / 2)
+                parameter.mul_(factor)
     assert all(torch.equal(value, whole[name]) for name, value in units.state_dict().items())
     with pytest.raises(ftkit.UserError, match="not sharded"), ftkit.gathered_parameters(build()):
         pass
@@ -364,43 +345,6 @@ def test_root_parameters_train_in_a_plain_loop(worlds):
     )
 
 
-# --- edits in place of weights that are whole
-
-
-class Edits(transformers.TrainerCallback):
-    """Edits the final norm once, after a step."""
-
-    def __init__(self, edit, at):
-        self.edit, self.at = edit, at
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        if state.global_step == self.at:
-            with torch.no_grad():
-                self.edit(model.model.norm.weight)
-
-
-def halve(weight):
-    weight.mul_(0.5)
-
-
-def saves_an_edit(folder, settings, step, arguments):
-    """Return the norm of the final norm, as it is trained and as it is saved."""
-    run = Run(arguments=arguments, options={"callbacks": [Edits(halve, step)]}, ftkit=settings)
-    trainer = runs.make_trainer("ours", folder, run)
-    trainer.train()
-    trainer.save_model(f"{folder}/model")
-    saved = load_file(f"{folder}/model/model.safetensors")["model.norm.weight"]
-    return float(trainer.model.model.norm.weight.detach().float().norm()), float(saved.float().norm())
-
-
-@pytest.mark.parametrize("settings, step", [({"stage": 1}, 1), ({"stage": 3, "dtype": "bf16"}, 2)], ids=str)
-def test_an_edit_in_place_is_trained_and_saved(settings, step, worlds, tmp_path):
-    arguments = {"max_steps": 2, "learning_rate": 1e-4}
-    for used, saved in worlds[2].run(saves_an_edit, str(tmp_path), settings, step, arguments):
-        assert used == pytest.approx(0.5 * 32**0.5, rel=1e-2)
-        assert saved == pytest.approx(used, rel=1e-2)
-
-
 class Prunes(transformers.TrainerCallback):
     """Prunes a layer after the first step: its weight is made of another parameter and a mask then."""
 
@@ -423,7 +367,7 @@ def prunes(folder, name, stage):
     writers = (lambda: trainer.save_model(f"{folder}/model"), trainer.units.state_dict)
     writers += (lambda: ftkit.save_checkpoint(f"{folder}/checkpoint", trainer.units),)
     for write in writers:
-        with pytest.raises(ftkit.UserError, match=rf"{name}\.weight is no parameter.* {name}\.weight_orig came: pruned"):
+        with pytest.raises(ftkit.UserError, match=rf"changed after sharding .*{name}\.weight_orig"):
             write()
 
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import ftkit
-from ftkit.engine.files.sealed_files import check_contents
+from ftkit.engine.checkpoint.sealed import check_contents
 from ftkit.errors import UserError
 from tests.hf import runs
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train

@@ -6,7 +6,6 @@ Adapters are compared with the file that the stock Trainer writes.
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 import ftkit
-from ftkit.engine.checkpoint.saving import Saving
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoint_files import load_scheduler
 from ftkit.hf.trainer.run_checkpoints import check_folder, publish
@@ -78,35 +76,6 @@ def ended_early(folder: str, error: BaseException) -> list[str]:
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
 def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_path):
     assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]
-
-
-ALL = ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-
-
-class Shrinks(TrainerCallback):
-    """Somebody's callback that edits weights before a step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Make them smaller."""
-        with torch.no_grad():
-            model.lm_head.weight.mul_(0.9)
-
-
-def edited(folder: str) -> tuple[list[str], bool]:
-    """Train with it while saves are slow, and compare a continuation; the first save comes with the first edit."""
-    write = Saving._write
-    with mock.patch.object(Saving, "_write", lambda saving: (time.sleep(0.1), write(saving))):
-        run = replace(run_of([Shrinks()]), ftkit={"stage": 1, "update": "now"})
-        trainer = runs.make_trainer("ours", folder, run)
-        trainer.train()
-    again = runs.make_trainer("ours", folder, run)
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    one, two = trainer.units.state_dict(), again.units.state_dict()
-    return sorted(path.name for path in Path(folder).iterdir()), all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_a_checkpoint_has_the_weights_of_its_step_whatever_is_edited_after(world1, tmp_path):
-    assert world1.run(edited, str(tmp_path)) == [(ALL, True)]
 
 
 # --- adapters and buffers
@@ -242,7 +211,7 @@ def test_a_refused_save_leaves_no_folder(adapted, tmp_path):
     units = ftkit.shard(model, {"affinity": False})
     (tmp_path / "mine").mkdir()
     for name in ("new/folder", "mine"):
-        with pytest.raises(UserError, match=r"1e\+06.*such a model is not written"):
+        with pytest.raises(UserError, match="holds an infinite value in float16: such a model is not written"):
             ftkit.save_model(units, tmp_path / name, dtype="fp16")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
 
@@ -367,7 +336,7 @@ class Block(nn.Module):
 
 
 class OddNames(nn.Module):
-    """Blocks under names that no file can have."""
+    """Blocks whose names contain characters that a file name cannot have."""
 
     _no_split_modules = ("Block",)
 
@@ -375,7 +344,7 @@ class OddNames(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.table, self.head = nn.Embedding(97, 16), nn.Linear(16, 97)
-        self.blocks = nn.ModuleDict({"enc/1": Block(), "enc%2F1": Block(), "n" * 300: Block()})
+        self.blocks = nn.ModuleDict({"enc/1": Block(), "enc%2F1": Block()})
 
     def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
         x = self.table(input_ids)

@@ -12,7 +12,7 @@ from ftkit.cli import app as cli
 from ftkit.config.recipe import packaged
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.memory.tiers import Tiers
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.hf.models.fake import graph_bytes, nothing_behind
 from ftkit.hf.sharding import find_blocks, model_shape, shard_as
 from ftkit.plan.choice import make_plan

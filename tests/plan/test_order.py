@@ -10,7 +10,7 @@ import torch
 
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.transfer import Transfer
-from ftkit.engine.optim.optimizer import ShardedAdamW
+from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.plan.schedule import script
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.strategy import Strategy
@@ -39,8 +39,8 @@ def asked_for(stage: int, reshard: bool) -> tuple[list[str], int]:
         did.append(f"reduce backward {number}")
         reduce(self, flats, places, number)
 
-    def enters(self: BlockWeights, *, graph: bool, neighbour: BlockWeights | None) -> None:
-        enter(self, graph=graph, neighbour=neighbour)
+    def enters(self: BlockWeights, *, graph: bool, neighbour: BlockWeights | None = None, **more: Any) -> None:
+        enter(self, graph=graph, neighbour=neighbour, **more)
         did.append(f"{'forward' if graph else 'backward'} {self.number}")
 
     with (

@@ -1,1 +1,1 @@
-"""Checkpoints: written by ranges beside training, every piece with a checksum, read on any number of ranks."""
+"""Checkpoints: written by ranges in the background, with a checksum per piece, and read on any number of ranks."""

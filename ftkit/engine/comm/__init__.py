@@ -1,1 +1,1 @@
-"""Collectives, and the watch over the ranks that take part in them."""
+"""Collectives among ranks, over the process group and over shared memory."""

@@ -1,83 +1,57 @@
-"""Shared memory through which CPU ranks of one machine pass tensors.
+"""Shared memory through which CPU ranks of one machine exchange tensors; the process group carries the barriers.
 
-gloo moves about 1 GB/s between two ranks of a machine where a copy moves 25. The process group only carries the barriers.
+Each rank owns two buffers of `STAGE_BYTES`. For one piece of a tensor it writes its own buffer, waits for all ranks at a
+barrier, and reads the others' buffers. The next piece uses the other buffer. A rank that writes a buffer again has passed
+the barrier of the piece in between, and so has every reader of the earlier content: one barrier per piece is enough.
+
+Shapes: W ranks, S elements per shard.
 """
 
 from __future__ import annotations
 
 import mmap
-from typing import NoReturn, Protocol
+import os
+import tempfile
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ftkit.engine.comm.ledger import HEADER_BYTES, Ledger
+if TYPE_CHECKING:
+    from ftkit.engine.comm.communicator import Communicator
 
 STAGE_BYTES = 4 << 20
-"""Bytes of one of the two halves of a rank's shared-memory stage: larger than a barrier is worth, small enough for L3."""
-
-
-class Ranks(Protocol):
-    """The ranks that share a stage: a `Communicator`."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """The collectives that this rank has entered."""
-
-    def meet(self) -> None:
-        """Wait until every rank has come here."""
-
-    def differs(self) -> NoReturn:
-        """Raise that the ranks have come to different collectives."""
-
-
-def stage_bytes(world_size: int) -> int:
-    """Return the bytes that a stage needs."""
-    return 2 * world_size * (HEADER_BYTES + STAGE_BYTES)
+"""Bytes of one buffer: large enough that a barrier costs little beside the copy, small enough for the L3 cache."""
 
 
 class SharedStage:
-    """A window of shared memory through which the CPU ranks of one machine pass large tensors, piece by piece.
+    """Collectives of the ranks of `group` over `memory`: 2 * W * STAGE_BYTES bytes that all of them have mapped."""
 
-    Each rank owns two halves of `STAGE_BYTES`. For one piece it writes its own half, meets the others at a barrier, and
-    reads theirs. The next piece uses the other half: a rank that writes a half again has passed the barrier of the piece
-    in between, and so has every reader of the old content. One barrier a piece is therefore enough.
-
-    With its first piece each rank shows the number and the name of its collective, in a place that changes with the halves.
-
-    Args:
-        rank: this rank among those that share the memory.
-        world_size: number of ranks that share it.
-        memory: memory that all of them have mapped; headers begin at byte `start`, and the halves follow.
-        start: first byte of the headers in `memory`.
-    """
-
-    def __init__(self, rank: int, world_size: int, memory: mmap.mmap, start: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.memory, self.headers = memory, start
-        size = 2 * world_size
-        window = torch.frombuffer(memory, dtype=torch.uint8, count=size * STAGE_BYTES, offset=start + size * HEADER_BYTES)
-        self.halves = window.view(2, world_size, STAGE_BYTES)
+    def __init__(self, memory: mmap.mmap, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world_size, self.group = rank, world_size, group
+        self.buffers = torch.frombuffer(memory, dtype=torch.uint8).view(2, world_size, STAGE_BYTES)
+        # Every sum uses this memory: page faults of new memory would take half as long as the sum.
+        self.total = torch.empty(STAGE_BYTES // 2 // world_size, dtype=torch.float32)
         self.turn = 0
-        self.compared = 0
 
-    def all_gather(self, comm: Ranks, full: Tensor, shard: Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See `Communicator.all_gather`."""
-        rank, world = self.rank, self.world_size
-        rows = full.view(world, -1)
-        if rows[rank].data_ptr() != shard.data_ptr():
-            rows[rank].copy_(shard)
+        rows = full.view(self.world_size, -1)
+        if rows[self.rank].data_ptr() != shard.data_ptr():
+            rows[self.rank].copy_(shard)
         step = STAGE_BYTES // full.element_size()
         for start in range(0, shard.numel(), step):
             stop = min(start + step, shard.numel())
             stage = self._next(full.dtype)
-            stage[rank, : stop - start].copy_(shard[start:stop])
-            self.meet(comm)
-            for other in range(world):
-                if other != rank:
+            stage[self.rank, : stop - start].copy_(shard[start:stop])
+            self.meet()
+            for other in range(self.world_size):
+                if other != self.rank:
                     rows[other, start:stop].copy_(stage[other, : stop - start])
 
-    def reduce_scatter_mean(self, comm: Ranks, shard: Tensor, full: Tensor) -> None:
+    def reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
         """See `Communicator.reduce_scatter_mean`. The sum is made in rank order, in fp32."""
         rank, world = self.rank, self.world_size
         rows = full.view(world, -1)
@@ -88,58 +62,71 @@ class SharedStage:
             for other in range(world):
                 if other != rank:
                     stage[rank, other, : stop - start].copy_(rows[other, start:stop])
-            self.meet(comm)
+            self.meet()
             parts = [rows[rank, start:stop] if r == rank else stage[r, rank, : stop - start] for r in range(world)]
-            total = parts[0].float()
-            if total.data_ptr() == parts[0].data_ptr():
-                total = total.clone()
+            total = self.total[: stop - start].copy_(parts[0])
             for part in parts[1:]:
                 total.add_(part)
             torch.div(total, world, out=total)
             shard[start:stop].copy_(total)
 
-    def sum(self, comm: Ranks, numbers: Tensor) -> None:
-        """Replace `numbers` by their sum over ranks, made in rank order."""
-        width, flat = STAGE_BYTES // numbers.element_size(), numbers.reshape(-1)
-        for start in range(0, flat.numel(), width):
-            piece = flat[start : start + width]
-            stage = self._next(piece.dtype)
-            stage[self.rank, : piece.numel()].copy_(piece)
-            self.meet(comm)
-            piece.copy_(stage[0, : piece.numel()])
+    def all_reduce_mean(self, full: Tensor) -> None:
+        """See `Communicator.all_reduce_mean`. The sum is made in rank order, in fp32."""
+        shard_numel = full.numel() // self.world_size
+        even, rest = full[: shard_numel * self.world_size], full[shard_numel * self.world_size :]
+        if shard_numel:
+            shard = even[self.rank * shard_numel : (self.rank + 1) * shard_numel]
+            self.reduce_scatter_mean(shard, even)
+            self.all_gather(even, shard)
+        if rest.numel():
+            total = rest.float()
+            self.sum(total)
+            rest.copy_(total.div_(self.world_size))
+
+    def sum(self, numbers: Tensor) -> None:
+        """Replace `numbers` (n,) by their sums over ranks, made in rank order."""
+        step = STAGE_BYTES // numbers.element_size()
+        for piece in numbers.view(-1).split(step):
+            stage = self._next(piece.dtype)[:, : piece.numel()]
+            stage[self.rank].copy_(piece)
+            self.meet()
+            piece.copy_(stage[0])
             for other in range(1, self.world_size):
-                piece.add_(stage[other, : piece.numel()])
-        if flat.data_ptr() != numbers.data_ptr():
-            numbers.copy_(flat.view_as(numbers))
+                piece.add_(stage[other])
 
-    def barrier(self, comm: Ranks) -> None:
-        """Wait until every rank has come here."""
-        self._next(torch.uint8)
-        self.meet(comm)
-
-    def meet(self, comm: Ranks) -> None:
-        """Wait until every rank has written its piece, and see that it is of the same collective.
-
-        Raises:
-            UserError: if it is not.
-        """
-        ledger = comm.ledger
-        if self.compared == ledger.entered:
-            comm.meet()
-        else:
-            self.compared = ledger.entered
-            header = ledger.header()
-            self._write_header(header)
-            comm.meet()
-            base = self.headers + self.turn * self.world_size * HEADER_BYTES
-            if self.memory[base : base + self.world_size * HEADER_BYTES] != header * self.world_size:
-                comm.differs()
-
-    def _write_header(self, header: bytes) -> None:
-        at = self.headers + (self.turn * self.world_size + self.rank) * HEADER_BYTES
-        self.memory[at : at + HEADER_BYTES] = header
+    def meet(self) -> None:
+        """Wait until every rank has written its piece."""
+        dist.barrier(group=self.group)
 
     def _next(self, dtype: torch.dtype) -> Tensor:
-        """Return the half to use now, (W, elements) of `dtype`."""
+        """Return the buffers of the next piece, shape (W, elements)."""
         self.turn ^= 1
-        return self.halves[self.turn].view(dtype)
+        return self.buffers[self.turn].view(dtype)
+
+
+def open_stage(comm: Communicator) -> SharedStage | None:
+    """Return a stage on all ranks, or None on all if they run on several machines or /dev/shm is full. A collective."""
+    size = 2 * comm.world_size * STAGE_BYTES
+    one_machine = len(set(comm.all(machine()))) == 1
+    path, memory = None, None
+    with ExitStack() as until_mapped:  # removes the file; the mappings keep its memory
+        if comm.rank == 0 and one_machine:
+            with suppress(OSError):
+                file = until_mapped.enter_context(tempfile.NamedTemporaryFile(prefix="ftkit-", dir="/dev/shm"))
+                os.posix_fallocate(file.fileno(), 0, size)  # a write to a full tmpfs would raise SIGBUS
+                path = file.name
+        path = comm.same(path)
+        if path is not None:
+            with suppress(OSError), open(path, "r+b") as shared:
+                memory = mmap.mmap(shared.fileno(), size)
+        everywhere = all(comm.all(memory is not None))
+    return SharedStage(memory, comm.rank, comm.world_size, comm.group) if memory is not None and everywhere else None
+
+
+def machine() -> tuple[str, str]:
+    """Return an identity that ranks share if they can share memory: the booted kernel and its network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip(), os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux
+        return str(os.getpid()), ""

@@ -1,66 +1,61 @@
-"""Inputs of recomputed blocks, from forward to backward: kept where they are, or moved to host memory or NVMe meanwhile.
+"""Activation offload: inputs of recomputed blocks move to host memory or NVMe from forward to backward.
 
-An `ActivationOffload` takes the activations among a block's arguments, floating tensors that ask for a gradient, and gives
-an `OffloadHandle` for each; what blocks share (masks, rotary tables) stays with autograd on the device. The way out runs
-behind the computation on a side stream and, to files, through threads; the way back begins one block before it is wanted.
-The same tensor handed to several blocks (a position bias) is moved once.
+`ActivationOffload.keep` takes a block's arguments and returns an `OffloadHandle` for each activation, that is, for each
+floating tensor that requires a gradient. Shared arguments (masks, rotary tables) stay on the device. Copies run on a side
+stream, and file transfers on threads, behind the computation. A handle starts to fetch its tensor one block before it is
+needed. A tensor that several blocks receive (a position bias) moves once.
 
-What it refuses: to give a tensor back twice; so a second backward over the same graph, which needs recomputation from
-activations twice, is refused while activations are offloaded.
+A handle gives its tensor back once per user, so a second backward over the same graph raises an error.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from itertools import count
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from ftkit.engine.arena import Arena
-from ftkit.engine.files.flat_file import FlatFile, Request
+from ftkit.engine.memory.arena import Arena
+from ftkit.engine.memory.flat_file import FlatFile, Request
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.spec.tiers import DEVICE, HOST
 
 STAGING = 4
-"""Host buffers of each size through which activations pass on their way to files and back."""
+"""Host buffers of each size between the device and files."""
 
-
-RECENT = 4
-"""Tensors among which one that is handed to several blocks is looked for."""
+ROUND_BYTES = 16384
+"""Buffers and files are rounded up to a multiple of this."""
 
 
 class OffloadHandle:
-    """One tensor that was moved away: what brings it back."""
+    """One tensor that moved off the device."""
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
         self.offload = offload
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.place = offload.place(_padded_bytes(tensor))
+        self.place = offload.place(-(-tensor.nbytes // ROUND_BYTES) * ROUND_BYTES)
         offload.leave(tensor, self.place)
         self.version = tensor._version
         self.users = 1
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.taken = False
         self.release = weakref.finalize(self, offload.free[self.place.size_bytes].append, self.place)
 
     def bring(self) -> None:
-        """Start bringing it back."""
-        if self.coming is None and not self.taken:
+        """Start to fetch the tensor."""
+        if self.coming is None and self.users > 0:
             self.coming = self.offload.fetch(self)
 
     def take(self) -> Tensor:
-        """Return the tensor on the device, asking for a gradient.
-
-        Raises:
-            RuntimeError: if all who kept it have taken it.
-        """
-        if self.taken:
+        """Return the tensor on the device, once per user. It requires a gradient."""
+        if self.users == 0:
             raise RuntimeError(
-                "a second backward over a graph whose activations were offloaded: they are gone after the first; keep them "
+                "a second backward over a graph whose activations were offloaded: they are freed after the first. Keep them "
                 "on the device (engine.activation_offload: device)"
             )
         self.bring()
@@ -70,119 +65,111 @@ class OffloadHandle:
             torch.cuda.current_stream(self.offload.device).wait_event(event)
         self.users -= 1
         if self.users == 0:
-            self.taken, self.coming = True, None
+            self.coming = None
             self.release()
         return tensor.detach().requires_grad_()
 
 
+@dataclass
 class Place:
-    """Room for one tensor: a host buffer, or a file."""
+    """Memory for one tensor: a host buffer or a file. `write` is the last write from or to it."""
 
-    def __init__(self, size_bytes: int, buffer: Tensor | None, file: FlatFile | None) -> None:
-        self.size_bytes = size_bytes
-        self.buffer, self.file = buffer, file
-        self.write: Request | None = None
+    size_bytes: int
+    buffer: Tensor | None = None
+    file: FlatFile | None = None
+    write: Request | None = None
 
 
 class ActivationOffload:
-    """Moves activations to the tier of `activation_offload`, and back.
-
-    Args:
-        tiers: tiers of this rank.
-    """
+    """Moves activations to the tier of `activation_offload` and back."""
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
         self.tier = tiers.tier("activation_offload")
         self.device = tiers.device
         self.free: dict[int, list[Place]] = defaultdict(list)
-        self.staging: dict[int, list[Place]] = defaultdict(list)
+        self.staging: dict[int, Iterator[Place]] = {}
         self.arenas: list[Arena] = []
         self.numbers = count()
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and self.tier != DEVICE else None
-        self.recent: deque[tuple[weakref.ref[Tensor], weakref.ref[OffloadHandle]]] = deque(maxlen=RECENT)
+        self.handles = WeakTensorKeyDictionary()  # from a tensor to a weak reference to its handle
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory taken so far."""
+        """Bytes of host memory allocated so far."""
         return sum(arena.requested_bytes for arena in self.arenas)
 
     def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
-        """Move the activations among `tensors` away; None for those that stay. The originals may be freed at once."""
+        """Move the activations among `tensors`. The originals may be freed. None stands for a tensor that stays."""
         if self.tier == DEVICE:
             return [None] * len(tensors)
         return [self._handle(t) if t.is_floating_point() and t.requires_grad else None for t in tensors]
 
     def _handle(self, tensor: Tensor) -> OffloadHandle:
-        for known, former in ((tensor_ref(), handle_ref()) for tensor_ref, handle_ref in self.recent):
-            if known is tensor and former is not None and former.version == tensor._version and former.users > 0:
-                former.users += 1
-                return former
+        former: OffloadHandle | None = self.handles.get(tensor, lambda: None)()
+        if former is not None and former.version == tensor._version and former.users > 0:
+            former.users += 1
+            return former
         handle = OffloadHandle(self, tensor)
-        self.recent.append((weakref.ref(tensor), weakref.ref(handle)))
+        self.handles[tensor] = weakref.ref(handle)
         return handle
 
-    # --- rooms
+    # --- memory
 
     def place(self, size_bytes: int) -> Place:
-        """Return room of a size: one that was used before, or a new one."""
+        """Return free memory of a size, new if necessary."""
         if self.free[size_bytes]:
             return self.free[size_bytes].pop()
         if self.tier == HOST:
-            return Place(size_bytes, self._buffer(size_bytes), None)
+            return self._host_place(size_bytes)
         assert self.tiers.disk is not None
-        return Place(size_bytes, None, self.tiers.disk.file(f"kept.{next(self.numbers)}", size_bytes // 4, torch.int32))
+        return Place(size_bytes, file=self.tiers.disk.file(f"kept.{next(self.numbers)}", size_bytes, torch.uint8))
 
-    def _buffer(self, size_bytes: int) -> Tensor:
+    def _host_place(self, size_bytes: int) -> Place:
         arena = self.tiers.arena(size_bytes)
         self.arenas.append(arena)
-        return arena.take(size_bytes, torch.uint8)
+        return Place(size_bytes, arena.take(size_bytes, torch.uint8))
 
     def _staging(self, size_bytes: int) -> Place:
-        """Return a host buffer whose last write to a file is done; the least recently used one."""
-        ring = self.staging[size_bytes]
-        if len(ring) < STAGING:
-            ring.append(Place(size_bytes, self._buffer(size_bytes), None))
-            return ring[-1]
-        ring.append(ring.pop(0))
-        if ring[-1].write is not None:
-            ring[-1].write.wait()
-            ring[-1].write = None
-        return ring[-1]
+        """Return the least recently used staging buffer of a size, after its last write to a file."""
+        if size_bytes not in self.staging:
+            self.staging[size_bytes] = cycle([self._host_place(size_bytes) for _ in range(STAGING)])
+        place = next(self.staging[size_bytes])
+        if place.write is not None:
+            place.write.wait()
+        return place
 
-    # --- ways
+    # --- transfers
 
     def leave(self, tensor: Tensor, place: Place) -> None:
-        """Copy `tensor` to its place. (The way back is asked of the same stream, and so comes after.)"""
-        host = place if place.buffer is not None else self._staging(place.size_bytes)
+        """Copy `tensor` to its place. A fetch on the same stream comes after it."""
+        host = place if place.file is None else self._staging(place.size_bytes)
         assert host.buffer is not None
         event = self._copy(_view(host.buffer, tensor.shape, tensor.dtype), tensor)
         if place.file is not None:
             if event is not None:
                 event.synchronize()
-            host.write = place.write = place.file.write(0, host.buffer.view(torch.int32))
+            if place.write is not None:  # of a tensor that was dropped without a backward
+                place.write.wait()
+            host.write = place.write = place.file.write(0, host.buffer)
 
     def fetch(self, handle: OffloadHandle) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a handle's tensor on the device, and the event after which it is there."""
+        """Return a handle's tensor on the device, and the event after which it is complete."""
         place = handle.place
-        if place.buffer is None:
-            assert place.file is not None
-            if place.write is not None:
-                place.write.wait()
-            host = self._staging(place.size_bytes)
-            assert host.buffer is not None
-            place.file.read(0, host.buffer.view(torch.int32)).wait()
-            source = _view(host.buffer, handle.shape, handle.dtype)
-        else:
-            source = _view(place.buffer, handle.shape, handle.dtype)
+        host = place if place.file is None else self._staging(place.size_bytes)
+        assert host.buffer is not None
+        if place.file is not None:
+            assert place.write is not None
+            place.write.wait()
+            place.file.read(0, host.buffer).wait()
         tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.device)
-        event = self._copy(tensor, source)
-        if place.buffer is None and event is not None:
-            event.synchronize()  # the staging buffer is about to be used again
+        event = self._copy(tensor, _view(host.buffer, handle.shape, handle.dtype))
+        if place.file is not None and event is not None:
+            event.synchronize()  # the next tensor may use the staging buffer
         return tensor, event
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy behind the computation, once it has made `source`."""
+        """Copy on the side stream, after the computation that makes `source`."""
         if self.stream is None:
             target.copy_(source)
             return None
@@ -196,36 +183,27 @@ class ActivationOffload:
 
 
 class OffloadedInputs:
-    """The inputs of one block that were moved away: of each forward whose backward is to come.
-
-    Args:
-        offload: moves them.
-    """
+    """The offloaded inputs of one block, for each forward that awaits its backward."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
         self._forwards: list[list[weakref.ref[OffloadHandle]]] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
-        """Move a call's activations away until its backward; None for what stays with autograd."""
+        """Move a call's activations until its backward; None for a tensor that stays with autograd."""
         handles = self.offload.keep(tensors)
         self._forwards.append([weakref.ref(handle) for handle in handles if handle is not None])
         return handles
 
     def bring(self) -> None:
-        """Start bringing back the inputs of the last forward."""
+        """Start to fetch the inputs of the last forward."""
         for reference in self._forwards.pop() if self._forwards else ():
             if (handle := reference()) is not None:
                 handle.bring()
 
     def forget(self) -> None:
-        """Forget forwards whose backward has not come."""
+        """Forget forwards whose backward did not run."""
         self._forwards.clear()
-
-
-def _padded_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, rounded up to what a file of 4-byte elements takes."""
-    return -(-tensor.numel() * tensor.dtype.itemsize // 16384) * 16384
 
 
 def _view(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -1,183 +1,106 @@
-"""The weights of one block: gathered before it is computed, freed after, and what state they are in.
+"""The weights of one block: gathered before each use, resharded after it.
 
-[Note: the states of a block's weights]
+Gathered weights are views of a buffer. Usually it is one of the two slots that all blocks share; the next blocks
+overwrite it. With `reshard_after_forward: false` it is a buffer of the block's own, which stays from forward to
+backward. `Transfer` knows which weights a buffer contains, and gathers only if they are not there.
 
-              enter                 leave, a backward will want them
-    SHARDED --------> GATHERED ------------------------------------> HELD
-       ^  ^             |  ^                                           |
-       |  +-------------+  +-------------------------------------------+
-       |     leave                           enter
-       |
-       +--------> WHOLE       hold_whole, for forwards without gradients, until give_back; HELD may be left for it, too
-
-    SHARDED   each rank has its shard; the parameters refuse computations (resharded.py)
-    GATHERED  the parameters are views of a buffer: one of the two slots that all blocks share, or one of the block's own
-    HELD      the block's own buffer keeps the weights from a forward to its backward (`reshard_after_forward: false`)
-    WHOLE     a buffer keeps them from call to call, and no call waits for another rank (holding.py)
-
-Resident weights are always usable, and have no state: they are brought up to date when they are wanted.
+Resident weights need no buffer. They are brought up to date after an update, when the block is used.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from enum import Enum
-from itertools import pairwise
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.transfer import Transfer, WeightSlot
-from ftkit.errors import UserError
-
-
-class WeightState(Enum):
-    """See [Note: the states of a block's weights]."""
-
-    SHARDED = "sharded"
-    GATHERED = "gathered"
-    HELD = "held"
-    WHOLE = "whole"
 
 
 class BlockWeights:
     """The weights of one block.
 
     Args:
-        number: place of the block in the order of execution.
-        name: name of the block in the model.
-        flats: its flat parameters.
-        hold: keep the weights gathered from forward to backward.
-        transfer: the slots that all blocks share.
+        number: Position of the block in the order of execution.
+        name: Name of the block in the model.
+        flats: Its flat parameters.
+        stay: Keep the weights gathered from forward to backward.
+        transfer: The slots that all blocks share.
     """
 
     def __init__(
-        self, number: int, name: str, flats: Sequence[FlatParameter], *, hold: bool, transfer: Transfer
+        self, number: int, name: str, flats: Sequence[FlatParameter], *, stay: bool, transfer: Transfer
     ) -> None:
-        self.number = number
-        self.name = name
+        self.number, self.name = number, name
         self.flats = list(flats)
         self.gathered = [flat for flat in flats if not flat.resident]
         self.resident = [flat for flat in flats if flat.resident]
-        self.hold = hold
+        self.stay = stay
         self.transfer = transfer
-        self.before: BlockWeights | None = None
-        self.after: BlockWeights | None = None
-        self.state = WeightState.SHARDED
-        self.backwards = 0  # that are to come since zero_grad: counted, so alike on all ranks
-        self._own: WeightSlot | None = None  # from a forward to its backward
-        self._whole: WeightSlot | None = None
+        self.backwards = 0  # backwards to come since zero_grad; the same on all ranks
+        self._own: WeightSlot | None = None
 
     @property
     def slot(self) -> WeightSlot:
-        """The buffer for these weights: their own while they are held, else slot `number` mod 2."""
+        """The buffer for these weights: the block's own if it has one, else slot `number` mod 2."""
         return self._own or self.transfer.slots[self.number % 2]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether forwards without gradients find the weights without a gather."""
-        return self.state is WeightState.WHOLE
-
     def fetch(self, *, graph: bool) -> None:
-        """Start gathering the weights, if they are not here.
+        """Start gathering the weights if they are not here.
 
         Args:
-            graph: a backward will follow; weights that are held for it get a buffer of their own.
+            graph: A backward follows.
         """
         self.transfer.refresh(self.resident)
         if not self.gathered:
             return
-        if self.hold and graph and self._own is None:
+        if self.stay and graph and self._own is None:
             self._own = self.transfer.lend(self.gathered)
         self.transfer.gather(self.slot, self.gathered, self.number)
 
-    def enter(self, *, graph: bool, neighbour: BlockWeights | None) -> None:
-        """Make the weights usable, and start the neighbour's gather.
+    def enter(self, *, graph: bool, neighbour: BlockWeights | None = None, beyond: BlockWeights | None = None) -> None:
+        """Make the weights usable, and start gathering the neighbour's.
 
         Args:
-            graph: a backward will follow.
-            neighbour: the block that is computed next.
+            graph: A backward follows this use.
+            neighbour: The block that is used next.
+            beyond: The block after it, whose weights are read ahead from NVMe.
 
         Raises:
-            RuntimeError: if all weights are held for forwards without gradients.
+            RuntimeError: All weights are gathered for generation.
         """
-        if self.is_whole:
+        if self.gathered and self.transfer.whole is not None:
             raise RuntimeError(
-                f"{self.name} was used for training while its weights are held for generation: leave the `hold` context "
-                "first, or compute under torch.no_grad()"
+                f"{self.name} was used for training while all weights are gathered for generation: leave that context, or "
+                "compute under torch.no_grad()"
             )
         self.fetch(graph=graph)
         for flat in self.resident:
             self.transfer.side.wait(flat.refreshed)
         if self.gathered:
             self.transfer.take(self.slot, self.gathered, self.number)
-        self.state = WeightState.GATHERED
         if neighbour is not None and self.transfer.prefetch:
             neighbour.fetch(graph=graph)
-        self.transfer.read_ahead([each.gathered for each in self._beyond(neighbour, turns=graph)])
-
-    def _beyond(self, neighbour: BlockWeights | None, *, turns: bool) -> list[BlockWeights]:
-        """Return the blocks that come after the neighbour; after the last of a forward, the one that its backward wants."""
-        if neighbour is None:
-            return [each for each in (self.before,) if each is not None and turns]
-        coming = neighbour.after if neighbour is self.after else neighbour.before
-        return [coming] if coming is not None else []
+        if beyond is not None:
+            self.transfer.read_ahead([beyond.gathered])
 
     def leave(self) -> None:
-        """Free the weights. A buffer of their own stays while a backward will ask for it.
-
-        Raises:
-            UserError: if one was written in place: it is a copy, and the write would be lost.
-        """
-        try:
-            failing = sys.exc_info()[0] is not None  # then that is what the user has to see
-            edited = None if failing else next((name for flat in self.gathered if (name := flat.edited())), None)
-        finally:
-            if self.gathered:
-                self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
-            self._rest()
-        if edited is not None:
-            raise UserError(
-                f"{edited} was written in place while its block {self.name} computed. At stage 3 a block's weights are "
-                "copies meanwhile, and the write would be lost. Compute with a changed copy (weight * scale), use a "
-                "parametrization, or set ftkit={'stage': 2}"
-            )
-
-    def hold_whole(self) -> None:
-        """Gather the weights into a buffer of their own, where calls without gradients find them until `give_back`."""
-        self._whole = self.transfer.lend(self.gathered)
-        self.transfer.take(self._whole, self.gathered, self.number)
-        self.state = WeightState.WHOLE
-
-    def give_back(self) -> None:
-        """Let the buffer of `hold_whole` go."""
-        if self._whole is not None:
-            self.transfer.free(self._whole, self.gathered, for_good=True)
-            self._whole = None
-            self._rest()
+        """Reshard the weights. A buffer of the block's own stays while a backward needs it."""
+        if self.gathered:
+            self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
+        self._drop_unneeded()
 
     def expect_backward(self) -> None:
-        """Note that a backward will want the weights."""
+        """Count a backward that will use the weights."""
         self.backwards += 1
 
     def begin_backward(self) -> None:
-        """Note that a backward that was to come is here."""
-        self.backwards = max(self.backwards - 1, 0)  # zero_grad may have come between
+        """Count down a backward that starts now."""
+        self.backwards = max(self.backwards - 1, 0)  # zero_grad may have reset the count
 
     def forget_backwards(self) -> None:
-        """Let a held buffer go. A backward that comes all the same gathers again."""
+        """Free the block's own buffer. A backward that still runs gathers again."""
         self.backwards = 0
-        if self.state is WeightState.HELD:
-            self._rest()
-        self._own = None
+        self._drop_unneeded()
 
-    def _rest(self) -> None:
-        """Take the state between two computations."""
+    def _drop_unneeded(self) -> None:
         if self.backwards == 0:
             self._own = None
-        self.state = WeightState.SHARDED if self._own is None else WeightState.HELD
-
-
-def connect(row: Sequence[BlockWeights]) -> None:
-    """Tell the weights of blocks, in order of execution, their neighbours."""
-    for former, latter in pairwise(row):
-        former.after, latter.before = latter, former

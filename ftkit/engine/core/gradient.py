@@ -1,19 +1,19 @@
-"""The gradient of a flat parameter: from a use in backward to the optimizer.
+"""The gradient of a flat parameter: from a unit's backward to the optimizer.
 
-[Note: the forms of a gradient]   N elements, W ranks, shards of S elements (layout.py)
+[Note: the forms of a gradient]   N elements, W ranks, shards of S elements (spec/layout.py)
 
-    form         a use writes to                    reduced            the optimizer reads
-    reduced      the gradient slot (W*S,)           after each use     `shard` (S,) on the device
-    offloaded    the gradient slot (W*S,)           after each use     a store (S,) on host or NVMe (gradient_offload.py)
-    deferred     `full` (W*S,), on every rank       once, at the step  this rank's part of `full`
+    form         a backward writes to               reduced             the optimizer reads
+    reduced      the gradient slot (W*S,)           after each backward `shard` (S,) on the device
+    offloaded    the gradient slot (W*S,)           after each backward a store (S,) on host or NVMe (gradient_offload.py)
+    deferred     `full` (W*S,), on every rank       once, at the step   this rank's part of `full`
 
-Each form is the mean over ranks, summed over the micro-batches of a step. Around a block's backward transfer.py begins its
-gradients with places in the slot, ends them, and reduces them on the side stream; meanwhile the block's hooks call `add`. A
-use outside blocks (an embedding, a head) hands its gradient to `add_use`. The optimizer calls `finish`, then reads `store`,
+Each is the mean over ranks, summed over the micro-batches of a step. `Transfer.gradients` opens a unit's gradients with
+places in the slot, and reduces them on the side stream after the unit's backward; in between, hooks of autograd call
+`add`. A use outside blocks (an embedding, a head) calls `add_use`. The optimizer calls `finish`, then reads `store`,
 `square` and `touched`.
 
-[Note: touched]   A tensor without a gradient on any rank is not updated: AdamW would decay it. Each rank notes which tensors
-it has touched since `zero_grad`; the ranks then agree (optimizer.py).
+[Note: touched]   A tensor without a gradient on any rank is not updated; AdamW would decay it. Each rank records the tensors
+it has touched since `zero_grad`, and the norm's collective combines the records (optimizer.py).
 
 `shard` and `full` are allocated at first use: evaluation needs neither.
 """
@@ -23,44 +23,44 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.collected import collect
-from ftkit.engine.core.flat_parameter import PIECE_NUMEL, FlatParameter
-from ftkit.engine.core.resharded import note_gradient
+from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.tiers import MemoryStore, Store
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import DEVICE
 
 Measure = Callable[[Tensor], "Tensor | float"]
-"""From a gradient (n,) to its sum of squares: a scalar where the gradient lies, or a float."""
+"""Takes a gradient (n,); returns its sum of squares, as a scalar on its device or a float."""
+
+PIECE_NUMEL = 1 << 18
+"""Elements of mixed dtypes to add at a time on a CPU, so that they stay in cache."""
 
 
 class Gradient(ABC):
-    """The gradient of one trainable flat parameter.
+    """The gradient of one trained flat parameter.
 
     Args:
-        flat: the flat parameter.
-        strategy: says in what dtype the micro-batches are summed.
+        flat: The flat parameter.
+        strategy: Gives the dtype in which micro-batches are summed.
     """
 
     deferred: ClassVar[bool] = False
-    """Whether the reduction waits for the end of the step."""
+    """Whether it is reduced at the step only."""
 
     def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
         self.flat = flat
         self.dtype = torch.float32 if strategy.sums_in_fp32 else flat.dtype
         self.touched = [False] * len(flat.parameters)  # see [Note: touched]
-        self.changes = 0  # counts whatever changes the gradient: a norm belongs to one such count
+        self.changes = 0  # number of changes; the optimizer caches the norm of one such number
         self._there = False
 
     @property
     def there(self) -> bool:
-        """Whether this rank holds a gradient for the current step."""
+        """Whether this rank has a gradient for the current step."""
         return self._there
 
     @property
@@ -74,44 +74,44 @@ class Gradient(ABC):
 
     @abstractmethod
     def add_use(self, index: int, gradient: Tensor | None) -> None:
-        """Add the local gradient of tensor `index` from a use outside blocks. A collective, unless it is deferred.
+        """Add the local gradient of tensor `index` from a use outside blocks. A collective unless deferred.
 
         Args:
-            index: place of the tensor on the flat parameter.
-            gradient: the gradient, of any shape; None where this rank's graph was cut, while others may have one.
+            index: Index of the tensor in the flat parameter.
+            gradient: The gradient, of any shape. None if this rank has none while others may have one.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Reduce what waits: afterwards this rank's part is the step's mean gradient. A collective where it is deferred."""
+        """Complete the step's mean gradient on this rank's shard. A collective if deferred."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that hold it in memory."""
+        """Return the tensors in memory that store it."""
 
     def store(self) -> Store | None:
-        """Return where this rank's part (S,) of the step's gradient lies; None if there is none."""
+        """Return the store of this rank's shard (S,) of the step's gradient. None: there is no gradient."""
         part = self._part() if self._there else None
         return None if part is None else MemoryStore(part, DEVICE)
 
     def square(self, measure: Measure) -> Tensor | float | None:
-        """Return this rank's share of the squared norm: the sum over ranks is that of the whole. None without a gradient."""
+        """Return this rank's share of the squared norm, or None without a gradient. The shares of all ranks add up to it."""
         part = self._part() if self._there else None
         return None if part is None else self._shared(measure(part[: self.flat.own_numel]))
 
     def _part(self) -> Tensor | None:
-        """Return this rank's part (S,), on the device."""
+        """Return this rank's shard (S,) on the device."""
         return None
 
     def _shared(self, square: Tensor | float) -> Tensor | float:
         return square / self.flat.comm.world_size if self.flat.owners == 1 else square
 
     def agree(self, touched: Sequence[bool]) -> None:
-        """Take over which tensors were touched on any rank."""
+        """Set `touched` to that of any rank."""
         self.touched = list(touched)
 
     def zero(self) -> None:
-        """Forget the step's gradient. Nothing is written: the next use overwrites."""
+        """Drop the step's gradient. Writes nothing: the next backward overwrites it."""
         self._there = False
         self.changes += 1
         self.touched = [False] * len(self.touched)
@@ -121,45 +121,43 @@ class Gradient(ABC):
         """Bytes of live storage on this rank."""
         return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in self.tensors()}.values())
 
-    def watch(self) -> None:
-        """Let `parameter.grad` raise while the engine has the gradient: torch would take None for no gradient.
-
-        The parameters must not keep the gradient alive, so they hold weak references.
-        """
+    def guard(self) -> None:
+        """Make `.grad` of the parameters raise while their gradients are here. They do not keep this object alive."""
         own = weakref.ref(self)
-        for index, (parameter, segment) in enumerate(zip(self.flat.parameters, self.flat.layout.segments)):
-            if self.flat.resident:
-                collect(parameter, segment.name, partial(_is_touched, own, index))
-            else:
-                note_gradient(parameter, partial(_is_there, own))
+
+        def collected(index: int) -> bool:
+            gradient = own()
+            return gradient is not None and gradient.touched[index]
+
+        self.flat.guard(collected)
 
     def _change(self) -> None:
-        """Note that the gradient changes, and wait for an update that still reads it."""
+        """Count a change, and wait for an update that still reads the gradient."""
         self.changes += 1
         self.flat.settle()
 
 
 class ReducedGradient(Gradient):
-    """A gradient that is reduced after each use. Arguments as `Gradient`'s."""
+    """A gradient that is reduced after each backward of its unit. Arguments as in `Gradient`."""
 
     def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
         super().__init__(flat, strategy)
-        self.slot_dtype = self.dtype if strategy.parts > 1 else flat.dtype  # several micro-batches are summed in the slot
+        self.slot_dtype = self.dtype if strategy.parts > 1 else flat.dtype  # parts are summed in the slot
         self.shard: Tensor | None = None
-        self._place: Tensor | None = None  # (W*S,) in the slot, while a block's backward runs
+        self._place: Tensor | None = None  # (W*S,) in the slot, during a unit's backward
         self._written: set[int] = set()
 
     @property
     def open(self) -> bool:
-        """Whether a block's backward runs, and `add` has a place to write to."""
+        """Whether a backward of the unit runs."""
         return self._place is not None
 
     def begin(self, place: Tensor) -> None:
-        """Open the gradient: `add` writes to `place` (W*S,) until `end`."""
+        """Let `add` write to `place` (W*S,) until `end`."""
         self._place, self._written = place, set()
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """See `Gradient.add`. A second micro-batch in the same slot is added to the first."""
+        """See `Gradient.add`. Later parts are added to the first."""
         assert self._place is not None
         segment = self.flat.layout.segments[index]
         place = self._place[segment.start : segment.stop]
@@ -170,7 +168,7 @@ class ReducedGradient(Gradient):
         self._written.add(index)
 
     def end(self) -> None:
-        """Close the gradient: what no one has written in its place becomes zero."""
+        """Close the gradient. Zero the elements of its place that were not written."""
         assert self._place is not None
         layout, place, self._place = self.flat.layout, self._place, None
         place[layout.numel :].zero_()
@@ -181,11 +179,11 @@ class ReducedGradient(Gradient):
                 place[segment.start : segment.stop].zero_()
 
     def drop(self) -> None:
-        """Close the gradient after a failure: what was written is forgotten."""
+        """Close the gradient after an error in backward."""
         self._place = None
 
     def add_use(self, index: int, gradient: Tensor | None) -> None:
-        """See `Gradient.add_use`. Cost: one reduce-scatter, one buffer of W*S elements."""
+        """See `Gradient.add_use`. Cost: one reduce-scatter and one buffer of W*S elements."""
         flat = self.flat
         shape = flat.layout.padded_numel
         if gradient is None:
@@ -200,7 +198,10 @@ class ReducedGradient(Gradient):
         self.reduce(full)
 
     def reduce(self, full: Tensor) -> None:
-        """Add the mean over ranks of a local gradient `full` (W*S,), which is scratch afterwards, to this rank's part.
+        """Average a full gradient over ranks and add this rank's part to the shard.
+
+        Args:
+            full: Local gradient of all elements, shape (W*S,). Overwritten.
 
         Cost: one reduce-scatter of W*S elements.
         """
@@ -223,7 +224,7 @@ class ReducedGradient(Gradient):
             self.shard.copy_(part)
 
     def finish(self) -> None:
-        """See `Gradient.finish`; each use was reduced already."""
+        """See `Gradient.finish`. Nothing is left to do."""
 
     def tensors(self) -> list[Tensor]:
         """Return the shard, once there is one."""
@@ -234,7 +235,7 @@ class ReducedGradient(Gradient):
 
 
 class DeferredGradient(Gradient):
-    """A gradient that is reduced once, at the step. Arguments as `Gradient`'s."""
+    """A gradient that is reduced once, at the step. Arguments as in `Gradient`."""
 
     deferred = True
 
@@ -245,14 +246,14 @@ class DeferredGradient(Gradient):
 
     @property
     def open(self) -> bool:
-        """Whether `add` has a place to write to: always."""
+        """Always true."""
         return True
 
     def add(self, index: int, gradient: Tensor) -> None:
         """See `Gradient.add`.
 
         Raises:
-            RuntimeError: if the gradient was reduced already: what was reduced cannot be added to.
+            RuntimeError: The gradient is reduced already.
         """
         if self._finished and self.flat.comm.world_size > 1:
             raise RuntimeError(
@@ -276,7 +277,7 @@ class DeferredGradient(Gradient):
             self.add(index, gradient)
 
     def finish(self) -> None:
-        """Reduce the step's gradient. Every rank takes part, also one whose part of the batch used none of these tensors.
+        """Reduce the step's gradient on all ranks, also on those without a local gradient.
 
         Cost: one reduce-scatter (stage 1) or all-reduce (stage 0), at the first call in a step.
         """
@@ -320,25 +321,13 @@ class DeferredGradient(Gradient):
         return self.full[self.flat.rank * numel : (self.flat.rank + 1) * numel]
 
 
-def _is_touched(gradient: weakref.ref[Gradient], index: int) -> bool:
-    """Return whether a gradient that is still alive has one of tensor `index`."""
-    own = gradient()
-    return own is not None and own.touched[index]
-
-
-def _is_there(gradient: weakref.ref[Gradient]) -> bool:
-    """Return whether a gradient that is still alive holds something."""
-    own = gradient()
-    return own is not None and own.there
-
-
 def add_in_pieces(total: Tensor, part: Tensor) -> None:
-    """Add `part` (n,) to `total` (n,): on a CPU in pieces, as torch first widens all of a narrower `part`."""
+    """Add `part` (n,) to `total` (n,). On a CPU in pieces: torch would first widen all of a narrower `part`."""
     width = PIECE_NUMEL if total.device.type == "cpu" and total.dtype != part.dtype else max(total.numel(), 1)
     for start in range(0, total.numel(), width):
         total[start : start + width].add_(part[start : start + width])
 
 
 def reduced_at_once(gradients: Sequence[Gradient]) -> list[ReducedGradient]:
-    """Return the gradients that are reduced after each use."""
+    """Return the gradients that are reduced after each backward."""
     return [each for each in gradients if isinstance(each, ReducedGradient)]

@@ -1,11 +1,11 @@
-"""Gradient offload: reduced gradients go to host memory or NVMe, and are added up there.
+"""Gradient offload: reduced gradients are summed in host memory or on NVMe.
 
-A reduced gradient (S,) is copied to one of two staging buffers in host memory, on the stream that reduced it. A thread waits
-for the copy, adds it to the gradient's store (host arena or file) piece by piece, and takes the squared norm of the sum
-while it passes. It does so at every use, so nobody needs to know which use is a step's last. The step's clipping calls
-`finish`, which waits for the thread and raises its errors.
+A reduced gradient (S,) is copied to one of two staging buffers in host memory, on the stream that reduced it. A thread
+waits for the copy, adds it to the gradient's store (host arena or file) piece by piece, and computes the squared norm of
+the sum in the same pass. It does so at every use, so it need not know which use is the last of a step. Gradient clipping
+calls `finish`, which waits for the thread and raises its errors.
 
-A CPU rank whose gradients stay in host memory needs no staging and no thread: the sum is made at once.
+A CPU rank whose gradients stay in host memory adds them at once, without staging and thread.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from ftkit.engine.arena import Arena, arena_bytes
 from ftkit.engine.core.flat_parameter import store_bytes
 from ftkit.engine.core.gradient import Measure, ReducedGradient
 from ftkit.engine.kernels.host_loops import HostLoops
+from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.spec.tiers import NVME
 
 BUFFERS = 2
+"""Staging buffers, each as wide as the widest gradient shard."""
 
 
 class OffloadedGradient(ReducedGradient):
-    """A gradient that leaves the device after each reduction. Arguments as `Gradient`'s; `connect` comes after them."""
+    """A gradient that leaves the device after each reduction. Arguments as `Gradient`'s; `connect` completes it."""
 
     _offload: GradientOffload
     _store: Store
 
     def connect(self, offload: GradientOffload, store: Store) -> None:
-        """Take the way off the device, and the store (S,) on host or NVMe in which the sum is made."""
+        """Set the offload, and the store (S,) on host or NVMe of the sum."""
         self._offload, self._store = offload, store
         self._square: float | None = None
 
@@ -56,41 +57,32 @@ class OffloadedGradient(ReducedGradient):
         return self._store if self._there else None
 
     def square(self, measure: Measure) -> Tensor | float | None:
-        """See `Gradient.square`; it was taken on the way."""
-        return None if self._square is None else self._shared(self._square)
+        """See `Gradient.square`. The thread has computed it."""
+        return self._shared(self._square) if self._there and self._square is not None else None
 
     def tensors(self) -> list[Tensor]:
-        """Return the store in host memory; none where it is a file."""
+        """Return the store if it is in host memory."""
         return [] if self._store.tensor is None else [self._store.tensor]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the store, wherever it lies."""
+        """Bytes of the store on any tier."""
         return store_bytes(self._store)
 
 
 class GradientOffload:
-    """The way of one model's gradients off the device.
-
-    Args:
-        gradients: the gradients that leave it.
-        tiers: says to which tier they go, and on which device they are reduced.
-        host: makes the sums.
-    """
+    """Moves one model's reduced gradients off the device. `host` computes their sums."""
 
     def __init__(self, gradients: Sequence[OffloadedGradient], tiers: Tiers, host: HostLoops) -> None:
-        self.device = device = tiers.device
+        self.device = tiers.device
         self.host = host
-        staged = device.type != "cpu" or tiers.tier("gradients") == NVME
-        sizes = [(each.flat.layout.shard_numel, each.slot_dtype) for each in gradients if staged]
         self.buffers: list[Tensor] = []
-        self.arena: Arena | None = None
         self.jobs: list[Future[None] | None] = [None] * BUFFERS
         self.turn = 0
-        if sizes:
-            widest = max(numel * dtype.itemsize for numel, dtype in sizes)
-            self.arena = tiers.arena(arena_bytes([(widest, torch.uint8)] * BUFFERS))
-            self.buffers = [self.arena.take(widest, torch.uint8) for _ in range(BUFFERS)]
+        if gradients and (self.device.type != "cpu" or tiers.tier("gradients") == NVME):
+            widest = max(each.flat.layout.shard_numel * each.slot_dtype.itemsize for each in gradients)
+            arena = tiers.arena(arena_bytes([(widest, torch.uint8)] * BUFFERS))
+            self.buffers = [arena.take(widest, torch.uint8) for _ in range(BUFFERS)]
             self.thread = tiers.worker("ftkit-gradients")
 
     @property
@@ -98,19 +90,15 @@ class GradientOffload:
         """Bytes of the staging buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def send(
-        self, part: Tensor, store: Store, own_numel: int, measured: Callable[[float], None], *, add: bool
-    ) -> None:
-        """Add a reduced gradient to a store, or put it there.
+    def send(self, part: Tensor, store: Store, own_numel: int, measured: Callable[[float], None], *, add: bool) -> None:
+        """Put a reduced gradient into a store, or add it there. Waits if both staging buffers are in use.
 
         Args:
-            part: the reduced gradient (S,); it may be written again once the current stream has got so far.
-            store: receives it (S,).
-            own_numel: elements of it that are no padding.
-            measured: is given the squared norm of the sum, by the thread.
-            add: add to what the store holds.
-
-        Cost: a copy off the device; waits if both staging buffers are still in use.
+            part: Reduced gradient (S,). It may be overwritten on the current stream after this call.
+            store: Receives the gradient, shape (S,).
+            own_numel: Elements of the shard without padding.
+            measured: Receives the squared norm of the sum, on the thread.
+            add: Add to the content of the store.
         """
         if not self.buffers:
             measured(self._add(store, part, own_numel, add=add))
@@ -129,11 +117,7 @@ class GradientOffload:
         self.turn = (self.turn + 1) % BUFFERS
 
     def finish(self) -> None:
-        """Wait until every gradient is in its store.
-
-        Raises:
-            Exception: that of the thread, e.g. of a full disk.
-        """
+        """Wait until every gradient is in its store, and raise an error of the thread."""
         for number in range(BUFFERS):
             self._collect(number)
 
@@ -143,7 +127,7 @@ class GradientOffload:
             job.result()
 
     def _add(self, store: Store, part: Tensor, own_numel: int, *, add: bool) -> float:
-        """Add `part` (S,) to `store` (S,), or put it there; return the squared norm of its first `own_numel` elements."""
+        """Add `part` (S,) to `store`, or put it there. Return the squared norm of the first `own_numel` elements."""
         square = 0.0
         for start, stop in store.pieces():
             piece = store.read(start, stop) if add else store.blank(start, stop)

@@ -32,16 +32,6 @@ def take_tensors(tree: Any, found: list[Tensor]) -> Any:
     return tree
 
 
-def in_objects(tree: Any) -> list[Tensor]:
-    """Return the tensors that are attributes of objects in a tree: `take_tensors` does not enter those."""
-    if isinstance(tree, dict):
-        return [tensor for value in tree.values() for tensor in in_objects(value)]
-    if isinstance(tree, (tuple, list)):
-        return [tensor for value in tree for tensor in in_objects(value)]
-    own = getattr(tree, "__dict__", None)
-    return [value for value in own.values() if isinstance(value, Tensor)] if own and not isinstance(tree, type) else []
-
-
 def put_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Return `tree` with its holes filled from `tensors`: the inverse of `take_tensors`."""
     if isinstance(tree, Hole):

@@ -1,1 +1,1 @@
-"""The loops of the optimizer: compiled for the host, and as a device's kernels take them."""
+"""Update rules on the host, compiled by numba."""

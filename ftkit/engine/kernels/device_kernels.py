@@ -1,4 +1,4 @@
-"""What may be done to flat shards on a device in one pass each. Whoever has kernels brings them: the engine knows torch."""
+"""The interface of device kernels over shards. The engine has none itself: it depends on torch only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Adam = Callable[..., None]
-"""(master, gradient, exp_avg, exp_avg_sq, weight or None; factor, lr, beta1, beta2, eps, weight_decay, step), in place."""
-
 
 @dataclass(frozen=True)
 class FlatKernels:
-    """Kernels over flat shards (n,) on the device of compute.
+    """Device functions over flat shards (n,). The engine works without them, in plain PyTorch.
 
     Args:
-        adamw: unscales, clips, updates and writes the 16-bit weight; see `Adam` and `HostLoops.adamw`.
-        square: (n,) to its sum of squares, a scalar there; inf or nan where an element is not finite.
+        adamw: AdamW in place, as `HostLoops.adamw`: (master, gradient, exp_avg, exp_avg_sq, weight or None; factor, lr,
+            beta1, beta2, eps, weight_decay, step).
+        square: Sum of squares of (n,), a scalar on the device; inf or nan if an element is not finite.
     """
 
-    adamw: Adam
+    adamw: Callable[..., None]
     square: Callable[[Tensor], Tensor]

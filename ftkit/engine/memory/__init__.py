@@ -1,1 +1,1 @@
-"""Where shards lie: on the device, in host arenas, in files on NVMe; and on which cores ranks compute."""
+"""Memory of a rank: host arenas, NVMe files, tiers of shards, and CPU cores."""

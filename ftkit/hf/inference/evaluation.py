@@ -28,7 +28,7 @@ from ftkit.errors import UserError
 from ftkit.hf.inference.generation import evaluating
 from ftkit.hf.models.head import adds_to_loss, only_loss, usable_loss
 from ftkit.hf.models.rank_sync import Inputs, in_step
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import units_of
 
 UNSHIFTED = "ForMaskedLM"
@@ -168,7 +168,7 @@ def shifts(model: nn.Module) -> bool:
 
 
 def _dealt(
-    rows: Any, collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int, units: ShardedModel | None
+    rows: Any, collate: Callable[[list[Any]], Mapping[str, Any]], batch_size: int, units: ShardedTransformer | None
 ) -> Iterator[Mapping[str, Any]]:
     """Yield this rank's batches of a data set."""
     rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)

@@ -32,10 +32,9 @@ from ftkit.data.formats import BadRowError, Conversation
 from ftkit.data.prepared import prompt_tokens
 from ftkit.data.rendering import Rendering
 from ftkit.data.turns import role_key, turn_of, unread_parts
-from ftkit.engine.files.finite import are_broken
 from ftkit.errors import UserError
 from ftkit.hf.models.rank_sync import in_step, one_token
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.models.weight_holding import cache_bytes, held
 from ftkit.hf.sharding import units_of
 from ftkit.hf.weights.nonfinite import at_hand_not_finite
@@ -191,8 +190,8 @@ def generate_ids(
         raise UserError(problems[0])
     if broken := at_hand_not_finite(model, units):
         raise UserError(
-            f"{are_broken(broken)}: every answer would be empty or noise. Fetch or write the model again; after training, "
-            "go back to a checkpoint from before the first step whose loss is not finite"
+            f"{', '.join(broken[:3])} holds NaN or infinite weights: every answer would be empty or noise. Fetch the "
+            "model again; after training, go back to a checkpoint from before the first step whose loss is not finite"
         )
     if not temperature and (top_p < 1 or seed) and (units is None or units.comm.rank == 0):
         logger.warning("temperature is 0, which takes the likeliest token each time: top_p and seed change nothing")
@@ -508,7 +507,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_in_step(units: ShardedModel | None, *, whole: bool) -> Iterator[None]:
+def _kept_in_step(units: ShardedTransformer | None, *, whole: bool) -> Iterator[None]:
     if units is None or whole:
         yield
     else:

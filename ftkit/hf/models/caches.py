@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ftkit.engine.core.shard import Units
+from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
 
 
-def refuse_caches(units: Units) -> None:
+def refuse_caches(units: ShardedModel) -> None:
     """Let calls of the model raise that would train through a cache, or would read one that was left empty.
 
     Args:

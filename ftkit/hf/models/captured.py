@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ftkit.engine.core.shard import Units
+from ftkit.engine.model import ShardedModel
 from ftkit.hf.models.hooks import hooks_on, name_of
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def tell_hooks(units: Units, instead: str) -> None:
+def tell_hooks(units: ShardedModel, instead: str) -> None:
     """Warn of hooks inside blocks at the first call of the model with gradients on; hooks may come until then.
 
     Args:
@@ -48,7 +48,7 @@ def tell_hooks(units: Units, instead: str) -> None:
     handle = units.model.register_forward_pre_hook(before)
 
 
-def hooks_inside(units: Units) -> list[tuple[str, str]]:
+def hooks_inside(units: ShardedModel) -> list[tuple[str, str]]:
     """Return (module, hook) of the forward hooks inside blocks that do not run by plain autograd, by their names.
 
     A block's own hooks are none: they are given what leaves it, with its gradient.

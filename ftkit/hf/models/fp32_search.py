@@ -41,7 +41,7 @@ from ftkit.engine.core.tensor_tree import put_tensors, take_tensors
 from ftkit.errors import UserError
 from ftkit.hf.models.fp32_modules import LIMIT, Fp32Modules
 from ftkit.hf.models.head import head_loss, only_loss
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ BATCHES = 4
 PROJECTIONS = (nn.Linear, Conv1D, BaseTunerLayer)
 
 
-def find_fp32_modules(units: ShardedModel, batches: Iterable[Mapping[str, Any]]) -> Fp32Modules:
+def find_fp32_modules(units: ShardedTransformer, batches: Iterable[Mapping[str, Any]]) -> Fp32Modules:
     """Make fp32 modules of what overflows in a sharded fp16 model's forward on these batches, beside those that it has.
 
     Args:
@@ -82,7 +82,7 @@ def find_fp32_modules(units: ShardedModel, batches: Iterable[Mapping[str, Any]])
     return upcast
 
 
-def _mend(units: ShardedModel, upcast: Fp32Modules, looking: _Looking, batch: Mapping[str, Any]) -> bool:
+def _mend(units: ShardedTransformer, upcast: Fp32Modules, looking: _Looking, batch: Mapping[str, Any]) -> bool:
     """Make the fp32 modules that a batch needs; return whether its forward is finite then.
 
     None is made where they do not fit together: a model may have operations, unknown here, that take no two dtypes.
@@ -116,7 +116,7 @@ def _take_back(model: nn.Module, upcast: Fp32Modules, before: tuple[Any, ...]) -
         loss.wide = wide
 
 
-def restore_fp32_modules(units: ShardedModel, upcast: Fp32Modules) -> None:
+def restore_fp32_modules(units: ShardedTransformer, upcast: Fp32Modules) -> None:
     """Give a model the fp32 modules of the run that it continues, beside those that it has.
 
     Raises:
@@ -134,13 +134,13 @@ def restore_fp32_modules(units: ShardedModel, upcast: Fp32Modules) -> None:
             own.largest[name] = upcast.largest.get(name, math.inf)
 
 
-def widens_inputs(units: ShardedModel) -> bool:
+def widens_inputs(units: ShardedTransformer) -> bool:
     """Return whether inputs of blocks are fp32: an fp32 module lies in a block, or before one."""
     blocks = [f"{unit.name}." for unit in units.units]
     return any(f"{name}.".startswith(tuple(blocks)) for name in units.fp32_modules.found)
 
 
-def _with_wide_head(units: ShardedModel, upcast: Fp32Modules, batch: Mapping[str, Any]) -> bool:
+def _with_wide_head(units: ShardedTransformer, upcast: Fp32Modules, batch: Mapping[str, Any]) -> bool:
     """Compute a chunked loss in fp32 if it is that which is not finite; return whether it is finite then."""
     loss = head_loss(units.model)
     if loss is None or loss.wide:
@@ -336,7 +336,7 @@ class _Mending(_Hooked):
     What a hook decides, it decides on all ranks alike: a block that is run again is gathered again.
     """
 
-    def __init__(self, units: ShardedModel, upcast: Fp32Modules, looking: _Looking) -> None:
+    def __init__(self, units: ShardedTransformer, upcast: Fp32Modules, looking: _Looking) -> None:
         super().__init__(units.model, units.comm)
         self.upcast, self.last_of, self.called_alike = upcast, looking.last_of, looking.called_alike()
         self.blocks = {id(unit.module) for unit in units.units}

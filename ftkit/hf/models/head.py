@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from ftkit.engine.core.block_call import autocast_kind
 from ftkit.engine.core.instance_class import specialise
+from ftkit.engine.core.recompute import autocast_kind
 from ftkit.hf.models.hooks import AFTER, LIBRARIES, has_global_hooks, home_of, hooks_on
 from ftkit.hf.models.probe_copies import Chance, difference, linear, results
 from ftkit.kernels.cross_entropy import LossTerms

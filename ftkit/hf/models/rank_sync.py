@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ftkit.engine.core.holding import gathered_bytes
 from ftkit.engine.core.instance_class import specialise
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.engine.holding import gathered_bytes
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.models.weight_holding import cache_bytes, held
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -65,7 +65,7 @@ class Meeting:
         stand_in: keyword arguments of a spare call on a rank that has not called the model itself.
     """
 
-    def __init__(self, units: ShardedModel, spare: Spare, stand_in: dict[str, Any] | None) -> None:
+    def __init__(self, units: ShardedTransformer, spare: Spare, stand_in: dict[str, Any] | None) -> None:
         self.units = units
         self.spare = spare
         models = [module for module in units.model.modules() if isinstance(module, PreTrainedModel)]
@@ -109,7 +109,7 @@ class Meeting:
 
 
 @contextmanager
-def in_step(units: ShardedModel, spare: Spare = repeat, stand_in: dict[str, Any] | None = None) -> Iterator[None]:
+def in_step(units: ShardedTransformer, spare: Spare = repeat, stand_in: dict[str, Any] | None = None) -> Iterator[None]:
     """Let each rank call the model as often as it likes in the body. A collective: all ranks enter and leave together.
 
     Args:
@@ -121,7 +121,7 @@ def in_step(units: ShardedModel, spare: Spare = repeat, stand_in: dict[str, Any]
     Raises:
         RuntimeError: see `Meeting.tell`.
     """
-    if units.held_since is not None or units.in_step:
+    if units.transfer.whole is not None or units.in_step:
         yield
         return
     units.freshen()  # by all ranks here: a rank that calls nothing would not take part in it later
@@ -146,7 +146,7 @@ def in_step(units: ShardedModel, spare: Spare = repeat, stand_in: dict[str, Any]
             handle.remove()
 
 
-def let_generate(units: ShardedModel) -> None:
+def let_generate(units: ShardedTransformer) -> None:
     """Let a sharded model's `generate`, which is transformers', hold all weights where they fit; else keep ranks in step.
 
     All ranks must call it together, each with its own prompts; a rank that has none calls it with any.
@@ -158,7 +158,7 @@ def let_generate(units: ShardedModel) -> None:
             _specialise(module, units)
 
 
-def _specialise(module: PreTrainedModel, units: ShardedModel) -> None:
+def _specialise(module: PreTrainedModel, units: ShardedTransformer) -> None:
     stock = type(module).generate  # type: ignore[attr-defined]  # of models that can
 
     def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:

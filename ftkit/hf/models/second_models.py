@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.plan.choice import Plan, make_plan
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import Memory
@@ -28,7 +28,7 @@ RUNTIME = "runtime"
 """The purpose of bytes that a process takes once, however many models it has."""
 
 
-def limits_beside(limits: Limits, others: Iterable[ShardedModel]) -> Limits:
+def limits_beside(limits: Limits, others: Iterable[ShardedTransformer]) -> Limits:
     """Return the limits of a model that is sharded beside others.
 
     Args:
@@ -80,7 +80,7 @@ def planned_for_training(plan: Plan, shape: Shape) -> Plan:
     return make_plan(shape, asked.limits, wanted, sequences=asked.sequences)
 
 
-def _taken_bytes(units: ShardedModel, memory: Memory, tier: str, limits: Limits) -> int:
+def _taken_bytes(units: ShardedTransformer, memory: Memory, tier: str, limits: Limits) -> int:
     """Return the bytes of a tier that one rank of a planned model takes, and that `limits` still count as free."""
     peak = memory.peak_phase(tier)
     planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)

@@ -1,6 +1,6 @@
 """What the plan wants to know of a Hugging Face model, and of the memory of this box.
 
-Lines are asked of the engine itself (`lines_of`), so their elements are exact, whatever the family, adapter or dtype.
+Lines are asked of the engine itself (`partition`), so their elements are exact, whatever the family, adapter or dtype.
 What autograd keeps of a block is measured for GPUs (`fake.graph_bytes`). For a CPU, and where a model cannot be
 computed without values, it is estimated from the matrices of the widest block: for each token their inputs and outputs,
 once each, times shares that were measured with saved-tensor hooks on Llama, Qwen2 and GPT-2 blocks (transformers 5,
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -26,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ftkit.config.engine import EngineSettings
 from ftkit.data.packing import ATTENTION
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.shard import Members, lines_of
+from ftkit.engine.core.partition import Group, partition
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import REPEATED
 from ftkit.hf.models.fake import graph_bytes
@@ -85,14 +86,14 @@ def shape_of(
         blocks: (name, module) of the model's blocks.
         dtype: compute dtype; None: each parameter's own.
         sequence_tokens: tokens of one sequence.
-        replicated: says which parameters are replicated; see `ftkit.engine.core.shard.shard`.
-        wide: says by name which parameters stay fp32; see `ftkit.engine.core.shard.shard`.
+        replicated: says which parameters are replicated; see `ftkit.engine.shard.shard`.
+        wide: says by name which parameters stay fp32; see `ftkit.engine.shard.shard`.
         cpu: whether ranks compute on the host.
         fresh: whether the weights will be initialised.
         checkpoints: number of checkpoints kept on disk; None: none are saved.
         chunked_loss: see `Shape`.
     """
-    members = lines_of(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
+    groups = partition(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
     widest = max((block for _, block in blocks), key=_linear_elements, default=None)
     text = _text_config(model)
     heads = getattr(text, "num_attention_heads", 0) or 0
@@ -106,9 +107,9 @@ def shape_of(
         except Exception as error:  # of any model that asks for values: the estimate stands in
             logger.warning("the memory that autograd keeps of a block is estimated, not measured: %s", error)
     return Shape(
-        blocks=tuple(tuple(_line(m) for m in members if (m.kind, m.owner) == ("block", name)) for name, _ in blocks),
-        roots=tuple(_line(m) for m in members if m.kind == "root"),
-        replicated=tuple(_line(m) for m in members if m.kind == "replicated"),
+        blocks=tuple(_lines(groups, "block", name) for name, _ in blocks),
+        roots=_lines(groups, "root"),
+        replicated=_lines(groups, "replicated"),
         hidden=_hidden(model, text),
         vocabulary=getattr(text, "vocab_size", 0) or 0,
         block_elements=elements,
@@ -255,8 +256,13 @@ def own_dtype(model: nn.Module) -> torch.dtype:
     return next((parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
-def _line(members: Members) -> Line:
-    return Line(members.numel, members.dtype.itemsize, members.trained)
+def _lines(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, owner: str | None = None) -> tuple[Line, ...]:
+    """Return the flat parameters of a kind, and of an owner if one is given."""
+    return tuple(
+        Line(sum(parameter.numel() for _, parameter in members), group.dtype.itemsize, group.trained)
+        for group, members in groups.items()
+        if group.kind == kind and owner in (None, group.owner)
+    )
 
 
 def _matrices(block: nn.Module) -> list[torch.Tensor]:

@@ -1,22 +1,21 @@
-"""The sharded model of this side: the engine's units, and what Hugging Face models need remembered beside them.
+"""The sharded model of a Hugging Face model: the engine's, with the plan and what was changed in the model.
 
-The engine makes it (`shard(units_class=ShardedModel)`) and knows nothing of these fields. This side writes them: whoever
-shards the model (hf/sharding.py), finds its fp32 modules, or keeps its ranks in step.
+`shard(model_class=ShardedTransformer)` makes it. The engine does not use the additional fields.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ftkit.engine.core.shard import Units
 from ftkit.engine.memory.affinity import Affinity
+from ftkit.engine.model import ShardedModel
 from ftkit.hf.models.fp32_modules import Fp32Modules
 from ftkit.hf.models.fusing import Fused
 from ftkit.plan.choice import Plan
 
 
-class ShardedModel(Units):
-    """A sharded Hugging Face model. See `Units` for what the engine keeps.
+class ShardedTransformer(ShardedModel):
+    """A sharded Hugging Face model. See `ShardedModel` for what the engine keeps.
 
     Attributes: plan (how its memory is used; None where it was sharded without one), fused (submodules that run fused
     kernels), fp32_modules (modules that compute in fp32), affinity (the cores that were taken for it), in_step (whether

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.holding import gathered_bytes, hold
+from ftkit.engine.holding import gathered_bytes, hold
 from ftkit.errors import UserError
 from ftkit.hf.models.shapes import CPU_SHARE, DEVICE_SHARE, usable_host
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
 from ftkit.spec.tiers import DEVICE, HOST
@@ -61,7 +61,7 @@ class Room:
         return f"all weights take {gib[0]} on rank {self.rank}{beside}, and {self.where} has {gib[2]} left"
 
 
-def room_for(units: ShardedModel, beside_bytes: int = 0, limits: Limits | None = None) -> Room:
+def room_for(units: ShardedTransformer, beside_bytes: int = 0, limits: Limits | None = None) -> Room:
     """Return the room of the rank that has least, the same on all ranks. A collective.
 
     Args:
@@ -105,7 +105,7 @@ def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
 
 @contextmanager
 def held(
-    units: ShardedModel | None, wanted: bool | str = "auto", *, beside_bytes: int = 0, limits: Limits | None = None
+    units: ShardedTransformer | None, wanted: bool | str = "auto", *, beside_bytes: int = 0, limits: Limits | None = None
 ) -> Iterator[bool]:
     """Hold all weights of a sharded model in the body, where that is wanted and fits. A collective.
 
@@ -123,7 +123,7 @@ def held(
     """
     if wanted not in HOLDS:
         raise UserError(f"hold is {wanted!r}, one of 'auto', True, False is needed")
-    if units is None or units.held_since is not None:
+    if units is None or units.transfer.whole is not None:
         yield True
         return
     units.freshen()  # by all ranks here: later it would be in the first forward, which a rank may never make

@@ -24,15 +24,17 @@ from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
 from ftkit.config.engine import EngineSettings
-from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+from ftkit.engine.checkpoint.durable import all_ranks, rank_zero
+from ftkit.engine.checkpoint.finite import refuse_not_finite
+from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.buffers import may_be_infinite, persistent_buffers
-from ftkit.engine.files.durable import all_ranks, rank_zero
-from ftkit.engine.files.finite import refuse_not_finite
-from ftkit.engine.optim.optimizer import ShardedAdamW, ShardedOptimizer, ShardedSGD
+from ftkit.engine.core.buffers import persistent_buffers
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.errors import UserError
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import let_train, shard, units_of
 from ftkit.hf.trainer.accelerator_states import (
     WRITING,
@@ -44,7 +46,6 @@ from ftkit.hf.trainer.accelerator_states import (
 )
 from ftkit.hf.trainer.checkpoint_files import read_plain, readable
 from ftkit.hf.trainer.seeding import random_state, set_random_state
-from ftkit.hf.weights.base_digest import BASE, check_base, note_of
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import AUTO, UNIT
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
@@ -55,7 +56,7 @@ STEP_FILE = "accelerator.pt"
 DEVICES = ("cpu", "cuda")
 
 
-def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedModel) -> ShardedOptimizer:
+def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedTransformer) -> ShardedOptimizer:
     """Return the sharded optimizer with the groups of a torch one that has not stepped yet.
 
     Args:
@@ -177,7 +178,7 @@ class Accelerator(accelerate.Accelerator):
         self.native_amp = False
         self.scaler = None
         self.settings = settings
-        self.planned: weakref.WeakSet[ShardedModel] = weakref.WeakSet()  # their memory is not granted again
+        self.planned: weakref.WeakSet[ShardedTransformer] = weakref.WeakSet()  # their memory is not granted again
         self.shard_options = {
             "micro_batch_tokens": micro_batch_tokens,
             "accumulation_steps": accumulation_steps or self.gradient_accumulation_steps,
@@ -198,7 +199,7 @@ class Accelerator(accelerate.Accelerator):
         evaluation: bool | None = None,
         rule: UpdateRule | None = None,
         plan: Plan | None = None,
-    ) -> ShardedModel:
+    ) -> ShardedTransformer:
         """Return the units of `model`, sharding it first if it is not; weights on meta are streamed in.
 
         Args:
@@ -271,7 +272,7 @@ class Accelerator(accelerate.Accelerator):
         prepared._is_accelerate_prepared = True
         return prepared
 
-    def _units_with(self, optimizer: torch.optim.Optimizer) -> ShardedModel:
+    def _units_with(self, optimizer: torch.optim.Optimizer) -> ShardedTransformer:
         _refuse_meta(optimizer)
         updated = set(map(id, _parameters_of(optimizer)))
         for model in self._models:
@@ -384,14 +385,15 @@ class Accelerator(accelerate.Accelerator):
         """Return the whole model's state as CPU tensors, on every rank, to be saved. A collective; for small models.
 
         Raises:
-            UserError: for a parameter with values that are not finite, and a buffer with NaN.
+            UserError: for a parameter with values that are not finite.
         """
         units = units_of(model)
         if units is None:
             return super().get_state_dict(model, unwrap)
         state, buffers = units.state_dict(), persistent_buffers(model)
         for name, tensor in state.items():
-            refuse_not_finite(name, tensor.reshape(-1), infinite=name in buffers and may_be_infinite(name))
+            if name not in buffers:  # masks may be infinite
+                refuse_not_finite(name, tensor.reshape(-1))
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -424,8 +426,7 @@ class Accelerator(accelerate.Accelerator):
                     (place / name).write_bytes(content)
                 torch.save({"step": self.step}, place / STEP_FILE)
         for number, (units, optimizer) in enumerate(self._engines()):
-            noted = {BASE: note_of(units, weights=False)}
-            save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer, extra=noted)
+            save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer)
         with all_ranks(comm):
             try:
                 torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
@@ -466,8 +467,7 @@ class Accelerator(accelerate.Accelerator):
         for hook in self._load_model_state_pre_hook.values():
             hook([*self._models], str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
-            extra = load_checkpoint(folder / f"model_{number}", units, optimizer)
-            check_base(extra.get(BASE), note_of(units, weights=False), str(folder))
+            load_checkpoint(folder / f"model_{number}", units, optimizer)
         for number, scheduler in enumerate(self._schedulers):
             scheduler.load_state_dict(_load(folder / f"scheduler_{number}.pt"))
         for number, thing in enumerate(self._custom_objects):
@@ -496,7 +496,7 @@ class Accelerator(accelerate.Accelerator):
         engines = self._engines()
         return engines[0][0].comm if engines else Communicator(self.device)
 
-    def _engines(self) -> list[tuple[ShardedModel, ShardedOptimizer | None]]:
+    def _engines(self) -> list[tuple[ShardedTransformer, ShardedOptimizer | None]]:
         """Return the prepared models' units, each with its optimizer if it has one."""
         optimizers = {id(prepared.optimizer.units): prepared.optimizer for prepared in self._optimizers}
         found = [units for model in self._models if (units := units_of(model)) is not None]

@@ -14,9 +14,9 @@ import re
 import shutil
 from pathlib import Path
 
-from ftkit.engine.files.durable import sync_folder, sync_tree
-from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.files.sealed_files import CONTENTS, check_contents, read_sealed, write_contents
+from ftkit.engine.checkpoint.durable import sync_folder, sync_tree
+from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents, read_sealed, write_contents
 from ftkit.errors import UserError
 from ftkit.output.ownership import files_listed, is_list, strangers_in_engine_folder
 from ftkit.output.replacing import keep

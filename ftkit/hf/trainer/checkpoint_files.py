@@ -26,8 +26,8 @@ from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from ftkit.engine.files.manifest import alike
-from ftkit.engine.files.sealed_files import BrokenCheckpoint, file_size, read_small
+from ftkit.engine.checkpoint.manifest import alike
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, file_size, read_small
 from ftkit.errors import UserError
 
 STATE_LIMIT_BYTES = 1 << 30

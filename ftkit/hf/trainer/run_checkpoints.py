@@ -16,29 +16,26 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from ftkit.engine.checkpoint.durable import make_folder, rank_zero, sync_folder, sync_tree
+from ftkit.engine.checkpoint.manifest import MANIFEST
 from ftkit.engine.checkpoint.saving import Saving, checkpoint_bytes
-from ftkit.engine.files.durable import make_folder, rank_zero, sync_folder, sync_tree
-from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.files.sealed_files import (
+from ftkit.engine.checkpoint.sealed import (
     CONTENTS,
     BrokenCheckpoint,
-    changed_since,
     check_contents,
-    reseal,
-    stamps_of,
+    rewrite_contents,
     write_contents,
 )
-from ftkit.errors import LostRank, RanksDiffer, UserError
+from ftkit.errors import UserError
 from ftkit.hf.trainer.callbacks import listeners
 from ftkit.hf.trainer.checkpoint_files import check_state, readable
-from ftkit.hf.weights.base_digest import Note, check_base, note_of, uncompared
 from ftkit.hf.weights.saving import check_savable, try_writing
 from ftkit.output.ownership import ENGINE_FOLDER, is_list
 from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
@@ -85,30 +82,6 @@ class RunCheckpoints:
     fresh: Path | None = None
     begun: bool = False  # whether weights of the checkpoint that is being written were handed over
     begun_in: str = ""
-    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    _base: tuple[Any, Note] | None = None
-
-    def base(self) -> Note:
-        """Return the note of the base that is trained on; made once a model. A collective."""
-        units = self.trainer.units
-        if self._base is None or self._base[0] is not units:
-            self._base = units, note_of(units)
-        return self._base[1]
-
-    def check_base(self, noted: Any, where: str) -> None:
-        """Raise UserError if a checkpoint's note names another base than this run's; say so where there is none."""
-        if not check_base(noted, self.base(), where) and self.trainer.units.comm.rank == 0:
-            logger.warning("%s: notes no base (an earlier version saved it); whether it has changed is not known", where)
-        names = uncompared(noted, self.base())
-        if names and self.trainer.units.comm.rank == 0:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            logger.warning(
-                "%s: the frozen weights of %s%s were not compared with this run's: they have another dtype, or were frozen "
-                "in one of the two runs only",
-                where,
-                names[0],
-                more,
-            )
 
     def save(self, run_folder: str, write: Callable[[], None]) -> None:
         """Begin a checkpoint: small files now, weights and state while training goes on. A collective.
@@ -155,16 +128,11 @@ class RunCheckpoints:
             self._give_up(told[0])
             return
         read_now = comm.any(is_read_at_once(type(trainer), trainer.callback_handler.callbacks))
-        edited = comm.any(getattr(trainer.sharded_optimizer, "edited", False))  # also while weights are written
-        if self.push_later or read_now or edited or trainer.units.saving is None:
+        if self.push_later or read_now or trainer.units.saving is None:
             self.finish()
         if read_now:
             trainer.units.freshen()  # they may look at the weights of the model, too
         self.fresh = final if read_now and self.problem is None else None
-        if self.fresh is not None:
-            if comm.rank == 0:
-                self.stamps = stamps_of(final)
-            comm.barrier("a checkpoint, before callbacks read it")  # they may change it
 
     def push_when_named(self, checkpoint_folder: str) -> None:
         """Take note that a checkpoint is to be uploaded, which is done under its final name: uploads read the folder."""
@@ -227,8 +195,6 @@ class RunCheckpoints:
             with rank_zero(self.trainer.units.comm) as first:
                 if first:
                     publish(unfinished.temporary, unfinished.final)
-        except (LostRank, RanksDiffer):  # no word of the checkpoint: training does not go on
-            raise
         except UserError as error:
             self._give_up(str(error))
             return
@@ -280,17 +246,14 @@ class RunCheckpoints:
             with rank_zero(comm) as first:
                 if first:
                     self._seal(folder)
-        except (LostRank, RanksDiffer):
-            raise
         except UserError as error:
             told = f"a callback has changed {folder / CONTENTS}, without which it is not whole ({error})"
             self._say(int(folder.name.rpartition("-")[2]), told)
 
     def _seal(self, folder: Path) -> None:
         if (folder / CONTENTS).is_file():  # a callback may have taken it elsewhere
-            changed = [name for name in changed_since(folder, self.stamps) if Path(name).parts[0] != ENGINE_FOLDER]
-            if changed:
-                reseal(folder, changed)
+            rewrite_contents(folder)
+            sync_tree(folder)
 
     def _seal_alone(self) -> None:
         """Do so on rank 0 without the others, where an error has ended a step's callbacks."""
@@ -308,7 +271,6 @@ class RunCheckpoints:
         saves = trainer.args.save_strategy != SaveStrategy.NO
         if saves and not trainer.args.save_only_model:
             readable(SCHEDULER_NAME, trainer.lr_scheduler)
-            self.base()  # now: its files may change while the run goes on
         if saves:
             self._try_small_files()
         try:

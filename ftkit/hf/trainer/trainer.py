@@ -37,11 +37,12 @@ from transformers.trainer_utils import HubStrategy, has_length, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ftkit.config.engine import EngineSettings
-from ftkit.engine.checkpoint.checkpoint import load_checkpoint
+from ftkit.engine.checkpoint.durable import rank_zero
+from ftkit.engine.checkpoint.loading import load_checkpoint
+from ftkit.engine.checkpoint.manifest import MANIFEST
 from ftkit.engine.checkpoint.saving import Saving
-from ftkit.engine.files.durable import rank_zero
-from ftkit.engine.files.manifest import MANIFEST
-from ftkit.engine.optim.optimizer import LEAST_SCALE, ShardedOptimizer
+from ftkit.engine.optim.loss_scale import LEAST_SCALE
+from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.models.attention import is_packed
 from ftkit.hf.models.fp32_modules import Fp32Modules
@@ -53,7 +54,7 @@ from ftkit.hf.models.fp32_search import (
     widens_inputs,
 )
 from ftkit.hf.models.overflow import began_in, first_overflow
-from ftkit.hf.models.sharded_model import ShardedModel
+from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharding import units_of
 from ftkit.hf.trainer.accelerator import Accelerator, rule_for, sharded_optimizer
@@ -64,8 +65,6 @@ from ftkit.hf.trainer.checkpoint_files import load_scheduler
 from ftkit.hf.trainer.in_place import check_order, engine_trainer
 from ftkit.hf.trainer.loss import LossMixin
 from ftkit.hf.trainer.run_checkpoints import ENGINE_FOLDER, RunCheckpoints, check_folder
-from ftkit.hf.trainer.together import explained, meet
-from ftkit.hf.weights.base_digest import BASE, write_base
 from ftkit.hf.weights.loading import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.weights.nonfinite import LossRecord, judged_by_log, made_no_update, weights_not_finite
 from ftkit.hf.weights.saving import save_arguments, save_config, save_model
@@ -208,8 +207,7 @@ class TrainerMixin(LossMixin):
             check_length_column(self.args, self.train_dataset)
         self.loss_record, self.left_to_load = LossRecord(), None
         try:
-            with explained(lambda: self.units):
-                result = super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
         except BaseException:
             self.is_in_train = False  # the Trainer leaves it as it is
             self.checkpoints.rescue()
@@ -273,15 +271,11 @@ class TrainerMixin(LossMixin):
 
         Raises:
             UserError: If a callback has a method that no event calls.
-            RanksDiffer: If a rank does something else.
         """
         if self.engine_is_on:  # planned for what is to follow
             self._sharded(evaluation=True if self.train_dataset is None else None)
-        with explained(lambda: self.units):
-            if self.engine_is_on:
-                self._check_callbacks()
-            meet(self.units, "evaluation")
-            return super().evaluation_loop(*args, **kwargs)
+            self._check_callbacks()
+        return super().evaluation_loop(*args, **kwargs)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Judge an evaluation as the Trainer does; one whose loss is not finite is never the best."""
@@ -299,7 +293,7 @@ class TrainerMixin(LossMixin):
         return isinstance(self.accelerator, Accelerator)
 
     @property
-    def units(self) -> ShardedModel | None:
+    def units(self) -> ShardedTransformer | None:
         """The units of the model, once it is sharded."""
         return units_of(self.model)
 
@@ -310,7 +304,7 @@ class TrainerMixin(LossMixin):
         return optimizer if isinstance(optimizer, ShardedOptimizer) else None
 
     @property
-    def engine(self) -> ShardedModel:
+    def engine(self) -> ShardedTransformer:
         """The units of the model, which is sharded by now.
 
         Raises:
@@ -352,7 +346,7 @@ class TrainerMixin(LossMixin):
         assert self.optimizer is not None
         return self.optimizer
 
-    def _sharded(self, *, evaluation: bool | None = None) -> ShardedModel:
+    def _sharded(self, *, evaluation: bool | None = None) -> ShardedTransformer:
         """Return the units of the model, sharded first if it is not: by a plan that knows of the callbacks.
 
         Args:
@@ -702,12 +696,9 @@ class TrainerMixin(LossMixin):
         pushed = self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END  # the hub wants weights at each save
         if not self.checkpoints.sharded or isinstance(self.model, PeftModel) or pushed:
             save_model(units, folder, self.sharded_optimizer)
-        base = self.checkpoints.base() if isinstance(self.model, PeftModel) else None
         with rank_zero(units.comm) as first:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
-                if base is not None:
-                    write_base(folder, base)
                 self.save_small_files(folder, config=self.checkpoints.sharded and not pushed)
                 save_arguments(self.args, folder)
 
@@ -724,7 +715,7 @@ class TrainerMixin(LossMixin):
             return super()._save_optimizer_and_scheduler(output_dir)
         units, optimizer = self.accelerator.sharded(self.model), self.sharded_optimizer
         losses = self.loss_record.noted(units.comm, skips=self._skips())
-        noted = {**self.noted, BASE: self.checkpoints.base(), LOSSES: losses}
+        noted = {**self.noted, LOSSES: losses}
         if self._needs_fp32_modules():
             noted[FP32_MODULES] = units.fp32_modules.as_dict()
         saving = Saving(Path(output_dir, ENGINE_FOLDER), units, optimizer, extra=noted, frozen=self.saves_frozen)
@@ -790,7 +781,7 @@ class TrainerMixin(LossMixin):
         folder = Path(checkpoint)
         manifest = folder / ENGINE_FOLDER / MANIFEST
         extra = load_checkpoint(folder / ENGINE_FOLDER, self.engine, self.sharded_optimizer, frozen=self.saves_frozen)
-        self.checkpoints.check_base(extra.pop(BASE, None), checkpoint)
+        extra.pop("base", None)  # earlier versions saved a fingerprint of the base
         noted = extra.pop(FP32_MODULES, None)
         if noted is not None and self._needs_fp32_modules():
             restore_fp32_modules(self.engine, Fp32Modules.from_dict(noted, str(manifest)))

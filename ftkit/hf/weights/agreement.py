@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import is_absent
+from ftkit.engine.core.placeholder import is_absent
 from ftkit.errors import UserError
 
 logger = logging.getLogger(__name__)

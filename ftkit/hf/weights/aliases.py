@@ -24,8 +24,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ftkit.engine.core.resharded import Guard
-from ftkit.engine.core.shard import is_sharded
+from ftkit.engine.core.placeholder import Placeholder
+from ftkit.engine.shard import is_sharded
 from ftkit.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class _Memory:
             first = int(value.__array_interface__["data"][0])
             start, stop = first + sum(min(0, each) for each in reach), first + sum(max(0, each) for each in reach)
             return next((name for name, _ in self._overlapping(start, stop + value.itemsize)), None)
-        if isinstance(value, Guard) or not _has_memory(value):
+        if isinstance(value, Placeholder) or not _has_memory(value):
             return None
         for name, parameter in self._overlapping(*extent(value)):
             if value.is_quantized or self.shares(*sorted((parameter, value), key=Tensor.data_ptr)):
@@ -157,7 +157,7 @@ def _reachable(model: nn.Module) -> Iterator[tuple[str, Any]]:
             waiting += _of_module(names.get(id(value), holder), value)
         elif issubclass(kind, FunctionType):
             waiting += ((holder, each) for each in _of_function(value))
-        elif not issubclass(kind, Guard):
+        elif not issubclass(kind, Placeholder):
             waiting += ((holder, each) for each in gc.get_referents(value))
 
 

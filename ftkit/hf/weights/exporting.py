@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.checkpoint.export import cut, publish
-from ftkit.engine.core.buffers import BUFFERS, may_be_infinite, persistent_buffers
+from ftkit.engine.checkpoint.manifest import BUFFERS, read_manifest
+from ftkit.engine.checkpoint.reader import PieceBuffers, Places, open_files
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile, create_file
+from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, check_contents
+from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.files.checked_file import Places, open_files
-from ftkit.engine.files.manifest import read_manifest
-from ftkit.engine.files.piece_reader import PieceBuffers
-from ftkit.engine.files.sealed_files import CONTENTS, BrokenCheckpoint, check_contents
-from ftkit.engine.files.storage import PIECE_BYTES, TensorFile, create_file
 from ftkit.errors import UserError
 from ftkit.hf.weights.loading import load_model
 from ftkit.hf.weights.new_folder import new_folder
@@ -98,7 +97,7 @@ def export_checkpoint(
                 file.entries[name].shape,
                 _dtype(dtype, manifest, file, name),
                 partial(pieces, file, name),
-                infinite=name not in manifest["dtypes"] and may_be_infinite(name),
+                check=name in manifest["dtypes"],
             )
             for name, file in sources.items()
             for hub in names.get(name, ())
@@ -118,13 +117,13 @@ class Outgoing:
         shape: shape in the file.
         dtype: dtype in the file.
         values: yields (first element, values (n,)) until all elements have come, in order.
-        infinite: whether the tensor may hold infinite values, as buffers do.
+        check: whether values that are not finite are refused; buffers may hold masks.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: Callable[[], Iterable[tuple[int, Tensor]]]
-    infinite: bool = False
+    check: bool = True
 
 
 def write_model(out: Path, tensors: Mapping[str, Outgoing], shard_bytes: int, progress: Callable[[int, int], None]) -> int:
@@ -145,11 +144,11 @@ def write_model(out: Path, tensors: Mapping[str, Outgoing], shard_bytes: int, pr
             with TensorFile(path, writable=True) as target:
                 for hub, _, kind in members:
                     for start, values in tensors[hub].values():
-                        target.write(hub, start, values, infinite=tensors[hub].infinite)
+                        target.write(hub, start, values, check=tensors[hub].check)
                         done += values.numel() * kind.itemsize
                         progress(done, total)
                 target.sync()
-        publish(out, files, wanted)
+        publish(out, files)
     except (OSError, UserError) as error:
         for path in out.glob("*.writing"):
             path.unlink()

@@ -13,8 +13,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ftkit.engine.core.flat_parameter import FlatParameter, Origin
-from ftkit.engine.core.shard import Units
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.model import Exact, ShardedModel
 from ftkit.hf.weights.marks import mark_initialised, unmark
 from ftkit.spec.layout import Span
 from ftkit.spec.tiers import DEVICE
@@ -29,7 +29,7 @@ def fill_weights(flat: FlatParameter, put: Callable[[Span, Tensor], object]) -> 
         put(span, flat.full[span.start : span.stop])
 
 
-def initialise(units: Units, missing: set[str]) -> dict[str, Origin]:
+def initialise(units: ShardedModel, missing: set[str]) -> dict[str, Exact]:
     """Initialise the tensors in `missing` with the models' own rules, the same on any number of ranks.
 
     Returns:
@@ -76,7 +76,7 @@ def _empty(parameter: Tensor) -> nn.Parameter:
     return empty
 
 
-def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str], home: torch.device) -> Origin:
+def _initialise_line(flat: FlatParameter, owners: list[Owner], missing: set[str], home: torch.device) -> Exact:
     """Initialise one line, the others being set aside: in fp32, whole, each rank keeping its part, at `home`, which is
     where the master will be made of it.
     """

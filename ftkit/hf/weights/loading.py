@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
+from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.engine.core.buffers import persistent_buffers
-from ftkit.engine.core.flat_parameter import FlatParameter, Origin
-from ftkit.engine.core.shard import Units
-from ftkit.engine.files.storage import TensorFile
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.model import Exact, ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
 from ftkit.hf.models.adapter_targets import check_kinds, check_names
@@ -242,7 +242,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def load_weights(
-    units: Units,
+    units: ShardedModel,
     files: list[Path] | None = None,
     *,
     optimizer: ShardedOptimizer | None = None,
@@ -289,7 +289,7 @@ def load_weights(
     return report
 
 
-def _load_again(units: Units, source: WeightSource, optimizer: ShardedOptimizer | None) -> LoadReport:
+def _load_again(units: ShardedModel, source: WeightSource, optimizer: ShardedOptimizer | None) -> LoadReport:
     """Stream what files have, and initialise what was on meta; all else keeps its values."""
     report = source.report or LoadReport()
     with ExitStack() as stack:
@@ -301,19 +301,23 @@ def _load_again(units: Units, source: WeightSource, optimizer: ShardedOptimizer 
     return report
 
 
-def _write(units: Units, places: Places, missing: set[str], optimizer: ShardedOptimizer | None, report: LoadReport) -> None:
+def _write(
+    units: ShardedModel, places: Places, missing: set[str], optimizer: ShardedOptimizer | None, report: LoadReport
+) -> None:
     """Write what files have and what is initialised into shards, and note the exact values that masters begin from."""
-    kept = {flat.name: flat.origin for flat in units.flats}  # of parameters that had values
+    kept = dict(units.exact)  # of parameters that had values
     report.bytes_read = _stream(units, places, optimizer, report.narrowing)
     report.narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))
     fresh = initialise(units, missing)
     units.rewritten()
     for flat in units.trainable:
-        if (optimizer is None or flat.name not in optimizer.lines) and flat.dtype != torch.float32:
-            flat.origin = _origin(flat, places, [each for each in (kept[flat.name], fresh.get(flat.name)) if each])
+        if (optimizer is None or flat.name not in optimizer.states) and flat.dtype != torch.float32:
+            exact = _exact(flat, places, [each for each in (kept.get(flat), fresh.get(flat.name)) if each])
+            if exact is not None:
+                units.exact[flat] = exact
 
 
-def _refuse_holes(units: Units, initialised: list[str], files: list[Path]) -> None:
+def _refuse_holes(units: ShardedModel, initialised: list[str], files: list[Path]) -> None:
     """Raise if blocks lack weights: a new head may begin at random, a block of a pretrained model may not."""
     inside = {segment.name for unit in units.units for flat in unit.weights.flats for segment in flat.layout.segments}
     holes = [name for name in initialised if name in inside]
@@ -325,7 +329,7 @@ def _refuse_holes(units: Units, initialised: list[str], files: list[Path]) -> No
         )
 
 
-def load_adapter(units: Units, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
+def load_adapter(units: ShardedModel, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
     """Read an adapter folder that `save_model` (or PEFT) wrote into a sharded PEFT model.
 
     Args:
@@ -368,7 +372,7 @@ def _adapter_files(folder: Path, adapters: Sequence[str]) -> dict[str, Path]:
     return found or {adapters[0]: root}
 
 
-def load_plain(units: Units, path: Path, optimizer: ShardedOptimizer | None = None) -> None:
+def load_plain(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None = None) -> None:
     """Read a safetensors file with a module's own names, as `save_model` writes one of other modules than transformers'.
 
     Args:
@@ -455,7 +459,7 @@ def _described(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _stream(units: Units, places: Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> int:
+def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> int:
     """Read this rank's ranges of the tensors in `places`; return the bytes read. What becomes fp16 is looked at."""
     bytes_read = 0
 
@@ -479,14 +483,14 @@ def _stream(units: Units, places: Places, optimizer: ShardedOptimizer | None, na
     (optimizer or units).settle()
     for flat in units.flats:
         fill_weights(flat, read)
-        if optimizer is not None and flat.name in optimizer.lines:
-            master = optimizer.line(flat).master
+        if optimizer is not None and flat.name in optimizer.states:
+            master = optimizer.state_of(flat).master
             if master is not flat.weights:
                 flat.fill(master, read)
     return bytes_read
 
 
-def _origin(flat: FlatParameter, places: Places, others: list[Origin]) -> Origin | None:
+def _exact(flat: FlatParameter, places: Places, others: list[Exact]) -> Exact | None:
     """Return what gives a line's weights as they were before they were cast: wider in the files, or from `others`."""
     wider = {}
     for segment in flat.layout.segments:
@@ -522,7 +526,7 @@ def _is_adapter_name(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def _check_shapes(units: Units, places: Places) -> None:
+def _check_shapes(units: ShardedModel, places: Places) -> None:
     wrong = []
     for flat in units.flats:
         for segment in flat.layout.segments:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftkit.engine.files.storage import PIECE_BYTES, Entry, TensorFile
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, Entry, TensorFile
 
 COPIED = re.compile(r"^(?:Anonymous|Swap): +(\d+) kB")
 """Lines of /proc/self/smaps that count pages which no longer come from the file."""

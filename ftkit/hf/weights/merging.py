@@ -25,12 +25,11 @@ from peft.tuners.lora.variants import QALoraLinearVariant
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 from torch import Tensor
 
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile
+from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents
 from ftkit.engine.core.dtypes import DTYPES
-from ftkit.engine.files.sealed_files import CONTENTS, check_contents
-from ftkit.engine.files.storage import PIECE_BYTES, TensorFile
 from ftkit.errors import UserError
 from ftkit.hf.models.model_config import reading
-from ftkit.hf.weights.base_digest import BASE_FILE, check_base, config_note, digests_of, read_base
 from ftkit.hf.weights.exporting import (
     CONFIG,
     Outgoing,
@@ -47,7 +46,7 @@ from ftkit.hf.weights.saving import SHARD_BYTES, hub_names, save_config
 
 PREFIX = "base_model.model."
 """Of all names in an adapter file."""
-OF_THE_ADAPTER = (BASE_FILE, "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, "README.md")
+OF_THE_ADAPTER = ("ftkit_base.json", "adapter_config.json", SAFETENSORS_WEIGHTS_NAME, "README.md")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def merge_adapter(
         progress: see `export_checkpoint`.
 
     Raises:
-        UserError: if the adapter is not whole or cannot be merged, does not fit the base, or was trained on another one.
+        UserError: if the adapter is not whole or cannot be merged, or does not fit the base.
     """
     listed = check_contents(adapter) if (adapter / CONTENTS).exists() else _plain_files(adapter)
     refuse_model(out)
@@ -115,8 +114,6 @@ def merge_adapter(
     options: dict[str, Any] = {"task": task, "trust_remote_code": trust_remote_code}
     model = skeleton(name, **options)
     layers = adapted_on_meta(skeleton(name, **options), config)
-    now = {"config": config_note(model), "files": digests_of(find_weights(name))}
-    check_base(read_base(adapter), now, str(adapter))
     with ExitStack() as stack:
         own = stack.enter_context(TensorFile(adapter / SAFETENSORS_WEIGHTS_NAME))
         files = [stack.enter_context(TensorFile(path)) for path in find_weights(name)]

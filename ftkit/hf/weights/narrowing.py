@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ftkit.engine.checkpoint.finite import is_finite
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.files.finite import is_finite, refuse_beyond, refuse_broken
+from ftkit.errors import UserError
 
 
 @dataclass
@@ -60,3 +61,33 @@ class Narrowing:
             return "all weights are in its range"
         small, lost = self.subnormal / self.numel, self.lost / self.numel
         return f"{small:.2g} of the weights are below its normal range, {lost:.2g} become 0"
+
+
+def refuse_broken(comm: Communicator, names: Iterable[str], where: str = "") -> None:
+    """Raise UserError if any rank found tensors, before training, that are not finite. A collective.
+
+    Args:
+        comm: Communicator of all ranks.
+        names: Names of the tensors that this rank found.
+        where: Prefix of the message: where the tensors came from.
+    """
+    found = sorted({name for own in comm.all(sorted(names)) for name in own})
+    if found:
+        names = ", ".join(found[:3])
+        raise UserError(f"{where}{names} holds NaN or infinite weights: every loss would be NaN. Fetch the model again")
+
+
+def refuse_beyond(comm: Communicator, largest: Mapping[str, float], dtype: torch.dtype, where: str = "") -> None:
+    """Raise UserError if any rank found weights that the compute dtype does not represent. A collective.
+
+    Args:
+        comm: Communicator of all ranks.
+        largest: Tensor name to its largest weight.
+        dtype: Compute dtype.
+        where: Prefix of the message: where the tensors came from.
+    """
+    found = {name: weight for own in comm.all(dict(largest)) for name, weight in own.items()}
+    if found:
+        kind = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        name, limit = min(found), f"{kind} holds {torch.finfo(dtype).max:.6g}"
+        raise UserError(f"{where}{name} has a weight of {found[name]:g}, {limit}: compute in bf16 or fp32")

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.config.wording import counted
+from ftkit.engine.checkpoint.finite import is_finite
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.buffers import may_be_infinite, persistent_buffers
-from ftkit.engine.core.shard import Units
-from ftkit.engine.files.finite import is_finite
-from ftkit.engine.files.flat_file import PIECE_NUMEL
+from ftkit.engine.memory.flat_file import PIECE_NUMEL
+from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
 
@@ -148,7 +147,7 @@ def made_no_update(optimizer: ShardedOptimizer, steps: int) -> str | None:
 
     A short run may end while the loss scale of fp16 still comes down from 2^16: each of its steps was warned of.
     """
-    if not steps or any(count for line in optimizer.lines.values() for count in line.steps):
+    if not steps or any(count for line in optimizer.states.values() for count in line.steps):
         return None
     scale = optimizer.loss_scale
     if scale.dynamic and scale.skipped_steps and scale.value > 1.0:
@@ -158,13 +157,13 @@ def made_no_update(optimizer: ShardedOptimizer, steps: int) -> str | None:
     return f"training failed: not one of {counted(steps, 'step')} made an update: {why}"
 
 
-def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
-    """Return the names of tensors and buffers that `save_model` would not write, alike on all ranks. A collective.
+def weights_not_finite(units: ShardedModel, optimizer: ShardedOptimizer) -> list[str]:
+    """Return the names of tensors that `save_model` would not write, alike on all ranks. A collective.
 
     Cost: one pass over each rank's weights.
     """
     optimizer.settle()
-    stores = [(flat, optimizer.line(flat).master if flat.trainable else flat.weights) for flat in units.flats]
+    stores = [(flat, optimizer.state_of(flat).master if flat.trainable else flat.weights) for flat in units.flats]
     own = {
         span.segment.name
         for flat, store in stores
@@ -172,12 +171,11 @@ def weights_not_finite(units: Units, optimizer: ShardedOptimizer) -> list[str]:
         for part in values.split(PIECE_NUMEL)
         if not is_finite(part.to(units.dtypes[span.segment.name]))
     }
-    own |= _buffers_not_finite(units.model)
     return sorted({name for names in units.comm.all(sorted(own)) for name in names})
 
 
-def at_hand_not_finite(model: nn.Module, units: Units | None) -> list[str]:
-    """Return the names of weights and buffers with which a forward would give NaN. A collective where there are units.
+def at_hand_not_finite(model: nn.Module, units: ShardedModel | None) -> list[str]:
+    """Return the names of weights with which a forward would give NaN. A collective where there are units.
 
     Args:
         model: the model, with its weights.
@@ -189,14 +187,8 @@ def at_hand_not_finite(model: nn.Module, units: Units | None) -> list[str]:
         plain = (Tensor, nn.Parameter)  # others' classes, and what an offload has put on meta, cannot be asked
         known = [(name, values) for name, values in model.named_parameters() if type(values) in plain]
         dense = [(name, values) for name, values in known if values.layout == torch.strided and not values.is_meta]
-        return sorted({name for name, values in dense if not is_finite(values.detach())} | _buffers_not_finite(model))
+        return sorted({name for name, values in dense if not is_finite(values.detach())})
     units.settle()
     pieces = ((span.segment.name, values) for flat in units.flats for span, values in flat.spans(flat.weights))
-    own = {name for name, values in pieces if not is_finite(values)} | _buffers_not_finite(units.model)
+    own = {name for name, values in pieces if not is_finite(values)}
     return sorted({name for names in units.comm.all(sorted(own)) for name in names})
-
-
-def _buffers_not_finite(model: nn.Module) -> set[str]:
-    buffers = persistent_buffers(model).items()
-    dense = [(name, values) for name, values in buffers if values.layout == torch.strided]  # no other is ever written
-    return {name for name, values in dense if not is_finite(values.reshape(-1), infinite=may_be_infinite(name))}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ftkit.engine.core.resharded import Guard
+from ftkit.engine.core.placeholder import Placeholder
 from ftkit.errors import UserError
 from ftkit.hf.weights.aliases import extent, refuse_aliases
 
@@ -38,7 +38,7 @@ def separate(model: nn.Module) -> None:
                 f"{name} has no shape yet, because it belongs to a lazy module: call the model once before it is sharded, "
                 "or use the module that is not lazy (nn.Linear for nn.LazyLinear)"
             )
-        if isinstance(parameter, Guard) or parameter.is_meta or not parameter.numel():
+        if isinstance(parameter, Placeholder) or parameter.is_meta or not parameter.numel():
             continue
         if parameter.layout != torch.strided:
             raise UserError(

@@ -28,11 +28,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from ftkit.engine.checkpoint.durable import all_ranks, rank_zero
 from ftkit.engine.checkpoint.export import export_tensors
-from ftkit.engine.core.buffers import may_be_infinite, persistent_buffers, refuse_unsaved
-from ftkit.engine.core.shard import Units
-from ftkit.engine.files.durable import all_ranks, rank_zero
-from ftkit.engine.files.finite import is_finite, refuse_not_finite
+from ftkit.engine.checkpoint.finite import refuse_not_finite
+from ftkit.engine.core.buffers import persistent_buffers
+from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
 from ftkit.hf.models.dtypes import named_dtype
@@ -49,7 +49,7 @@ WHOLE_BYTES = 1 << 62
 """Other modules are one file, as in the Trainer: nothing reads an index of them."""
 
 
-def check_savable(units: Units) -> dict[str, list[str]]:
+def check_savable(units: ShardedModel) -> dict[str, list[str]]:
     """Return the names under which a model's tensors and persistent buffers are saved; see `hub_names`.
 
     An adapter's are PEFT's affair: none.
@@ -58,8 +58,7 @@ def check_savable(units: Units) -> dict[str, list[str]]:
         UserError: if parameters are others than those that were sharded, or transformers cannot turn the weights back into
             the form in which they are stored, or would look for an adapter in them.
     """
-    units.check_savable()
-    refuse_unsaved(units.model)
+    units.check_unchanged()
     if isinstance(units.model, PeftModel):
         return {}
     _refuse_own_states(units.model)
@@ -68,7 +67,7 @@ def check_savable(units: Units) -> dict[str, list[str]]:
     return hub_names(units.model, own, _aliases(units))
 
 
-def _aliases(units: Units) -> dict[str, str]:
+def _aliases(units: ShardedModel) -> dict[str, str]:
     """Return every other name of a tensor or persistent buffer, also of those in a module that is registered twice."""
     found = dict(units.aliases)
     for name, parameter in units.model.named_parameters(remove_duplicate=False):
@@ -162,7 +161,7 @@ def _as_json(arguments: TrainingArguments) -> str:
 
 
 def save_model(
-    units: Units,
+    units: ShardedModel,
     folder: str | os.PathLike[str],
     optimizer: ShardedOptimizer | None = None,
     *,
@@ -210,7 +209,7 @@ def save_model(
 
 
 @contextmanager
-def _made(folder: Path, units: Units) -> Iterator[None]:
+def _made(folder: Path, units: ShardedModel) -> Iterator[None]:
     """Make a folder that is not there; where the body is refused, leave none. A collective."""
     made: list[Path] = []
     with rank_zero(units.comm) as first:
@@ -268,13 +267,13 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
         model.generation_config.save_pretrained(folder)
 
 
-def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:
+def _save_adapters(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:
     """Let PEFT write its folder. A collective; rank 0 holds what is written.
 
     PEFT itself says what belongs in it: adapters, modules trained whole, embeddings where they were resized.
     """
     model, comm = cast(PeftModel, units.model), units.comm
-    units.check_savable()
+    units.check_unchanged()
     line_names = {}  # every name of a tensor, also those that lead through a module which several others have
     for name, parameter in model.named_parameters(remove_duplicate=False):
         flat, index = units.places[id(parameter)]
@@ -295,17 +294,13 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
             path,
             ", ".join(left[:8]),
         )
-    whole, narrowed = {}, {}
+    whole = {}
     for name, tensor in _whole(units, optimizer, {line_names[name] for name in wanted}):
         if comm.rank == 0:
             whole[name] = tensor.to(device="cpu", dtype=dtype or units.dtypes[name], copy=True)
-            if not is_finite(whole[name]):
-                narrowed[name] = tensor.clone()
     with rank_zero(comm) as first:
         for name, tensor in whole.items() if first else ():
-            refuse_not_finite(name, tensor.reshape(-1), source=narrowed.get(name))
-        for name, buffer in saved_buffers.items() if first else ():
-            refuse_not_finite(name, buffer.reshape(-1), infinite=may_be_infinite(name))
+            refuse_not_finite(name, tensor.reshape(-1))
     with rank_zero(comm) as first, names_only(model):
         if first:
             path.mkdir(parents=True, exist_ok=True)
@@ -313,17 +308,16 @@ def _save_adapters(units: Units, path: Path, optimizer: ShardedOptimizer | None,
             model.save_pretrained(str(path), state_dict=state)
 
 
-def _whole(units: Units, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole(units: ShardedModel, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
-    (optimizer or units).settle()
     with all_ranks(units.comm):
-        optimizer.take_edits(unseen=True) if optimizer is not None else units.take_edits()
+        (optimizer or units).settle()
     units.transfer.settle()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]
         if not segments:
             continue
-        source = optimizer.line(flat).master if optimizer is not None and flat.trainable else flat.weights
+        source = optimizer.state_of(flat).master if optimizer is not None and flat.trainable else flat.weights
         full = flat.collect(source)
         for segment in segments:
             yield segment.name, full[segment.start : segment.stop].view(segment.shape)

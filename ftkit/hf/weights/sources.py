@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.flat_parameter import absent
-from ftkit.engine.core.shard import Units
-from ftkit.engine.files.storage import TensorFile
+from ftkit.engine.core.placeholder import absent
+from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
 from ftkit.hf.weights.agreement import agree
 from ftkit.hf.weights.mapped import MappedFile, Stored, written
@@ -315,7 +315,7 @@ class Settled:
         self.values.clear()
         self.casts.clear()
 
-    def note(self, units: Units, source: WeightSource) -> None:
+    def note(self, units: ShardedModel, source: WeightSource) -> None:
         """Note on `source` which tensors of the sharded model files have and which are to be initialised."""
         names = {key: flat.layout.segments[index].name for key, (flat, index) in units.places.items()}
         source.streamed = {names[key]: (place.file.path, place.key) for key, place in self.streamed.items()}

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ftkit.engine.files.storage import TensorFile
+from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.errors import UserError
 
 Places = dict[str, tuple[TensorFile, str]]

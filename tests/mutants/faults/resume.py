@@ -23,13 +23,6 @@ FAULTS = (
         _WHOLE + "test_a_checkpoint_is_finished_when_an_error_ends_the_run",
     ),
     fault(
-        "what is edited before the next step comes into the checkpoint of the last",
-        _CHECKPOINTS,
-        "edited = comm.any(getattr(trainer.sharded_optimizer, \"edited\", False))",
-        "edited = comm.any(False)",
-        _WHOLE + "test_a_checkpoint_has_the_weights_of_its_step_whatever_is_edited_after",
-    ),
-    fault(
         "a learning rate that a callback set is the schedule's after a resume",
         "ftkit/hf/trainer/checkpoint_files.py",
         '                if group["lr"] == last:\n',
@@ -38,7 +31,7 @@ FAULTS = (
     ),
     fault(
         "the best model comes back with its moments",
-        "ftkit/engine/checkpoint/checkpoint.py",
+        "ftkit/engine/checkpoint/loading.py",
         "for moment, store in own.moments.items() if state else ():",
         "for moment, store in own.moments.items():",
         "tests/engine/test_checkpoint.py::test_weights_come_back_without_the_state",

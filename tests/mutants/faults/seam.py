@@ -22,13 +22,6 @@ FAULTS = (
         _WITHOUT + "test_a_model_without_blocks_trains_replicated[2-Vectors]",
     ),
     fault(
-        "a step inside no_sync goes on",
-        "ftkit/engine/optim/optimizer.py",
-        "if self.units.unsynced and self.units.comm.world_size > 1:",
-        "if self.units.unsynced and self.units.comm.world_size > 2:",
-        "tests/hf/test_no_sync.py::test_local_sgd_is_refused_at_its_first_step",
-    ),
-    fault(
         "a second model is granted what the first was planned with",
         "ftkit/hf/models/second_models.py",
         "            if granted and taken:\n",

@@ -1,0 +1,253 @@
+"""Loading a checkpoint on any number of ranks, at any stage and tier.
+
+`saving.py` describes the folder. Every rank reads the ranges of its own shards. Tensors are found by name, so flat
+parameters may differ from those that were saved. No byte is used before its piece is verified, and no rank has more than a
+few pieces beyond its own shards.
+
+Cost: the bytes read, past the page cache where the file system supports it; 24 MiB of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ftkit.engine.checkpoint.durable import all_ranks
+from ftkit.engine.checkpoint.manifest import BUFFERS, MANIFEST, alike, read_manifest
+from ftkit.engine.checkpoint.reader import CheckedFile, Key, PieceBuffers, Places, open_files
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint
+from ftkit.engine.core.buffers import persistent_buffers
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.memory.tiers import Store
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.optimizer import LossScale, ShardedOptimizer, ranges
+from ftkit.errors import UserError
+
+MODEL_KINDS = ("master", "weights", BUFFERS)
+"""Kinds of files that have the model."""
+
+
+def load_checkpoint(
+    folder: str | Path,
+    units: ShardedModel,
+    optimizer: ShardedOptimizer | None = None,
+    *,
+    frozen: bool = True,
+    state: bool = True,
+) -> dict[str, Any]:
+    """Read a checkpoint in place. A collective.
+
+    Args:
+        folder: The checkpoint's folder.
+        units: The sharded model.
+        optimizer: Optimizer of this model. None reads weights only.
+        frozen: Expect frozen weights in the checkpoint.
+        state: Read the optimizer's moments, step counts and settings. False reads its masters only.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        BrokenCheckpoint: A file is missing, or is not what was written.
+        UserError: The checkpoint has another format, or is of another model or optimizer.
+    """
+    folder = Path(folder)
+    if units.saving is not None:
+        with suppress(UserError):  # its caller learns of the error from `poll`
+            units.saving.wait()
+    with all_ranks(units.comm, BrokenCheckpoint):
+        (optimizer or units).settle()
+        extra = _read(folder, units, optimizer, frozen=frozen, state=state)
+    units.rewritten()
+    return extra
+
+
+def check_checkpoint(folder: str | Path, part: int = 0, parts: int = 1) -> None:
+    """Verify all pieces of a checkpoint, or one of `parts` shares of them.
+
+    Raises:
+        BrokenCheckpoint: A file is missing or changed.
+        UserError: The checkpoint has another format.
+
+    Cost: one read of the share; 24 MiB of memory.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    with PieceBuffers() as buffers:
+        for name, (size_bytes, pieces) in manifest["files"].items():
+            with CheckedFile(folder / name, size_bytes, pieces, buffers) as file:
+                numbers = range(part, len(file.pieces), parts)
+                buffers.expect((file, number) for number in numbers)
+                for number in numbers:
+                    buffers.piece(file, number)
+
+
+def _read(
+    folder: Path, units: ShardedModel, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
+) -> dict[str, Any]:
+    """Read this rank's part of a checkpoint; see `load_checkpoint`."""
+    manifest = read_manifest(folder)
+    scale = _check_optimizer(folder, manifest, optimizer) if optimizer is not None and state else None
+    with ExitStack() as stack:
+        if optimizer is not None and state:
+            stack.enter_context(optimizer.overwritten())
+        elif optimizer is not None:
+            optimizer.prepare()
+        buffers = stack.enter_context(PieceBuffers())
+        places = open_files(folder, manifest, buffers, stack, None if state else MODEL_KINDS)
+        _check_names(folder, places, units)
+        wanted = _wanted(units, optimizer, frozen=frozen, state=state)
+        shards = [_Shard(flat, kinds, stores, places, folder) for flat, kinds, stores in wanted]
+        _read_buffers(places, units.model, folder)
+        buffers.expect(key for key, _ in groupby(key for shard in shards for key in shard.expected()))
+        for shard in shards:
+            shard.read()
+    if optimizer is not None and scale is not None:
+        _restore_settings(optimizer, manifest["optimizer"], scale)
+    return dict(manifest["extra"])
+
+
+def _restore_settings(optimizer: ShardedOptimizer, saved: dict[str, Any], scale: LossScale) -> None:
+    """Take over step counts, loss scale and the settings of the parameter groups."""
+    for flat in optimizer.units.trainable:
+        optimizer.state_of(flat).steps = [saved["steps"][segment.name] for segment in flat.layout.segments]
+    if scale.dynamic and optimizer.loss_scale.dynamic:  # both runs are in fp16
+        optimizer.loss_scale = scale
+    known = _known(optimizer)
+    for group, own, values in zip(optimizer.param_groups, optimizer.plain_groups(), saved["groups"]):
+        taken = {key: v for key, v in values.items() if key in known or (key != "params" and alike(v, own.get(key, v)))}
+        group.update({key: tuple(v) if isinstance(v, list) and key in known else v for key, v in taken.items()})
+
+
+def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedOptimizer) -> LossScale:
+    """Raise unless the saved optimizer state belongs to an optimizer like this one; return its loss scale."""
+    saved = manifest.get("optimizer")
+    if saved is None:
+        raise UserError(f"{folder}: holds weights only; its optimizer state was not saved")
+    kind, groups, steps = saved["class"], saved["groups"], set(saved["steps"])
+    if kind != type(optimizer).__name__ or len(groups) != len(optimizer.param_groups):
+        raise UserError(
+            f"{folder}: saved from {kind} with {len(groups)} parameter groups, this run has {type(optimizer).__name__} with "
+            f"{len(optimizer.param_groups)}; continue with the same optimizer, or load the weights only"
+        )
+    wanted = {segment.name for flat in optimizer.units.trainable for segment in flat.layout.segments}
+    if wanted - steps:
+        raise UserError(f"{folder}: has no optimizer state of {min(wanted - steps)}; it was not trained then")
+    if steps - wanted:
+        raise UserError(f"{folder}: has optimizer state of {min(steps - wanted)}, which this run does not train")
+    members, now = saved.get("members") or {}, optimizer.groups_by_name()
+    moved = [name for name in sorted(now) if members.get(name, now[name]) != now[name]]
+    if moved:
+        raise UserError(
+            f"{folder}: {moved[0]} was in parameter group {members[moved[0]]!r:.20}, and is in group {now[moved[0]]} of "
+            "this run's optimizer: its learning rate would be that of another group. Make the same groups in the same order"
+        )
+    for own, group in zip(optimizer.plain_groups(), groups):
+        odd = [key for key in _known(optimizer) & set(group) if not alike(group[key], own.get(key, own["lr"]))]
+        if odd:
+            raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.groups is not valid ({min(odd)})")
+    scale = saved["loss_scale"]
+    if not alike(scale, asdict(LossScale())) or not 0 < scale["value"] < math.inf:
+        raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.loss_scale is not valid")
+    return LossScale(**scale)
+
+
+def _known(optimizer: ShardedOptimizer) -> set[str]:
+    """Return the keys of a parameter group that a checkpoint always sets."""
+    return {*optimizer.hyper_parameters, "initial_lr"}
+
+
+def _check_names(folder: Path, places: Places, units: ShardedModel) -> None:
+    """Raise for tensors that the model does not have: a smaller model must not load a part of a larger one."""
+    own = {segment.name for flat in units.flats for segment in flat.layout.segments} | set(persistent_buffers(units.model))
+    others = {name for _, name in places} - own
+    if others:
+        odd = f"{min(others)!r:.200}"
+        raise UserError(f"{folder}: holds {odd}, which this model does not have; it was saved from another model")
+
+
+def _wanted(
+    units: ShardedModel, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
+) -> Iterator[tuple[FlatParameter, tuple[str, ...], list[Store]]]:
+    """Yield what is read: (flat parameter, kinds in order of preference, this rank's stores for it)."""
+    for flat in units.flats:
+        stores = [flat.weights]
+        if optimizer is not None and flat.trainable:
+            own = optimizer.state_of(flat)
+            if own.master is not flat.weights:
+                stores = [own.master, flat.weights]
+            for moment, store in own.moments.items() if state else ():
+                yield flat, (moment,), [store]
+        if flat.trainable or frozen:
+            yield flat, ("master", "weights"), stores
+
+
+def _file_of(places: Places, kinds: tuple[str, ...], name: str, shape: tuple[int, ...], folder: Path) -> CheckedFile:
+    """Return the file that has a tensor, of the first of `kinds` that the checkpoint has. Raise UserError if none has it."""
+    file = next((places[kind, name] for kind in kinds if (kind, name) in places), None)
+    if file is None:
+        raise UserError(f"{folder}: has no {kinds[0]} of {name}; it was saved from another model")
+    if file.entries[name].shape != shape:
+        raise UserError(f"{file.path}: {name} has shape {file.entries[name].shape}, the model needs {shape}")
+    return file
+
+
+@torch.no_grad()
+def _read_buffers(places: Places, model: nn.Module, folder: Path) -> None:
+    """Fill the persistent buffers that a checkpoint has."""
+    for name, buffer in persistent_buffers(model).items():
+        if (BUFFERS, name) in places:
+            values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            _file_of(places, (BUFFERS,), name, tuple(buffer.shape), folder).read(name, 0, values)
+            buffer.copy_(values.view(buffer.shape))
+
+
+class _Shard:
+    """This rank's shard of a flat parameter in one kind.
+
+    Args:
+        flat: The flat parameter.
+        kinds: Kinds of files to read, in order of preference.
+        stores: Stores (S,) to fill. Files are read into the first one, the widest, which is copied to the others.
+        places: The file of each tensor.
+        folder: The checkpoint's folder.
+    """
+
+    def __init__(
+        self, flat: FlatParameter, kinds: tuple[str, ...], stores: Sequence[Store], places: Places, folder: Path
+    ) -> None:
+        self.flat, self.stores = flat, stores
+        self.spans = [
+            (span, _file_of(places, kinds, span.segment.name, span.segment.shape, folder))
+            for span in flat.layout.spans(*flat.layout.shard_range(flat.rank))
+        ]
+
+    def expected(self) -> Iterator[Key]:
+        """Yield the pieces that `read` asks for, in order. A piece may come several times in a row."""
+        for span, file in self.spans:
+            yield from file.keys(span.segment.name, span.start - span.segment.start, span.stop - span.start)
+
+    def read(self) -> None:
+        """Fill the stores. Reading goes on ahead while a piece is written to the NVMe tier."""
+        base, stop = self.flat.layout.shard_range(self.flat.rank)
+        file_of = {span.segment.name: file for span, file in self.spans}
+        first, *others = self.stores
+        for low, high in ranges(*self.stores):
+            piece = first.blank(low, high)
+            for span in self.flat.layout.spans(base + low, min(base + high, stop)):
+                out = piece[span.start - base - low : span.stop - base - low]
+                file_of[span.segment.name].read(span.segment.name, span.start - span.segment.start, out)
+            piece[max(stop - base - low, 0) :].zero_()  # the padding
+            for other in others:
+                copy = other.blank(low, high)
+                copy.copy_(piece)
+                other.write(low, copy)
+            first.write(low, piece)

@@ -1,0 +1,133 @@
+"""Writing checkpoint files in pieces with checksums.
+
+The pieces of a file cover it from the first byte of its header to the last byte of its data. A piece begins at a multiple of
+4096 bytes and has at most `PIECE_BYTES`, so that files bypass the page cache (O_DIRECT) where the file system supports it.
+The rank that writes a piece computes its checksum. `reader.py` reads them.
+
+Cost: two buffers of 8 MiB. The caller fills one while a thread writes the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES
+from ftkit.engine.checkpoint.sealed import checksum
+from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a file, and their checksum."""
+
+    start: int
+    stop: int
+    checksum: str
+
+
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file with O_DIRECT where its file system supports it; return the handle, and whether it is direct."""
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(path, flags | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    return os.open(path, flags), False
+
+
+class PieceWriter:
+    """Writes ranges of existing files, one range after the other.
+
+    `open` begins a range, `write` appends to it, `close` ends it. The thread writes pieces in this order. The next call that
+    passes it work, or `settle`, raises its OSError.
+
+    Args:
+        device: Device of the values. Buffers are pinned for a CUDA device.
+
+    Attributes:
+        pieces: File name to the pieces written to that file. Complete after `settle`.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        memory = Arena(2 * PIECE_BYTES, device or torch.device("cpu"))
+        self._buffer, self._other = (memory.take(PIECE_BYTES, torch.uint8) for _ in range(2))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftkit-pieces")
+        self._running: Future[None] | None = None
+        self._handle: int | None = None
+        self._filled = 0  # bytes
+        self.pieces: dict[str, list[Piece]] = {}
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.shutdown()
+        if self._handle is not None:  # an error ended the range
+            os.close(self._handle)
+
+    def open(self, path: Path, start: int) -> None:
+        """Begin a range of file `path` at byte `start`, a multiple of 4096."""
+        self._path, self._at = path, start
+        self._handle, self._direct = open_direct(path, os.O_WRONLY)
+        self.pieces.setdefault(path.name, [])
+
+    def write(self, values: Tensor) -> None:
+        """Append `values` (n,), any dtype and device. Cost: one copy; waits where the drive is slower."""
+        size = values.dtype.itemsize
+        done = 0
+        while done < values.numel():
+            count = min((PIECE_BYTES - self._filled) // size, values.numel() - done)
+            place = self._buffer[self._filled : self._filled + count * size].view(values.dtype)
+            place.copy_(values[done : done + count].detach())
+            done, self._filled = done + count, self._filled + count * size
+            if PIECE_BYTES - self._filled < size:
+                self._write_buffer()
+
+    def close(self) -> None:
+        """End the range. The thread writes the last piece and makes the file durable."""
+        self._write_buffer(last=True)
+        self._handle = None
+
+    def settle(self) -> None:
+        """Wait until everything is written and durable."""
+        if self._running is not None:
+            self._running.result()
+
+    def _write_buffer(self, *, last: bool = False) -> None:
+        """Pass the buffer to the thread, and go on with the other one."""
+        handle, data, at, size = self._handle, self._buffer.numpy(), self._at, self._filled
+        assert handle is not None
+        self.settle()
+        self._running = self._thread.submit(self._write, handle, self._path, self._direct, data[:size], at, last)
+        self._buffer, self._other = self._other, self._buffer
+        self._at, self._filled = self._at + size, 0
+
+    def _write(self, handle: int, path: Path, direct: bool, data: Any, at: int, last: bool) -> None:
+        """Write one piece; on the thread."""
+        try:
+            whole = data.nbytes // PAGE_BYTES * PAGE_BYTES if direct else data.nbytes
+            self._transfer(handle, data[:whole], at)
+            if whole < data.nbytes:  # the end of the file is shorter than a page
+                with open(path, "r+b", buffering=0) as file:
+                    self._transfer(file.fileno(), data[whole:], at + whole)
+                    os.fsync(file.fileno())
+            if data.nbytes:
+                self.pieces[path.name].append(Piece(at, at + data.nbytes, checksum(data)))
+            if last:
+                os.fsync(handle)
+        finally:
+            if last:
+                os.close(handle)
+
+    @staticmethod
+    def _transfer(handle: int, data: Any, at: int) -> None:
+        done = 0
+        while done < data.nbytes:
+            done += os.pwrite(handle, data[done:], at + done)

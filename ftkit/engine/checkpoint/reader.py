@@ -1,0 +1,212 @@
+"""Reading checkpoint files in the pieces in which they were written. No byte is used before its piece is verified.
+
+A range is read in whole pieces, so resharding rereads at most two pieces per file. A reader that knows its order announces
+it; two threads then read and verify ahead, while the caller copies the piece before.
+
+Cost: `AHEAD` + 1 buffers of 8 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.checkpoint.manifest import SUFFIX
+from ftkit.engine.checkpoint.pieces import Piece, open_direct
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_size, checksum
+from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+
+AHEAD = 2
+"""Pieces that are read ahead, each by its own thread."""
+
+Key = tuple["CheckedFile", int]
+"""A file, and the number of a piece."""
+Places = dict[tuple[str, str], "CheckedFile"]
+"""Kind and tensor name to the file that has the tensor."""
+
+
+class PieceBuffers:
+    """Buffers for pieces, shared by the files of a checkpoint, and the threads that read ahead. A context manager."""
+
+    def __init__(self) -> None:
+        memory = Arena((AHEAD + 1) * PIECE_BYTES, torch.device("cpu"))
+        self._current, *self._free = (memory.take(PIECE_BYTES, torch.uint8) for _ in range(AHEAD + 1))
+        self._key: Key | None = None  # of the piece in `_current`
+        self._expected: deque[Key] = deque()
+        self._coming: deque[tuple[Key, Tensor, Future[None]]] = deque()
+        self._threads = ThreadPoolExecutor(AHEAD, thread_name_prefix="ftkit-pieces")
+
+    def __enter__(self) -> PieceBuffers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.expect(())
+        self._threads.shutdown()
+
+    def expect(self, keys: Iterable[Key]) -> None:
+        """Announce pieces in the order of use. This replaces earlier announcements."""
+        wait([future for _, _, future in self._coming])
+        self._free += [buffer for _, buffer, _ in self._coming]
+        self._coming.clear()
+        self._expected = deque(keys)
+        self._read_ahead()
+
+    def piece(self, file: CheckedFile, number: int) -> Tensor:
+        """Return the verified bytes (n,) of a piece, valid until the next call. A piece out of turn is read at once."""
+        key = file, number
+        if self._key != key:
+            self._key = None
+            if self._coming and self._coming[0][0] == key:
+                _, buffer, future = self._coming.popleft()
+                self._free.append(self._current)
+                self._current = buffer
+                wait([future])
+                self._read_ahead()
+                future.result()
+            else:
+                file.load(number, self._current)
+            self._key = key
+        piece = file.pieces[number]
+        return self._current[: piece.stop - piece.start]
+
+    def _read_ahead(self) -> None:
+        while self._expected and self._free:
+            file, number = key = self._expected.popleft()
+            buffer = self._free.pop()
+            self._coming.append((key, buffer, self._threads.submit(file.load, number, buffer)))
+
+
+class CheckedFile(TensorFile):
+    """A safetensors file of a checkpoint, open for reading. Reading raises BrokenCheckpoint if a piece was changed.
+
+    Args:
+        path: Path of the file.
+        size_bytes: Size that the file must have.
+        pieces: Its pieces in the manifest.
+        buffers: Buffers to read into. They stay open longer than the file.
+
+    Raises:
+        BrokenCheckpoint: The file is missing or has another size, or the pieces do not cover it.
+    """
+
+    def __init__(self, path: Path, size_bytes: Any, pieces: Any, buffers: PieceBuffers) -> None:
+        self.pieces = _valid(path, size_bytes, pieces)
+        self.buffers = buffers
+        check_size(path, path.parent, size_bytes)
+        super().__init__(path)
+
+    def _open(self, flags: int) -> int:
+        handle, self.direct = open_direct(self.path, flags)
+        return handle
+
+    def close(self) -> None:
+        """Close the file, and forget announcements."""
+        self.buffers.expect(())
+        super().close()
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` as `TensorFile.read` does. Cost: one copy from the buffer."""
+        entry = self.entries[name]
+        if entry.dtype is None or entry.offset % entry.dtype.itemsize:  # no view of the buffer can have this dtype
+            super().read(name, start, out)
+            return
+        size, done = entry.dtype.itemsize, 0
+        for view in self.views(entry.offset + start * size, out.numel() * size):
+            values = view.view(entry.dtype)
+            out[done : done + values.numel()].copy_(values)
+            done += values.numel()
+
+    def fill(self, position: int, out: bytearray) -> bool:
+        """Fill `out` with the bytes from `position` on; return whether the file has that many."""
+        done = 0
+        for view in self.views(position, len(out)):
+            out[done : done + view.numel()] = view.numpy().data
+            done += view.numel()
+        return done == len(out)
+
+    def views(self, start: int, size: int) -> Iterator[Tensor]:
+        """Yield bytes [start, start + size) as views (n,) of pieces, each valid until the next one."""
+        end = min(start + size, self.pieces[-1].stop)
+        while start < end:
+            number = self._number(start)
+            piece = self.pieces[number]
+            stop = min(end, piece.stop)
+            yield self.buffers.piece(self, number)[start - piece.start : stop - piece.start]
+            start = stop
+
+    def keys(self, name: str, start: int, numel: int) -> Iterator[Key]:
+        """Yield the pieces, for `PieceBuffers.expect`, that have elements [start, start + numel) of tensor `name`."""
+        entry = self.entries[name]
+        if entry.dtype is not None and numel:
+            first = entry.offset + start * entry.dtype.itemsize
+            last = first + numel * entry.dtype.itemsize - 1
+            yield from ((self, number) for number in range(self._number(first), self._number(last) + 1))
+
+    def load(self, number: int, buffer: Tensor) -> None:
+        """Read a piece to the beginning of `buffer` and verify it; on any thread."""
+        piece = self.pieces[number]
+        size = piece.stop - piece.start
+        wanted = -(-size // PAGE_BYTES) * PAGE_BYTES if self.direct else size
+        data: Any = buffer[:wanted].numpy()
+        got = 0
+        try:
+            while got < size and (count := os.preadv(self._handle, [data[got:]], piece.start + got)):
+                got += count
+        except OSError as error:
+            raise BrokenCheckpoint(f"{self.path}: {error.strerror} between bytes {piece.start} and {piece.stop}") from error
+        if got < size or checksum(data[:size]) != piece.checksum:
+            raise BrokenCheckpoint(f"{self.path}: bytes {piece.start} to {piece.stop} changed since they were written")
+
+    def _number(self, position: int) -> int:
+        return bisect_right(self.pieces, position, key=attrgetter("stop"))
+
+
+def open_files(
+    folder: Path,
+    manifest: dict[str, Any],
+    buffers: PieceBuffers,
+    stack: ExitStack,
+    kinds: Collection[str] | None = None,
+) -> Places:
+    """Open a checkpoint's files until `stack` closes; return for each (kind, tensor name) the file that has it.
+
+    Args:
+        folder: The checkpoint's folder.
+        manifest: Its manifest.
+        buffers: Buffers to read into. They stay open longer than the files.
+        stack: Closes the files.
+        kinds: Kinds of files to open. None opens all.
+    """
+    places: Places = {}
+    for name, (size_bytes, pieces) in sorted(manifest["files"].items()):
+        kind = name.removesuffix(SUFFIX).rpartition(".")[2]
+        if kinds is None or kind in kinds:
+            file = stack.enter_context(CheckedFile(folder / name, size_bytes, pieces, buffers))
+            places.update({(kind, tensor): file for tensor in file.entries})
+    return places
+
+
+def _valid(path: Path, size_bytes: Any, listed: Any) -> list[Piece]:
+    """Return the pieces that a manifest, which is untrusted, lists for a file. They cover it without gaps."""
+    pieces: list[Piece] = []
+    end = 0
+    for each in listed if isinstance(listed, list) else ():
+        valid = isinstance(each, list) and [type(value) for value in each] == [int, int, str]
+        if not valid or each[0] != end or not 0 < each[1] - end <= PIECE_BYTES or end % PAGE_BYTES:
+            break
+        pieces.append(Piece(*each))
+        end = each[1]
+    if not pieces or len(pieces) != len(listed) or type(size_bytes) is not int or end != size_bytes:
+        raise BrokenCheckpoint(f"{path}: its pieces in the manifest do not cover it")
+    return pieces

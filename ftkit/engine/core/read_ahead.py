@@ -1,0 +1,91 @@
+"""Read-ahead: weights on NVMe are read into host memory before they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.memory.arena import arena_bytes
+from ftkit.engine.memory.tiers import FileStore, Tiers
+
+UNITS = 2
+"""Units whose weights are read ahead while their neighbour is gathered."""
+
+
+class ReadAhead:
+    """Reads this rank's shards of the next units.
+
+    Args:
+        groups: For each unit, its gathered flat parameters.
+        tiers: Tiers of this rank.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[FlatParameter]], tiers: Tiers) -> None:
+        widest = max(arena_bytes([(flat.layout.shard_numel, flat.dtype) for flat in group]) for group in groups)
+        self.arena = tiers.arena((UNITS + 1) * widest)
+        self.free = [self.arena.take(widest, torch.uint8) for _ in range(UNITS + 1)]
+        self.device = tiers.device
+        self.coming: dict[tuple[tuple[str, int], ...], tuple[Future[None], Tensor]] = {}  # by names and versions
+        self.copied: list[tuple[torch.cuda.Event, Tensor]] = []  # buffers that a copy to the device still reads
+        self.thread = tiers.worker("ftkit-read-ahead")
+
+    def start(self, flats: Sequence[FlatParameter]) -> None:
+        """Start reading a unit's weights, unless that has begun."""
+        content = _content(flats)
+        if content in self.coming or not flats:
+            return
+        buffer = self._buffer()
+        self.coming[content] = (self.thread.submit(self._read, flats, buffer), buffer)
+
+    def take(self, flats: Sequence[FlatParameter]) -> tuple[list[Tensor], Tensor]:
+        """Wait for a unit's weights. Return them, (S,) each, and their buffer, to pass to `give_back`."""
+        self.start(flats)
+        future, buffer = self.coming.pop(_content(flats))
+        future.result()
+        return list(_parts(buffer, flats)), buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Reuse a buffer once the work queued on the current CUDA stream has read it."""
+        if self.device.type == "cuda":
+            self.copied.append((torch.cuda.current_stream(self.device).record_event(), buffer))
+        else:
+            self.free.append(buffer)
+
+    def _buffer(self) -> Tensor:
+        while self.copied:
+            event, buffer = self.copied.pop(0)
+            event.synchronize()
+            self.free.append(buffer)
+        if not self.free:  # the units came in another order: drop the oldest read
+            future, buffer = self.coming.pop(next(iter(self.coming)))
+            future.exception()
+            self.free.append(buffer)
+        return self.free.pop()
+
+    @staticmethod
+    def _read(flats: Sequence[FlatParameter], buffer: Tensor) -> None:
+        requests = []
+        for flat, part in zip(flats, _parts(buffer, flats)):
+            if (update := flat.update) is not None:  # do not settle: the computing thread clears `update`
+                update.wait()
+            if isinstance(flat.weights, FileStore):
+                requests.append(flat.weights.file.read(0, part))
+        for request in requests:
+            request.wait()
+
+
+def _content(flats: Sequence[FlatParameter]) -> tuple[tuple[str, int], ...]:
+    return tuple((flat.name, flat.version) for flat in flats)
+
+
+def _parts(buffer: Tensor, flats: Sequence[FlatParameter]) -> Iterator[Tensor]:
+    """Yield each flat parameter's place (S,) in a buffer; places begin at whole pages."""
+    start = 0
+    for flat in flats:
+        size = flat.layout.shard_numel * flat.dtype.itemsize
+        yield buffer[start : start + size].view(flat.dtype)
+        start += arena_bytes([(flat.layout.shard_numel, flat.dtype)])

@@ -1,0 +1,180 @@
+"""The loops of `HostLoops`, compiled by numba to vector code. The only file that imports numba.
+
+numba compiles a loop at its first call with a new combination of dtypes (one to two seconds each), and caches the result on
+disk for later processes.
+
+numba has no bf16 and, on a CPU, no fp16. The loops see bf16 as int16 and fp16 as uint16, so the element type says how to
+convert. `_widen`, `_narrow` and `_multiply_add` are intrinsics: each returns its signature and a function that emits LLVM
+code.
+
+[Note: which bits]
+    Every operation is IEEE fp32, rounded once, in the order of torch's fused AdamW or of torch's SGD, with fused
+    multiply-adds where torch's x86 build has them: whole vectors give the same bits as torch. Nothing is reassociated,
+    and NaN and infinity are not assumed away. So the result does not depend on the number of threads, on a tensor's
+    address, or on the CPU. A sum of squares has the same bits for any number of threads on one CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import extending
+from numba.core import types
+
+intrinsic: Any = extending.intrinsic  # its type hints ask the caller for the typing context
+
+BLOCK_NUMEL = 1 << 14
+"""Elements whose squares are summed together, so that a sum does not depend on the number of threads."""
+
+F32, F16, I32, I16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
+
+
+def _compiled(*fastmath: str) -> Callable[[Any], Any]:
+    """Return a decorator that compiles a loop on demand, and caches it on disk if a folder is writable.
+
+    `error_model` is NumPy's: a division by zero gives inf. An exception would prevent vector code.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath) or False}
+
+    def compiled(loop: Any) -> Any:
+        try:
+            return numba.njit(cache=True, **options)(loop)
+        except RuntimeError:  # no folder is writable: compile in each process
+            return numba.njit(**options)(loop)
+
+    return compiled
+
+
+@intrinsic
+def _widen(typing: Any, carried: Any) -> Any:
+    """Return an element as fp32. bf16 is the upper half of fp32. The CPU has an instruction to convert fp16."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if carried == types.uint16:
+            return builder.fpext(builder.bitcast(arguments[0], F16), F32)
+        if carried == types.int16:
+            return builder.bitcast(builder.shl(builder.zext(arguments[0], I32), I32(16)), F32)
+        return arguments[0]
+
+    return types.float32(carried), emit
+
+
+@intrinsic
+def _narrow(typing: Any, value: Any, array: Any) -> Any:
+    """Return fp32 `value` as an element of `array`, rounded to nearest even. The inverse of `_widen`."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if array.dtype == types.uint16:
+            return builder.bitcast(builder.fptrunc(arguments[0], F16), I16)
+        if array.dtype == types.int16:
+            return _emit_bf16(builder, arguments[0])
+        return arguments[0]
+
+    return array.dtype(types.float32, array), emit
+
+
+def _emit_bf16(builder: Any, value: Any) -> Any:
+    """Round to nearest even. A NaN keeps its sign and becomes quiet."""
+    bits = builder.bitcast(value, I32)
+    upper = builder.lshr(bits, I32(16))
+    half = builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))
+    rounded = builder.lshr(builder.add(bits, half), I32(16))
+    nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(nan, builder.or_(upper, I32(0x40)), rounded), I16)
+
+
+@intrinsic
+def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c in fp32, rounded once."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
+@_compiled()
+def adamw(
+    master: Any,
+    gradient: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    weight: Any,
+    factor: float,
+    keep: float,
+    toward: float,
+    beta2: float,
+    fresh: float,
+    root: float,
+    eps: float,
+    rate: float,
+) -> None:
+    """Update arrays (n,); see `HostLoops.adamw`.
+
+    Args:
+        keep: 1 - lr * weight_decay.
+        toward: 1 - beta1.
+        fresh: 1 - beta2.
+        root: sqrt(1 - beta2^step).
+        rate: lr / (1 - beta1^step).
+    """
+    factor_, keep_, toward_, beta2_ = np.float32(factor), np.float32(keep), np.float32(toward), np.float32(beta2)
+    fresh_, root_, eps_, rate_ = np.float32(fresh), np.float32(root), np.float32(eps), np.float32(rate)
+    near = toward_ < np.float32(0.5)  # interpolate from the nearer end, as torch's lerp does
+    blend = toward_ if near else toward_ - np.float32(1)
+    for i in range(master.size):
+        g = _widen(gradient[i]) * factor_
+        m = exp_avg[i]
+        m = _multiply_add(blend, g - m, m if near else g)
+        v = _multiply_add(fresh_ * g, g, exp_avg_sq[i] * beta2_)
+        p = master[i] * keep_ - rate_ * m / (math.sqrt(v) / root_ + eps_)
+        exp_avg[i] = m
+        exp_avg_sq[i] = v
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled()
+def sgd(
+    master: Any, gradient: Any, buffer: Any, weight: Any, factor: float, lr: float, momentum: float, weight_decay: float
+) -> None:
+    """Update arrays (n,); see `HostLoops.sgd`."""
+    factor_, back, momentum_, decay = np.float32(factor), np.float32(-lr), np.float32(momentum), np.float32(weight_decay)
+    for i in range(master.size):
+        g = _widen(gradient[i]) * factor_
+        p = master[i]
+        if decay != 0:
+            g = _multiply_add(decay, p, g)
+        if buffer is not None:
+            g = buffer[i] * momentum_ + g
+            buffer[i] = g
+        p = _multiply_add(back, g, p)
+        master[i] = p
+        if weight is not None:
+            weight[i] = _narrow(p, weight)
+
+
+@_compiled("reassoc", "contract")
+def square_sums(values: Any, sums: Any) -> None:
+    """Set sums[k] to the sum of squares of the k-th `BLOCK_NUMEL` of `values` (n,), in float64."""
+    for k in range(sums.size):
+        block = values[k * BLOCK_NUMEL : (k + 1) * BLOCK_NUMEL]
+        total = 0.0
+        for i in range(block.size):  # an iteration over elements would not be vectorized
+            wide = np.float64(_widen(block[i]))
+            total += wide * wide
+        sums[k] = total
+
+
+@_compiled()
+def add(into: Any, other: Any, scale: float) -> None:
+    """Add to array `into` (n,); see `HostLoops.add_`."""
+    scale_ = np.float32(scale)
+    for i in range(into.size):
+        into[i] = _narrow(_multiply_add(scale_, _widen(other[i]), _widen(into[i])), into)

@@ -1,0 +1,114 @@
+"""Host memory of exact size: one anonymous mapping on 2 MiB pages, pinned on CUDA.
+
+The plan counts host memory to the byte, so the arena takes what was asked, rounded up to a page. PyTorch's pinned
+allocator rounds every allocation up to a power of two (a factor of 1.78 was measured). Huge pages matter for NVMe: with
+4 KiB pages the kernel hands a transfer to the drive page by page, at half to a third of the rate.
+
+On a CPU an arena takes no memory until it is touched. On CUDA pinning touches every page.
+
+An arena cannot grow and has no free list. Forked children do not inherit it (MADV_DONTFORK): otherwise every page that
+the trainer writes while a data-loader worker lives would be copied. A child that reads a view crashes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+
+PAGE_BYTES = 4096
+"""Views begin at a multiple of this, as O_DIRECT requires."""
+
+HUGE_PAGE_BYTES = 2 << 20
+"""An arena begins at a multiple of this, so that huge pages fit."""
+
+
+class HostMemoryError(UserError):
+    """The system did not provide, or did not pin, the host memory that the plan counts on."""
+
+
+class Arena:
+    """Host memory for tensors. Views are handed out from start to end and freed together.
+
+    Args:
+        size_bytes: Bytes of all views together; see `arena_bytes`.
+        device: Device that copies from and to the memory. For a CUDA device the memory is pinned.
+        huge: Ask for pages of 2 MiB.
+
+    Raises:
+        HostMemoryError: The system provides or pins less.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device, *, huge: bool = True) -> None:
+        self.requested_bytes = size_bytes
+        self.device = device
+        self._size_bytes = _whole_pages(size_bytes)
+        self._taken_bytes = 0
+        try:
+            window = _map(self._size_bytes, huge=huge)
+        except OSError as error:
+            raise HostMemoryError(
+                f"host memory: {size_bytes} bytes needed, the system refuses ({error.strerror}). Use a smaller model, an "
+                "adapter or memory.nvme_dir, or raise the limit on virtual memory (ulimit -v, vm.overcommit_memory)"
+            ) from error
+        if device.type == "cuda" and self._size_bytes:
+            address = ctypes.addressof(window)
+            _pin(address, self._size_bytes)
+            # Views keep the window alive, so its finalizer unpins the memory after the last view and before it is unmapped.
+            weakref.finalize(window, _unpin, address, os.getpid())
+        self._memory = torch.frombuffer(window, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a view (numel,) of zeros on whole pages of its own. `arena_bytes` has counted it."""
+        size, taken = numel * dtype.itemsize, self._taken_bytes
+        self._taken_bytes += _whole_pages(size)
+        assert self._taken_bytes <= self._size_bytes, "arena_bytes() did not count this tensor"
+        return self._memory[taken : taken + size].view(dtype)
+
+
+def arena_bytes(sizes: Iterable[tuple[int, torch.dtype]]) -> int:
+    """Return the exact size of an arena for tensors of (numel, dtype)."""
+    return sum(_whole_pages(numel * dtype.itemsize) for numel, dtype in sizes)
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _map(size_bytes: int, *, huge: bool) -> ctypes.Array[ctypes.c_ubyte]:
+    """Map `size_bytes` from a multiple of 2 MiB on. The returned array owns the mapping.
+
+    Only whole huge pages are requested. Otherwise the kernel could back the last few KiB, and the unused ends of the
+    mapping, with 2 MiB each.
+    """
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) % HUGE_PAGE_BYTES
+    memory.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        if huge and size_bytes >= HUGE_PAGE_BYTES:
+            memory.madvise(mmap.MADV_HUGEPAGE, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return (ctypes.c_ubyte * max(size_bytes, 1)).from_buffer(memory, start)
+
+
+def _pin(address: int, size_bytes: int) -> None:
+    # Flags 0: with unified addressing the memory is pinned for every device, and no other device gets a context.
+    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if error:
+        raise HostMemoryError(
+            f"host memory: CUDA could not pin {size_bytes} bytes (error {error}). Free host memory, raise the limit on "
+            "locked memory (ulimit -l), or set a smaller memory.host_gib"
+        )
+
+
+def _unpin(address: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child has pinned nothing
+        torch.cuda.cudart().cudaHostUnregister(address)

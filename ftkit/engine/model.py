@@ -1,0 +1,290 @@
+"""The sharded model: its units, its other flat parameters, and operations on all of them. `shard` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.dtypes import compute_dtype
+from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.core.gradient import Gradient
+from ftkit.engine.core.gradient_offload import GradientOffload
+from ftkit.engine.core.root_parameters import RootParameter, Running
+from ftkit.engine.core.transfer import Transfer
+from ftkit.engine.core.unit import Unit
+from ftkit.engine.kernels.device_kernels import FlatKernels
+from ftkit.engine.kernels.host_loops import HostLoops
+from ftkit.engine.memory.tiers import Tiers
+from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
+
+Exact = Callable[[int, Tensor], object]
+"""Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, in the precision of their source."""
+
+
+class SaveInFlight(Protocol):
+    """A checkpoint that is being written (checkpoint/saving.py)."""
+
+    def poll(self) -> bool:
+        """Return whether it is complete. A collective."""
+
+    def wait(self) -> None:
+        """Return when it is complete. A collective."""
+
+    def give_up(self) -> None:
+        """Stop, and remove what was written. A collective."""
+
+    def await_capture(self, flat: FlatParameter) -> None:
+        """Return when the state of a flat parameter is copied, so that an update may change it."""
+
+
+class ShardedModel:
+    """A sharded model.
+
+    Attributes:
+        units: Units of the blocks, in order of execution.
+        flats: All flat parameters, in model order.
+        outside: Resident flat parameters that belong to no unit.
+        root_parameters: Large parameters outside blocks, one for each module that reads one.
+        gradient_of: The gradient of each trained flat parameter.
+        places: For each parameter, by id, its flat parameter and its index there.
+        aliases: Tied names, and the name under which the flat parameter has the tensor.
+        dtypes: Dtype of each parameter before sharding, by name; a saved model has it again.
+        exact: Weights that were cast to a narrower dtype, until the optimizer has made master weights of them.
+        saving: The checkpoint that is being written.
+        flat_kernels: Kernels for shards on the device, if there are any.
+        evaluated_only: The plan has no memory for gradients and optimizer state.
+    """
+
+    transfer: Transfer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        strategy: Strategy,
+        tiers: Tiers,
+        host_loops: Callable[[int], HostLoops] = HostLoops,
+    ) -> None:
+        self.model, self.comm, self.strategy, self.tiers, self.host_loops = model, comm, strategy, tiers, host_loops
+        self.compute_dtype = compute_dtype(strategy)
+        self.units: list[Unit] = []
+        self.flats: list[FlatParameter] = []
+        self.outside: list[FlatParameter] = []
+        self.root_parameters: list[RootParameter] = []
+        self.gradient_of: dict[FlatParameter, Gradient] = {}
+        self.offload: GradientOffload | None = None
+        self.places: dict[int, tuple[FlatParameter, int]] = {}
+        self.aliases: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.exact: dict[FlatParameter, Exact] = {}
+        self.saving: SaveInFlight | None = None
+        self.flat_kernels: FlatKernels | None = None
+        self.running = Running()
+        self.evaluated_only = False
+        self.registered: dict[str, int] = {}  # id of each parameter by name, as sharded
+
+    @property
+    def trainable(self) -> list[FlatParameter]:
+        """The trained flat parameters in the order in which a forward needs them."""
+        trainable = [flat for flat in self.flats if flat.trainable]
+        return sorted(trainable, key=lambda flat: not (flat.resident and flat in self.outside))
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        """The gradients of the trained flat parameters, in their order."""
+        return [self.gradient_of[flat] for flat in self.trainable]
+
+    def place(self, parameter: Tensor) -> tuple[FlatParameter, int]:
+        """Return the flat parameter that contains a parameter, and the index there.
+
+        Raises:
+            KeyError: It is no parameter of this model.
+        """
+        return self.places[id(parameter)]
+
+    def registration(self) -> dict[str, int]:
+        """Return the id of each parameter of the model by name, tied names included."""
+        return {name: id(parameter) for name, parameter in self.model.named_parameters(remove_duplicate=False)}
+
+    def check_unchanged(self) -> None:
+        """Compare the model's parameters with those that were sharded. For building an optimizer, and for saving.
+
+        Raises:
+            UserError: A parameter was replaced, added, renamed (pruning, parametrization), tied or unfrozen since.
+        """
+        changed = sorted(dict(self.registration().items() ^ self.registered.items()))
+        if changed:
+            raise UserError(
+                f"the model's parameters changed after sharding ({', '.join(changed[:3])}): replaced, added, renamed or "
+                "tied. Make such changes before ftkit.shard() or before the Trainer is built"
+            )
+        for flat in self.flats:
+            for parameter, segment in zip(flat.parameters, flat.layout.segments):
+                if parameter.requires_grad and not flat.trainable:
+                    raise UserError(
+                        f"{segment.name} was frozen when the model was sharded and requires a gradient now: set "
+                        "requires_grad before ftkit.shard() or before the Trainer is built"
+                    )
+
+    # --- the step
+
+    def begin_call(self) -> None:
+        """Prepare a call of the model: refresh weights outside blocks, start reading the first units from NVMe.
+
+        Raises:
+            RuntimeError: Weights that are gathered for generation are out of date.
+        """
+        if self.transfer.whole is not None:
+            if self.transfer.whole.updates != self.transfer.updates:
+                raise RuntimeError("the weights were updated while they are gathered for generation: leave that context")
+            return
+        self.refresh_outside()
+        if self.units:
+            self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
+
+    def refresh_outside(self) -> None:
+        """Make resident weights outside blocks usable."""
+        self.transfer.refresh(self.outside)
+        for flat in self.outside:
+            self.transfer.side.wait(flat.refreshed)
+
+    @contextmanager
+    def read_by_all(self) -> Iterator[None]:
+        """Gather root parameters at each read in the body, with gradients. All ranks must make the same reads."""
+        with self.running.read_by_all():
+            self.refresh_outside()
+            yield
+
+    def zero_grad(self) -> None:
+        """Drop the step's gradients, and what was kept for a backward that has not run. Writes nothing."""
+        for gradient in self.gradient_of.values():
+            gradient.zero()
+        for unit in self.units:
+            unit.forget()
+
+    def finish_gradients(self) -> None:
+        """Complete the step's mean gradients. Cost: one reduction per deferred gradient."""
+        with self.transfer.trace.span("collectives", "finish gradients"):
+            for gradient in self.gradients:
+                gradient.finish()
+            if self.offload is not None:
+                self.offload.finish()
+            self.transfer.settle()
+
+    def updated(self) -> None:
+        """Record an update of the shards. Unless it is deferred, refresh resident weights at once.
+
+        Cost: one all-gather per resident trained flat parameter.
+        """
+        self.transfer.note_update()
+        if not self.strategy.deferred:
+            self.transfer.refresh([flat for flat in self.trainable if flat.resident])
+            self.refresh_outside()
+
+    def rewritten(self) -> None:
+        """Record that shards were loaded, and refresh resident weights. Cost: one all-gather for each."""
+        self.exact.clear()
+        for flat in self.flats:
+            flat.version += 1
+        self.transfer.note_update()
+        self.transfer.refresh([flat for flat in self.flats if flat.resident])
+
+    # --- reading
+
+    def settle(self) -> None:
+        """Wait for updates under way.
+
+        Raises:
+            RuntimeError: One failed.
+        """
+        for flat in self.flats:
+            flat.settle()
+        self.transfer.updated = self.transfer.side.now()  # the side stream reads shards after the updates, too
+
+    def freshen(self) -> None:
+        """Refresh all resident weights now. A collective. Afterwards reading them needs no other rank.
+
+        Raises:
+            RuntimeError: An update under way failed.
+        """
+        self.settle()
+        self.transfer.refresh([flat for flat in self.flats if flat.resident])
+        self.transfer.settle()
+
+    def be_current(self) -> None:
+        """Wait until resident weights are those of the last update. No collective.
+
+        Raises:
+            UserError: A deferred update is done and no forward has gathered the weights since.
+        """
+        self.settle()
+        stale = [flat for flat in self.flats if flat.stale]
+        if any(flat.owners > 1 for flat in stale):
+            raise UserError(
+                f"the weights of {stale[0].name} were updated, and this rank does not have the other ranks' shards yet "
+                "(updates are deferred): read them on all ranks within `with ftkit.gathered_parameters(model):`, save with "
+                "trainer.save_model() or ftkit.save_model(), or set ftkit={'update': 'now'}"
+            )
+        self.transfer.refresh(stale)
+        self.transfer.settle()
+
+    def exact_weights(self, flat: FlatParameter, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of this rank's weights in fp32, in the precision of their source if it is known.
+
+        Cost: 4 bytes per element.
+        """
+        weights = flat.weights.read(start, stop).float()
+        if flat in self.exact and start < flat.own_numel:
+            self.exact[flat](start, weights[: flat.own_numel - start])
+        return weights
+
+    def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor), gathering one flat parameter at a time. A collective.
+
+        A tensor is valid until the next one is requested. Cost: one all-gather and one buffer per flat parameter.
+        """
+        self.check_unchanged()
+        self.settle()
+        self.transfer.settle()
+        for flat in self.flats if flats is None else flats:
+            full = flat.full
+            if full is None:
+                full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=self.comm.device)
+                flat.gather(full)
+            else:
+                flat.refresh()
+            for segment, view in zip(flat.layout.segments, flat.views(full)):
+                yield segment.name, view
+
+    def state_dict(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """Return CPU copies of whole parameters, tied names included, and of persistent buffers. A collective.
+
+        Args:
+            keep: Selects names.
+
+        Cost: host memory for the selected tensors on every rank.
+        """
+        wanted = {name for name, _ in self.model.named_parameters(remove_duplicate=False) if keep(name)}
+        wanted |= {self.aliases[name] for name in wanted & self.aliases.keys()}
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.full_tensors() if name in wanted}
+        state |= {alias: state[name] for alias, name in self.aliases.items() if alias in wanted}
+        for name, module in self.model.named_modules():
+            for key, buffer in module.named_buffers(name, recurse=False):
+                if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    state[key] = buffer.detach().cpu().clone()
+        return {name: tensor for name, tensor in state.items() if keep(name)}
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of live storage on this rank: parameters, gradients, slots, staging."""
+        return {
+            "parameters": sum(flat.size_bytes for flat in self.flats),
+            "gradients": sum(gradient.size_bytes for gradient in self.gradient_of.values()),
+            "slots": self.transfer.slot_bytes,
+            "staging": self.transfer.staging_bytes + (self.offload.staging_bytes if self.offload is not None else 0),
+        }

@@ -1,0 +1,68 @@
+"""AdamW over shards: a compiled loop on the host, a kernel on the device, else torch's fused AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ftkit.engine.model import ShardedModel
+from ftkit.engine.optim.flat_step import Elements, Hyperparameters
+from ftkit.engine.optim.loss_scale import LossScale
+from ftkit.engine.optim.optimizer import ShardedOptimizer
+from ftkit.spec.update_rules import ADAMW
+
+
+class ShardedAdamW(ShardedOptimizer):
+    """AdamW over shards. Arguments as in `torch.optim.AdamW`; `units` and `params` as in `ShardedOptimizer`.
+
+    Source: Loshchilov and Hutter, arXiv:1711.05101.
+    """
+
+    rule = ADAMW
+
+    def __init__(
+        self,
+        units: ShardedModel,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(units, params, defaults, loss_scale)
+
+    def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
+        """See `ShardedOptimizer.update_piece`."""
+        kernels = self._kernels_for(at.master)
+        if kernels is None and at.master.device.type != "cpu":
+            super().update_piece(at, group, step, factor)
+            return
+        one_pass = self.host.adamw if kernels is None else kernels.adamw
+        tensors = at.master, at.gradient, at.moments["exp_avg"], at.moments["exp_avg_sq"], at.weight
+        one_pass(*tensors, factor=factor, step=step, **_numbers(group))
+
+    def update(self, at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
+        """See `ShardedOptimizer.update`."""
+        adamw(
+            [at.master],
+            [gradient],
+            [at.moments["exp_avg"]],
+            [at.moments["exp_avg_sq"]],
+            [],
+            [torch.full((), step - 1, dtype=torch.float32, device=at.master.device)],  # on the device: no copy, no wait
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            **_numbers(group),
+        )
+
+
+def _numbers(group: Hyperparameters) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": beta1, "beta2": beta2} | {key: group[key] for key in ("lr", "eps", "weight_decay")}
