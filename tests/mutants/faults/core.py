@@ -366,7 +366,7 @@ FAULTS = (
     _fault(
         "gradients below the device are left out of the norm",
         "ftkit/engine/core/gradient_offload.py",
-        "None if self._square is None else self._shared(self._square)",
+        "self._shared(self._square) if self._there and self._square is not None else None",
         "None",
         _ON_DISK,
     ),
