@@ -18,7 +18,7 @@ from ftkit.engine.comm import shared_stage as stage_module
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_stage import STAGE_BYTES, SharedStage
 from ftkit.errors import UserError
-from tests.worlds import PATIENCE
+from tests.worlds import PATIENCE, World
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -284,6 +284,9 @@ def waits_alone() -> str:
     return text
 
 
-def test_a_collective_of_one_rank_ends_at_the_timeout_and_is_named(world2):
-    assert "all-gather of model.layers.3: " in world2.run(waits_alone)[0]
-    world2.close()  # the group is broken
+def test_a_collective_of_one_rank_ends_at_the_timeout_and_is_named():
+    world = World(2)  # its group is broken afterwards
+    try:
+        assert "all-gather of model.layers.3: " in world.run(waits_alone)[0]
+    finally:
+        world.close()

@@ -95,7 +95,7 @@ def test_collectives_fill_nothing_and_host_memory_is_none():
     with nothing_behind(torch.device("meta")):
         arena = FakeTiers(torch.device("meta"), planned(llama(), stage=3, **HOST).strategy).arena(1 << 44)
         assert arena.take(1 << 40, torch.float32).numel() == 1 << 40
-        with pytest.raises(MemoryError):
+        with pytest.raises(AssertionError):
             arena.take(1 << 44, torch.float32)
     assert FakeCommunicator(CPU, 8).totals(torch.zeros(3)) == [1.0] * 3
     assert [FakeCommunicator(CPU, 8).any(flag) for flag in (True, False)] == [True, False]
