@@ -91,7 +91,7 @@ class Strategy:
         default=AUTO, description="how the loss scales with its batch; auto = detected at the first step"
     )
     affinity: Switch = Field(default=True, description="bind each rank to cores of its own, on the NUMA node of its GPU")
-    debug: Switch = Field(default=False, description="poison freed buffers, compare unit ids between ranks")
+    debug: Switch = Field(default=False, description="fill freed buffers with NaN")
 
     @classmethod
     def of(cls, **choices: Any) -> Strategy:

@@ -264,9 +264,9 @@ def goes_elsewhere(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 def test_the_norm_compares_the_order_of_collectives(world2, transport):
-    told = "rank 0: all-gather of model.layers.0, rank 1: all-gather of model.layers.1"
-    for text in world2.run(goes_elsewhere, transport):
-        assert told in text
+    difference = "rank 0: all-gather of model.layers.0, rank 1: all-gather of model.layers.1"
+    for message in world2.run(goes_elsewhere, transport):
+        assert difference in message
 
 
 def waits_alone() -> str:

@@ -165,6 +165,6 @@ def trained_with_hooks(tied: bool) -> list[str]:
     return [n for n, p in plain.named_parameters() if not torch.allclose(state[n], p, atol=1e-6)]
 
 
-@pytest.mark.parametrize("tied", [False])
+@pytest.mark.parametrize("tied", [False, True])
 def test_hooks_on_gradients_are_called_at_stage_3(tied, world2):
     assert world2.run(trained_with_hooks, tied) == [[], []]

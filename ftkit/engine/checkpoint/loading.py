@@ -177,7 +177,7 @@ def _check_names(folder: Path, places: Places, units: ShardedModel) -> None:
 def _wanted(
     units: ShardedModel, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
 ) -> Iterator[tuple[FlatParameter, tuple[str, ...], list[Store]]]:
-    """Yield what is read: (flat parameter, kinds in order of preference, this rank's stores for it)."""
+    """Yield each flat parameter to read, its kinds in order of preference, and this rank's stores."""
     for flat in units.flats:
         stores = [flat.weights]
         if optimizer is not None and flat.trainable:

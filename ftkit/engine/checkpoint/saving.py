@@ -299,7 +299,7 @@ def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:
 
 
 def _jobs(units: ShardedModel, optimizer: ShardedOptimizer | None, frozen: bool) -> list[_Job]:
-    """Return what is written: trained flat parameters first, in the order of updates."""
+    """Return the write jobs. Trained flat parameters come first, in the order of updates."""
     jobs: list[_Job] = []
     for flat in units.trainable:
         state = optimizer.states[flat.name] if optimizer is not None else None

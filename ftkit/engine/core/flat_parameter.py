@@ -43,7 +43,7 @@ class Update(Protocol):
 
 @dataclass
 class _Placeholder:
-    """What a parameter is while it is resharded: its value, its class when gathered, and its class when resharded."""
+    """A parameter's value while it is resharded, and its classes while gathered and while resharded."""
 
     value: Tensor
     plain: type

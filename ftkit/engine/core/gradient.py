@@ -23,7 +23,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,9 +46,6 @@ class Gradient(ABC):
         flat: The flat parameter.
         strategy: Gives the dtype in which micro-batches are summed.
     """
-
-    deferred: ClassVar[bool] = False
-    """Whether it is reduced at the step only."""
 
     def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
         self.flat = flat
@@ -236,8 +232,6 @@ class ReducedGradient(Gradient):
 
 class DeferredGradient(Gradient):
     """A gradient that is reduced once, at the step. Arguments as in `Gradient`."""
-
-    deferred = True
 
     def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
         super().__init__(flat, strategy)

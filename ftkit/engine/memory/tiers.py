@@ -1,6 +1,6 @@
 """Tiers: where a rank's shards are stored. Device memory, host memory, or files on NVMe.
 
-[Note: what is stored where]   S elements per flat parameter and rank; each kind has a tier of its own
+[Note: the tiers of a flat parameter]   S elements per flat parameter and rank; each kind has a tier of its own
 
     parameters   (S,)   compute dtype    device | host | nvme   host and nvme need stage 3
     gradients    (S,)   gradient dtype   device | host | nvme   host and nvme need stage 2 or 3
