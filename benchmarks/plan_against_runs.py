@@ -1,13 +1,12 @@
-"""The plan against what runs take: ten CPU runs of different shapes, tiers and world sizes (`make bench-plan`).
+"""Measured peaks of memory beside the plan: runs of different shapes, tiers and world sizes (`make bench-plan`).
 
-Each is `ftkit finetune` as a user starts it: two steps of a Llama from a bf16 safetensors folder, then the export.
-Measured is the peak resident memory of the rank that held most (the kernel's own count, which never misses a peak); planned
-is what the same rank was told before it allocated anything. A run passes if it stayed within its plan and the plan was not
-padded:
+Each run is `ftkit finetune` as a user starts it: a few steps of a Llama from a bf16 safetensors folder, then the export.
+On CPU ranks the peak is the largest resident size of a rank. On a GPU it is the most that PyTorch allocated on the device,
+beside the plan's device bytes without CUDA's own memory. A run passes if
 
     85 % of the plan <= measured <= the plan
 
-Cost: some five minutes on two cores, 2 GiB of memory, 4 GiB of disk.
+Cost: five minutes on two cores, 2 GiB of memory and 4 GiB of disk; on a GPU two minutes, 24 GiB of it and 20 GiB of disk.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ LLAMAS = {  # hidden, inner, layers, vocabulary
     "34M": (512, 1376, 8, 8000),
     "70M": (512, 2048, 12, 16000),
     "134M": (768, 2048, 12, 32000),
+    "1.1B": (2048, 5632, 20, 32000),
 }
 
 
@@ -76,6 +76,13 @@ CASES = (
     ),
     Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}),
 )
+GPU_CASES = (
+    Case("1.1B", 1, "fp16", 2048, 2),
+    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute"}),
+    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", "gradients": "host", "state": "host"}, 4),
+    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", **dict.fromkeys(NVME, "host")}, 4, save=True),
+    Case("1.1B", 1, "fp16", 2048, 2, {"stage": 3, "activations": "recompute", **NVME}, 4),
+)
 
 
 def write_model(case: Case, folder: Path) -> None:
@@ -90,7 +97,8 @@ def write_model(case: Case, folder: Path) -> None:
         vocab_size=vocabulary,
         max_position_embeddings=4096,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def recipe_of(case: Case, folder: Path, steps: int) -> dict[str, Any]:
@@ -141,22 +149,24 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--purposes", action="store_true", help="also print the plan by purpose")
     chosen = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    key, cases = ("device_bytes", GPU_CASES) if cuda else ("host_bytes", CASES)
     failed = 0
     print(f"{'measured':>8} {'planned':>8} {'share':>6}  MiB a rank")
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         if chosen.only and number not in chosen.only:
             continue
         began = time.perf_counter()
         summary = run(case)
-        measured = max(each["host_bytes"] for each in summary["peaks_per_rank"])
-        planned = summary["planned_per_rank"]["host_bytes"]
+        measured = max(each[key] for each in summary["peaks_per_rank"])
+        planned = summary["planned_per_rank"][key]
         share = measured / planned
         good = LEAST <= share <= 1
         failed += not good
         line = f"{measured / MIB:8.0f} {planned / MIB:8.0f} {share:6.1%}  {case} ({time.perf_counter() - began:.0f} s)"
         print(line + ("" if good else "  <- outside"), flush=True)
         if chosen.purposes:
-            tier = summary["plan"]["tiers"]["host"]
+            tier = summary["plan"]["tiers"]["device" if cuda else "host"]
             sizes = {name: round(size / case.ranks / MIB) for name, size in tier["purposes"].items()}
             print(f"{'':26}to {tier['peak_phase']}: {sizes}; {summary['plan']['strategy']['says']}", flush=True)
     print("all within" if not failed else f"{failed} outside")

@@ -166,7 +166,7 @@ def run_once(name: str, model: str, options: argparse.Namespace) -> dict:
         "model": model,
         "step_s": statistics.median(ranks[0]["steps_s"]),
         "startup_s": ranks[0]["startup_s"],
-        "peak_gb": max(rank["peak_bytes"] for rank in ranks) / 1e9,
+        "peak_gb": max(rank.get("peak_device_bytes", rank["peak_bytes"]) for rank in ranks) / 1e9,
         "loss": ranks[0]["losses"][-1],
         "wrapped": ranks[0]["wrapped"],
         "foreign_cpu_share": outcome.foreign_cpu_share,

@@ -1,0 +1,55 @@
+"""Collectives of several ranks that share one card: NCCL refuses them, so gloo exchanges copies on the host."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftkit.engine.comm.communicator import Communicator
+
+
+class HostCommunicator(Communicator):
+    """A `Communicator` whose tensors are on a device, and whose process group is gloo's."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
+        own = shard.cpu()
+        there = own.new_empty(full.numel())
+        with self._collective("all-gather", of):
+            dist.all_gather(list(there.view(self.world_size, -1)), own, group=self.group)
+        full.copy_(there.view_as(full))
+
+    def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
+        there = full.float().cpu()
+        with self._collective("reduce-scatter", of):
+            dist.all_reduce(there, group=self.group)
+        shard.copy_(there.view(self.world_size, -1)[self.rank] / self.world_size)
+
+    def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
+        there = full.float().cpu()
+        with self._collective("all-reduce", of):
+            dist.all_reduce(there, group=self.group)
+        full.copy_(there / self.world_size)
+
+    def broadcast(self, tensor: Tensor, of: str = "") -> None:
+        there = tensor.cpu()
+        with self._collective("broadcast", of):
+            dist.broadcast(there, group=self.group, group_src=0)
+        tensor.copy_(there)
+
+    def _sum(self, numbers: Tensor) -> None:
+        there = numbers.cpu()
+        dist.all_reduce(there, group=self.group)
+        numbers.copy_(there)
+
+    def all_numbers(self, number: int, of: str = "") -> list[int]:
+        return [int(each) for each in self.all(number, of)]
+
+
+def join(rank: int, world: int, port: int, devices: int) -> Communicator:
+    """Initialise the process group of a rank; return its communicator: NCCL's where each rank has a card of its own."""
+    own_card = world <= devices
+    device = torch.device("cuda", rank % devices)
+    torch.cuda.set_device(device)
+    if world > 1:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("nccl" if own_card else "gloo", init_method=address, rank=rank, world_size=world)
+    return Communicator(device) if own_card else HostCommunicator(device)
