@@ -258,7 +258,6 @@ def main() -> None:
         if not disk.direct:
             sys.exit(f"{options.folder} ({disk.filesystem}) has no O_DIRECT: nothing to compare with")
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-disk-", dir=options.folder)))
-        disk.reserve(3 * size)
         arena = Arena(size, torch.device("cpu"))
         memory = arena.take(size // 4, torch.float32)
         memory.view(torch.int64).random_()

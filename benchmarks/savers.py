@@ -79,7 +79,20 @@ class Ftkit:
     def begin(self, folder: Path) -> Pending:
         from ftkit.engine.checkpoint.saving import Saving
 
-        return Saving(folder / "ftkit", self.units, self.optimizer)
+        class Timed(Saving):
+            seconds = blocked_seconds = 0.0
+
+            def await_capture(self, flat: Any) -> None:
+                began = time.perf_counter()
+                super().await_capture(flat)
+                self.blocked_seconds += time.perf_counter() - began
+
+            def _write(self) -> None:
+                began = time.perf_counter()
+                super()._write()
+                self.seconds = time.perf_counter() - began
+
+        return Timed(folder / "ftkit", self.units, self.optimizer)
 
     def load(self, folder: Path) -> None:
         from ftkit.engine.checkpoint.loading import load_checkpoint

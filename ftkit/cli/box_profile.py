@@ -193,7 +193,6 @@ def _host_adam(comm: Communicator) -> float:
     master, gradient, first, second = (torch.zeros(ADAM_NUMEL) for _ in range(4))
     numbers = {"factor": 1.0, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
     seconds = _timed(comm, lambda: adam.adamw(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
-    adam.close()
     return ADAMW.traffic_bytes * ADAM_NUMEL / seconds
 
 

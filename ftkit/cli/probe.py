@@ -252,7 +252,6 @@ def _disk_rates(disk: Disk) -> tuple[float, float]:
 
     from ftkit.engine.memory.arena import Arena
 
-    disk.reserve(MEASURED_BYTES)
     file = disk.file("measure", MEASURED_BYTES, torch.uint8)
     data = Arena(MEASURED_BYTES, torch.device("cpu")).take(MEASURED_BYTES, torch.uint8)
     data.view(torch.int64).random_()  # some drives compress

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.dtypes import compute_dtype
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import Gradient
@@ -17,34 +18,20 @@ from ftkit.engine.core.gradient_offload import GradientOffload
 from ftkit.engine.core.root_parameters import RootParameter, Running
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
-from ftkit.engine.kernels.device_kernels import FlatKernels
-from ftkit.engine.kernels.host_loops import HostLoops
+from ftkit.engine.kernels.host_loops import FlatKernels, HostLoops
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ftkit.engine.checkpoint.saving import Saving
 
 Exact = Callable[[int, Tensor], object]
 """Fills a tensor (n,) fp32 with elements [start, start + n) of this rank's shard, in the precision of their source."""
 
 
-class SaveInFlight(Protocol):
-    """A checkpoint that is being written (checkpoint/saving.py)."""
-
-    def poll(self) -> bool:
-        """Return whether it is complete. A collective."""
-
-    def wait(self) -> None:
-        """Return when it is complete. A collective."""
-
-    def give_up(self) -> None:
-        """Stop, and remove what was written. A collective."""
-
-    def await_capture(self, flat: FlatParameter) -> None:
-        """Return when the state of a flat parameter is copied, so that an update may change it."""
-
-
 class ShardedModel:
-    """A sharded model.
+    """A sharded model. `shard` fills it.
 
     Attributes:
         units: Units of the blocks, in order of execution.
@@ -55,6 +42,7 @@ class ShardedModel:
         places: For each parameter, by id, its flat parameter and its index there.
         aliases: Tied names, and the name under which the flat parameter has the tensor.
         dtypes: Dtype of each parameter before sharding, by name; a saved model has it again.
+        registered: As `registration` returned it after sharding.
         exact: Weights that were cast to a narrower dtype, until the optimizer has made master weights of them.
         saving: The checkpoint that is being written.
         flat_kernels: Kernels for shards on the device, if there are any.
@@ -83,30 +71,21 @@ class ShardedModel:
         self.aliases: dict[str, str] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.exact: dict[FlatParameter, Exact] = {}
-        self.saving: SaveInFlight | None = None
+        self.registered: dict[str, int] = {}
+        self.saving: Saving | None = None
         self.flat_kernels: FlatKernels | None = None
         self.running = Running()
         self.evaluated_only = False
-        self.registered: dict[str, int] = {}  # id of each parameter by name, as sharded
 
     @property
     def trainable(self) -> list[FlatParameter]:
-        """The trained flat parameters in the order in which a forward needs them."""
-        trainable = [flat for flat in self.flats if flat.trainable]
-        return sorted(trainable, key=lambda flat: not (flat.resident and flat in self.outside))
+        """The trained flat parameters, those first that every forward needs at its beginning."""
+        return sorted((flat for flat in self.flats if flat.trainable), key=lambda flat: flat not in self.outside)
 
     @property
     def gradients(self) -> list[Gradient]:
         """The gradients of the trained flat parameters, in their order."""
         return [self.gradient_of[flat] for flat in self.trainable]
-
-    def place(self, parameter: Tensor) -> tuple[FlatParameter, int]:
-        """Return the flat parameter that contains a parameter, and the index there.
-
-        Raises:
-            KeyError: It is no parameter of this model.
-        """
-        return self.places[id(parameter)]
 
     def registration(self) -> dict[str, int]:
         """Return the id of each parameter of the model by name, tied names included."""
@@ -135,7 +114,7 @@ class ShardedModel:
     # --- the step
 
     def begin_call(self) -> None:
-        """Prepare a call of the model: refresh weights outside blocks, start reading the first units from NVMe.
+        """Refresh weights outside blocks, and start reading the first units from NVMe.
 
         Raises:
             RuntimeError: Weights that are gathered for generation are out of date.
@@ -144,12 +123,10 @@ class ShardedModel:
             if self.transfer.whole.updates != self.transfer.updates:
                 raise RuntimeError("the weights were updated while they are gathered for generation: leave that context")
             return
-        self.refresh_outside()
-        if self.units:
-            self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
+        self._refresh_outside()
+        self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
 
-    def refresh_outside(self) -> None:
-        """Make resident weights outside blocks usable."""
+    def _refresh_outside(self) -> None:
         self.transfer.refresh(self.outside)
         for flat in self.outside:
             self.transfer.side.wait(flat.refreshed)
@@ -158,7 +135,7 @@ class ShardedModel:
     def read_by_all(self) -> Iterator[None]:
         """Gather root parameters at each read in the body, with gradients. All ranks must make the same reads."""
         with self.running.read_by_all():
-            self.refresh_outside()
+            self._refresh_outside()
             yield
 
     def zero_grad(self) -> None:
@@ -184,8 +161,8 @@ class ShardedModel:
         """
         self.transfer.note_update()
         if not self.strategy.deferred:
-            self.transfer.refresh([flat for flat in self.trainable if flat.resident])
-            self.refresh_outside()
+            self.transfer.refresh(self.trainable)
+            self._refresh_outside()
 
     def rewritten(self) -> None:
         """Record that shards were loaded, and refresh resident weights. Cost: one all-gather for each."""
@@ -193,7 +170,7 @@ class ShardedModel:
         for flat in self.flats:
             flat.version += 1
         self.transfer.note_update()
-        self.transfer.refresh([flat for flat in self.flats if flat.resident])
+        self.transfer.refresh(self.flats)
 
     # --- reading
 
@@ -214,7 +191,7 @@ class ShardedModel:
             RuntimeError: An update under way failed.
         """
         self.settle()
-        self.transfer.refresh([flat for flat in self.flats if flat.resident])
+        self.transfer.refresh(self.flats)
         self.transfer.settle()
 
     def be_current(self) -> None:
@@ -244,41 +221,27 @@ class ShardedModel:
             self.exact[flat](start, weights[: flat.own_numel - start])
         return weights
 
-    def full_tensors(self, flats: Iterable[FlatParameter] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor), gathering one flat parameter at a time. A collective.
 
         A tensor is valid until the next one is requested. Cost: one all-gather and one buffer per flat parameter.
         """
         self.check_unchanged()
-        self.settle()
-        self.transfer.settle()
-        for flat in self.flats if flats is None else flats:
-            full = flat.full
-            if full is None:
-                full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=self.comm.device)
-                flat.gather(full)
-            else:
-                flat.refresh()
+        self.freshen()
+        for flat in self.flats:
+            full = flat.collect(flat.weights) if flat.full is None else flat.full
             for segment, view in zip(flat.layout.segments, flat.views(full)):
                 yield segment.name, view
 
-    def state_dict(self, keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return CPU copies of whole parameters, tied names included, and of persistent buffers. A collective.
 
-        Args:
-            keep: Selects names.
-
-        Cost: host memory for the selected tensors on every rank.
+        Cost: host memory for the whole model on every rank.
         """
-        wanted = {name for name, _ in self.model.named_parameters(remove_duplicate=False) if keep(name)}
-        wanted |= {self.aliases[name] for name in wanted & self.aliases.keys()}
-        state = {name: tensor.detach().cpu().clone() for name, tensor in self.full_tensors() if name in wanted}
-        state |= {alias: state[name] for alias, name in self.aliases.items() if alias in wanted}
-        for name, module in self.model.named_modules():
-            for key, buffer in module.named_buffers(name, recurse=False):
-                if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    state[key] = buffer.detach().cpu().clone()
-        return {name: tensor for name, tensor in state.items() if keep(name)}
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.full_tensors()}
+        state |= {alias: state[name] for alias, name in self.aliases.items()}
+        buffers = persistent_buffers(self.model)
+        return state | {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of live storage on this rank: parameters, gradients, slots, staging."""

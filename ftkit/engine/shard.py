@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from ftkit.engine.core.instance_class import specialise
 from ftkit.engine.core.partition import Binding, bindings_of, names_of, partition
 from ftkit.engine.core.placeholder import absent
 from ftkit.engine.core.recompute import Split
-from ftkit.engine.core.root_parameters import RootParameter, receive, refuse_gradients
+from ftkit.engine.core.root_parameters import RootParameter
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
 from ftkit.engine.kernels.host_loops import HostLoops
@@ -110,8 +110,8 @@ def shard(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether a module is a sharded model, or one of its blocks."""
-    return isinstance(getattr(type(module), "_ftkit", None), (Unit, ShardedModel))
+    """Return whether a module is a sharded model, or a block or another module whose parameters are gathered."""
+    return hasattr(type(module), "_ftkit")
 
 
 @contextmanager
@@ -125,11 +125,7 @@ def changing(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_failed(model: nn.Module) -> None:
-    """Raise for a model that an earlier call left partly sharded.
-
-    Raises:
-        UserError: It did.
-    """
+    """Raise UserError for a model that an earlier call left partly sharded."""
     if hasattr(model, FAILED):
         raise UserError("sharding this model failed before and left it partly sharded: build the model again")
 
@@ -176,7 +172,7 @@ def _refuse_recomputation(name: str, block: nn.Module) -> None:
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Replace parameters on meta, which cannot be given data, by parameters without values on `device`."""
+    """Replace parameters on meta by parameters without values on `device`, which can be given data."""
     for places in bindings_of(model).values():
         old = getattr(places[0].module, places[0].attribute)
         if old.is_meta:
@@ -196,10 +192,10 @@ def _make_gradients(units: ShardedModel) -> None:
     leaving = [each for each in units.gradient_of.values() if isinstance(each, OffloadedGradient)]
     tiers.reserve("gradients", [(each.flat.layout.shard_numel, each.dtype) for each in leaving])
     if leaving:
-        units.offload = offload = GradientOffload(leaving, tiers, units.host_loops(torch.get_num_threads()))
+        units.offload = GradientOffload(leaving, tiers, units.host_loops(torch.get_num_threads()))
         for each in leaving:
-            name, numel = f"{each.flat.name}.gradient", each.flat.layout.shard_numel
-            each.connect(offload, tiers.make("gradients", name, numel, each.dtype))
+            store = tiers.make("gradients", f"{each.flat.name}.gradient", each.flat.layout.shard_numel, each.dtype)
+            each.connect(units.offload, store)
 
 
 def _make_units(
@@ -209,31 +205,19 @@ def _make_units(
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
     split: Split | None,
 ) -> None:
-    strategy = units.strategy
-    gradients = [[units.gradient_of[flat] for flat in flats if flat.trainable] for flats in owners.values()]
+    """Make the units of the blocks, and the slots that they share."""
+    strategy, flats = units.strategy, list(owners.values())
+    gradients = [[units.gradient_of[flat] for flat in group if flat.trainable] for group in flats]
+    reduced = [reduced_at_once(group) for group in gradients]
     units.transfer = transfer = Transfer(
-        list(owners.values()),
-        list(map(reduced_at_once, gradients)),
-        units.comm,
-        units.tiers,
-        prefetch=strategy.prefetch,
-        debug=strategy.debug,
+        flats, reduced, units.comm, units.tiers, prefetch=strategy.prefetch, debug=strategy.debug
     )
-    weights = [
-        BlockWeights(number, name, flats, stay=not strategy.reshard_after_forward, transfer=transfer)
-        for number, (name, flats) in enumerate(owners.items())
-    ]
+    stay = not strategy.reshard_after_forward
     recomputed = len(blocks) - strategy.graphs(len(blocks))  # the last blocks keep their graphs
-    for number, (_, block) in enumerate(blocks):
-        unit = Unit(
-            block,
-            weights[number],
-            gradients[number],
-            keep=number >= recomputed,
-            arguments=arguments,
-            parts=strategy.parts,
-            split=split,
-        )
+    for number, (name, block) in enumerate(blocks):
+        weights = BlockWeights(number, name, flats[number], stay=stay, transfer=transfer)
+        keep = number >= recomputed
+        unit = Unit(block, weights, gradients[number], keep=keep, arguments=arguments, parts=strategy.parts, split=split)
         if units.units:
             unit.before, units.units[-1].after = units.units[-1], unit
         units.units.append(unit)
@@ -246,10 +230,8 @@ def _add_outside(units: ShardedModel, flat: FlatParameter, bindings: dict[int, l
     if flat.resident:
         units.outside.append(flat)
         if gradient is not None:
-            receive(gradient)
+            gradient.receive(in_block=False)
         return
-    if gradient is not None:
-        refuse_gradients(flat)
     for place in bindings[id(flat.parameters[0])]:
         root = RootParameter(flat, gradient, place.module, place.attribute, units.running, units.transfer)
         units.root_parameters.append(root)
@@ -263,12 +245,11 @@ def _allocate(units: ShardedModel) -> None:
     for flat in units.flats:
         exact = ExactWeights(flat, home) if ExactWeights.needed(flat) else None
         flat.allocate(units.tiers)
-        flat.agree()
         if exact is not None:
             exact.agree()
             units.exact[flat] = exact
-        if (gradient := units.gradient_of.get(flat)) is not None:
-            gradient.guard()
+    for gradient in units.gradient_of.values():
+        gradient.guard()
 
 
 # --- the generated subclasses
@@ -314,33 +295,27 @@ def _specialise_root(root: RootParameter) -> None:
 def _specialise_entries(units: ShardedModel, entries: Sequence[nn.Module]) -> None:
     for entry in {id(module): module for module in (units.model, *entries)}.values():
         kind = type(entry)
-        members = {
+        members: dict[str, Any] = {
             "__call__": _running(units, kind.__call__, nested=True),
             "forward": _running(units, kind.forward, nested=False),  # which may be called without the hooks of `__call__`
         }
         if entry is units.model:
             members["zero_grad"] = lambda self, set_to_none=True: units.zero_grad()
-            members["_ddp_params_and_buffers_to_ignore"] = cast(Any, property(_refuse_ddp))
+            members["_ddp_params_and_buffers_to_ignore"] = property(_refuse_ddp)
             members["no_sync"] = lambda self: nullcontext()  # a sum of reduced micro-batches is the same
         _specialise(entry, units, **members)
     units.model.register_state_dict_pre_hook(lambda *_: units.be_current())
 
 
 def _running(units: ShardedModel, own: Callable[..., Any], *, nested: bool) -> Callable[..., Any]:
-    """Return a method that counts as a call of the model.
-
-    Args:
-        units: The sharded model.
-        own: The method of the module's own class.
-        nested: Count also calls within a call.
-    """
+    """Return the method `own` as one that counts as a call of the model; within a call it counts only if `nested`."""
 
     @functools.wraps(own)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if units.running.depth > 0 and not nested:
-            return own(self, *args, **kwargs)
         if units.running.depth == 0:
             units.begin_call()
+        elif not nested:
+            return own(self, *args, **kwargs)
         with units.running.call():
             return own(self, *args, **kwargs)
 

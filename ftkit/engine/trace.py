@@ -1,7 +1,7 @@
 """Spans: when the parts of a step ran, recorded on request.
 
-    with trace.span("compute", "forward 3"):  a span of the stream `compute`. On CUDA two events on the current
-                                              stream measure the work and not its launch.
+    with trace.span("compute", "forward 3"):  a span of the stream `compute`. On CUDA, events on the current stream
+                                              measure the work and not its launch.
     with trace.span(..., host=True):          a span of a host thread, also on CUDA.
 
 The streams have the names of the plan's simulation (plan/schedule.py), so measurement and simulation can be compared. Spans
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-
-_NOTHING = nullcontext()
 
 UPDATE = "update "
 """Prefix of the name of a span that is a piece of a flat parameter's update."""
@@ -51,9 +49,16 @@ class Trace:
         """Whether spans are recorded."""
         return self._open is not None
 
-    def span(self, stream: str, name: str, *, host: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager. Its body becomes a span of `stream` during a recording."""
-        return _NOTHING if self._open is None else self._span(self._open, stream, name, host=host)
+    @contextmanager
+    def span(self, stream: str, name: str, *, host: bool = False) -> Iterator[None]:
+        """Record the body as a span of `stream`, during a recording."""
+        found = self._open
+        if found is None:
+            yield
+            return
+        start = self._mark(host=host)
+        yield
+        found.append((stream, name, start, self._mark(host=host)))
 
     def start(self) -> None:
         """Start a recording, and discard the spans of an earlier one that was not stopped."""
@@ -77,12 +82,9 @@ class Trace:
         """Record autograd's work between `results` and the first of `inputs` as a span."""
         found = self._open
         begun: list[_Mark] = []
-        ends = [tensor for tensor in inputs if tensor.requires_grad][:1]
-        if found is None or not ends:
+        last = next((tensor for tensor in inputs if tensor.requires_grad), None)
+        if found is None or last is None:
             return
-
-        def begin(gradient: Tensor) -> None:
-            begun.append(self._mark(host=False))
 
         def end(gradient: Tensor) -> None:
             if begun:
@@ -90,14 +92,8 @@ class Trace:
 
         for tensor in results:
             if tensor.requires_grad:
-                tensor.register_hook(begin)
-        ends[0].register_hook(end)
-
-    @contextmanager
-    def _span(self, found: list[tuple[str, str, _Mark, _Mark]], stream: str, name: str, *, host: bool) -> Iterator[None]:
-        start = self._mark(host=host)
-        yield
-        found.append((stream, name, start, self._mark(host=host)))
+                tensor.register_hook(lambda gradient: begun.append(self._mark(host=False)))
+        last.register_hook(end)
 
     def _mark(self, *, host: bool) -> _Mark:
         if host or self.device.type != "cuda":

@@ -38,14 +38,9 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-def _bytes(value: Any) -> Any:
-    """Return the bytes of a number, or of a string with a unit."""
-    return int(_SIZE.validate_python(value)) if isinstance(value, str) and value != AUTO else value
-
-
-_SIZE = TypeAdapter(ByteSize)
 Count = Annotated[int, Field(ge=1, strict=True)]
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(ge=0)]
+"""A number of bytes, or a string with a unit."""
 Switch = Annotated[bool, Field(strict=True)]
 FlatKind = Literal["block", "root", "replicated"]
 """Kinds of flat parameters: of a block; root parameters; replicated parameters (small ones, and LoRA adapters)."""
@@ -112,7 +107,7 @@ class Strategy:
     @property
     def uses_nvme(self) -> bool:
         """Whether any kind of tensor is on NVMe."""
-        return NVME in (self.parameters, self.gradients, self.state, self.activation_offload)
+        return any(getattr(self, kind) == NVME for kind in KINDS)
 
     @property
     def deferred(self) -> bool:

@@ -298,7 +298,6 @@ class FakeArena(Arena):
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.requested_bytes = size_bytes
-        self.device = device
         self._size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._taken_bytes = 0
         self._memory = torch.empty(self._size_bytes, dtype=torch.uint8, device="cpu")
@@ -307,7 +306,7 @@ class FakeArena(Arena):
 class FakeTiers(Tiers):
     """Tiers whose host memory is none."""
 
-    def arena(self, size_bytes: int, *, huge: bool = True) -> FakeArena:
+    def arena(self, size_bytes: int) -> FakeArena:
         """See `Tiers.arena`."""
         return FakeArena(size_bytes, self.device)
 
@@ -348,9 +347,6 @@ class FakeLoops(HostLoops):
     def add_(self, into: Tensor, other: Tensor, scale: float = 1.0) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 # --- what was found
 
@@ -381,7 +377,7 @@ def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tup
     for flat in units.flats:
         yield "parameters", [flat.full] if flat.full is not None else of(flat.weights)
     for gradient in units.gradients:
-        yield "gradients", gradient.tensors()
+        yield "gradients", [] if gradient.memory is None else [gradient.memory]
     for state in optimizer.states.values():
         yield "optimizer state", of(state.master, *state.moments.values())
     yield "slots", units.transfer.buffers()

@@ -77,13 +77,13 @@ def host_tenants(units: ShardedModel | None, optimizer: ShardedOptimizer | None)
     """
     if units is None:
         return dict.fromkeys(TENANTS, 0)
-    held, arenas = units.state_bytes(), units.tiers.host_bytes()
+    held, arenas = units.state_bytes(), units.tiers.arenas
     held["state"] = optimizer.state_bytes() if optimizer is not None else 0
     computes_here = units.comm.device.type == "cpu"
     tenants = {}
     for kind in ("parameters", "gradients", "state"):
         lies_here = computes_here and units.tiers.tier(kind) != NVME
-        tenants[kind] = held[kind] if lies_here else arenas.get(kind, 0)
+        tenants[kind] = held[kind] if lies_here else arenas[kind].requested_bytes if kind in arenas else 0
     updating = optimizer.updater.staging_bytes if optimizer is not None else 0
     return {
         **tenants,

@@ -104,7 +104,7 @@ def nvme_traffic(disk: Disk | None) -> dict[str, Any] | None:
     """Return the bytes that a rank has moved to and from its NVMe tier, and the file system; None without one."""
     if disk is None:
         return None
-    moved = {"bytes_written": disk.threads.bytes_written, "bytes_read": disk.threads.bytes_read}
+    moved = {"bytes_written": disk.threads.moved["writing"], "bytes_read": disk.threads.moved["reading"]}
     return {**moved, "direct": disk.direct, "filesystem": disk.filesystem}
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.memory.affinity import Affinity, Claim, Core, bind, divide, find_cores, node_of_pci, take_cores
+from ftkit.engine.memory.affinity import Affinity, Core, bind, divide, find_cores, node_of_pci, take_cores
 from tests.worlds import PATIENCE, World
 
 
@@ -23,30 +23,18 @@ def machine(nodes, cores, threads=1):
     ]
 
 
-def ranks(number, all_cores, nodes=None):
-    mask = frozenset(cpu for core in all_cores for cpu in core.cpus)
-    return [Claim(mask, None if nodes is None else nodes[rank]) for rank in range(number)]
-
-
-def of(all_cores):
-    def cores(mask):
-        found = [Core(core.node, tuple(cpu for cpu in core.cpus if cpu in mask)) for core in all_cores]
-        return [core for core in found if core.cpus]
-
-    return cores
-
-
 def nodes_of(share):
     return tuple(sorted({core.node for core in share.cores}))
 
 
-def shares(claims, all_cores):
-    return [divide(claims, rank, of(all_cores)) for rank in range(len(claims))]
+def shares(cores, ranks=0, nodes=None):
+    nodes = nodes or [None] * ranks
+    return [divide(cores, nodes, rank) for rank in range(len(nodes))]
 
 
 def test_eight_ranks_on_two_nodes_get_cores_of_their_own():
     cores = machine(nodes=2, cores=24, threads=2)
-    found = shares(ranks(8, cores), cores)
+    found = shares(cores, 8)
     assert [nodes_of(share) for share in found] == [(0,)] * 4 + [(1,)] * 4
     assert all(share.threads == 6 and len(share.cpus) == 12 and not share.reason for share in found)
     assert sorted(cpu for share in found for cpu in share.cpus) == list(range(96))
@@ -56,21 +44,21 @@ def test_eight_ranks_on_two_nodes_get_cores_of_their_own():
 
 def test_a_rank_goes_to_the_node_of_its_device():
     cores = machine(nodes=2, cores=8)
-    found = shares(ranks(4, cores, nodes=[1, 0, 1, 0]), cores)
+    found = shares(cores, nodes=[1, 0, 1, 0])
     assert [nodes_of(share) for share in found] == [(1,), (0,), (1,), (0,)]
     assert [share.cpus for share in found] == [[8, 9, 10, 11], [0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7]]
 
 
 def test_devices_that_leave_a_node_idle_do_not_crowd_the_ranks_on_the_other():
     cores = machine(nodes=2, cores=8)
-    found = shares(ranks(4, cores, nodes=[0, 0, 0, 0]), cores)
+    found = shares(cores, nodes=[0, 0, 0, 0])
     assert [len(share.cpus) for share in found] == [4] * 4
     assert sorted(cpu for share in found for cpu in share.cpus) == list(range(16))
 
 
 def test_fewer_ranks_than_nodes_take_all_of_them():
     cores = machine(nodes=4, cores=16)
-    found = shares(ranks(2, cores), cores)
+    found = shares(cores, 2)
     assert [nodes_of(share) for share in found] == [(0, 1), (2, 3)]
     assert [share.threads for share in found] == [32, 32]
     assert "of NUMA nodes 0, 1" in str(found[0])
@@ -78,30 +66,20 @@ def test_fewer_ranks_than_nodes_take_all_of_them():
 
 def test_uneven_cores_are_all_used():
     cores = machine(nodes=1, cores=11)
-    found = shares(ranks(3, cores), cores)
+    found = shares(cores, 3)
     assert [len(share.cpus) for share in found] == [3, 4, 4]
     assert sorted(cpu for share in found for cpu in share.cpus) == list(range(11))
     cores = machine(nodes=2, cores=8)
-    assert [share.threads for share in shares(ranks(3, cores), cores)] == [5, 5, 6]
-
-
-def test_a_rank_that_its_launcher_bound_is_left_alone():
-    cores = machine(nodes=2, cores=4)
-    claims = [Claim(frozenset({0, 1}), None), Claim(frozenset({2, 3, 4}), None), Claim(frozenset({5, 6, 7}), 0)]
-    found = shares(claims, cores)
-    assert [share.cpus for share in found] == [[0, 1], [2, 3, 4], [5, 6, 7]]
-    assert [share.threads for share in found] == [2, 3, 3]
-    assert all(share.reason for share in found)
-    assert str(found[1]) == "3 threads, not bound: its launcher chose the cores"
+    assert [share.threads for share in shares(cores, 3)] == [5, 5, 6]
 
 
 def test_ranks_with_less_than_two_cores_are_not_bound():
     cores = machine(nodes=1, cores=2)
-    found = shares(ranks(2, cores), cores)
+    found = shares(cores, 2)
     assert all(share.cpus == [0, 1] and share.threads == 1 and share.reason for share in found)
-    assert str(found[0]) == "1 thread, not bound: 2 ranks share 2 cores"
+    assert str(found[0]) == "1 thread, not bound: less than 2 cores per rank"
     cores = machine(nodes=2, cores=3)
-    assert all(share.reason for share in shares(ranks(4, cores), cores))
+    assert all(share.reason for share in shares(cores, 4))
 
 
 def test_a_rank_alone_is_left_as_it_is():
@@ -114,6 +92,10 @@ def test_a_rank_alone_is_left_as_it_is():
 
 
 def test_the_topology_is_read_from_sys(tmp_path):
+    def found(*mask, root=tmp_path):
+        with mock.patch("os.sched_getaffinity", return_value=set(mask)):
+            return find_cores(root)
+
     def write(path, text):
         path = tmp_path / "sys/devices/system" / path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,9 +106,9 @@ def test_the_topology_is_read_from_sys(tmp_path):
     write("node/node0/cpulist", "0-1,4-5")
     write("node/node1/cpulist", "2-3,6-7")
     all_ = [Core(0, (0, 4)), Core(0, (1, 5)), Core(1, (2, 6)), Core(1, (3, 7))]
-    assert find_cores(frozenset(range(8)), tmp_path) == all_
-    assert find_cores(frozenset({1, 3, 7}), tmp_path) == [Core(0, (1,)), Core(1, (3, 7))]
-    assert find_cores(frozenset({2, 9}), tmp_path / "nothing") == [Core(0, (2,)), Core(0, (9,))]
+    assert found(*range(8)) == all_
+    assert found(1, 3, 7) == [Core(0, (1,)), Core(1, (3, 7))]
+    assert found(2, 9, root=tmp_path / "nothing") == [Core(0, (2,)), Core(0, (9,))]
 
     device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
@@ -165,20 +147,21 @@ def test_every_thread_of_the_process_is_bound():
     assert seen == [cpus] * 3
 
 
-def taken(environ):
-    """Take cores on a machine of 2 nodes x 4 cores, with a `bind` that does nothing."""
-    cores, bound_to = machine(nodes=2, cores=4), []
-    mask = frozenset(range(8))
+def taken(environ, masks=None):
+    """Take cores on a machine of 2 nodes x 4 cores, with a `bind` that does nothing. `masks` are those of a launcher."""
+    comm, bound_to = Communicator(torch.device("cpu")), []
+    mask = frozenset(range(8)) if masks is None else masks[comm.rank]
+    cores = [core for core in machine(nodes=2, cores=4) if mask.issuperset(core.cpus)]
     with (
         mock.patch.dict(os.environ, environ),
         mock.patch("os.sched_getaffinity", return_value=mask),
-        mock.patch("ftkit.engine.memory.affinity.divide", lambda claims, rank: divide(claims, rank, of(cores))),
+        mock.patch("ftkit.engine.memory.affinity.find_cores", return_value=cores),
         mock.patch("ftkit.engine.memory.affinity.bind", lambda share: bound_to.append(share.cpus)),
     ):
         if not environ:
             os.environ.pop("OMP_NUM_THREADS", None)
         torch.set_num_threads(1)
-        share = take_cores(Communicator(torch.device("cpu")))
+        share = take_cores(comm)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     return share.threads, threads, bound_to
@@ -189,6 +172,11 @@ def test_ranks_of_a_node_divide_its_cores(worlds):
     assert worlds[3].run(taken, {}) == [(2, 2, [[0, 1]]), (3, 3, [[2, 3, 4]]), (3, 3, [[5, 6, 7]])]
     own = {"OMP_NUM_THREADS": "7", "FTKIT_NUM_THREADS": "7"}
     assert [own[:2] for own in worlds[2].run(taken, own)] == [(4, 4)] * 2, "the launcher set it, not the user"
+
+
+def test_ranks_that_their_launcher_bound_stay_where_they_are(worlds):
+    masks = [frozenset({0, 1}), frozenset({2, 3, 4})]
+    assert worlds[2].run(taken, {}, masks) == [(2, 2, []), (3, 3, [])]
 
 
 def test_what_the_user_said_stays(worlds):

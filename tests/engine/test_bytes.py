@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core.placeholder import Resharded
+from ftkit.engine.core.placeholder import Placeholder
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import shard_model
@@ -51,7 +51,7 @@ def padded(numel: int, world: int) -> int:
 def storages() -> dict[int, int]:
     """Return every live storage of this process: address to bytes."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, Resharded)]
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, Placeholder)]
     found = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 

@@ -27,8 +27,9 @@ from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, read_sealed, write_sealed
 from ftkit.engine.core.dtypes import DTYPES
+from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.engine.optim.updater import FlatUpdate, Updater
+from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
@@ -276,20 +277,20 @@ def write_meanwhile(folder: str, strategy: Strategy) -> tuple[list[float], dict[
     units, optimizer = make(strategy)
     train(units, optimizer, 0, STEPS_BEFORE)
     waited: list[bool] = []
-    asked, move, wait = threading.Event(), PieceWriter._transfer, FlatUpdate.await_capture
+    asked, move, wait = threading.Event(), PieceWriter._transfer, Saving.await_capture
 
     def transfer(handle: int, data: Any, at: int) -> None:
         asked.wait(10.0 * PATIENCE)
         time.sleep(0.02)
         move(handle, data, at)
 
-    def await_capture(self: FlatUpdate) -> None:
-        waited.append(self.saving is not None and not self.saving.captured[self.flat].is_set())
+    def await_capture(self: Saving, flat: FlatParameter) -> None:
+        waited.append(not self.captured[flat].is_set())
         asked.set()
-        wait(self)
+        wait(self, flat)
 
     slow = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
-    with slow, mock.patch.object(FlatUpdate, "await_capture", await_capture):
+    with slow, mock.patch.object(Saving, "await_capture", await_capture):
         saving = Saving(folder, units, optimizer, extra={"cursor": 7})
         losses = []
         for step in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):

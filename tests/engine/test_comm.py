@@ -264,7 +264,7 @@ def goes_elsewhere(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 def test_the_norm_compares_the_order_of_collectives(world2, transport):
-    difference = "rank 0: all-gather of model.layers.0, rank 1: all-gather of model.layers.1"
+    difference = "rank 0: all_gather of model.layers.0, rank 1: all_gather of model.layers.1"
     for message in world2.run(goes_elsewhere, transport):
         assert difference in message
 
@@ -287,6 +287,6 @@ def waits_alone() -> str:
 def test_a_collective_of_one_rank_ends_at_the_timeout_and_is_named():
     world = World(2)  # its group is broken afterwards
     try:
-        assert "all-gather of model.layers.3: " in world.run(waits_alone)[0]
+        assert "all_gather of model.layers.3: " in world.run(waits_alone)[0]
     finally:
         world.close()

@@ -251,7 +251,6 @@ def test_the_number_of_threads_changes_no_bit() -> None:
             adam, s = HostLoops(threads), start.clone()
             ours(adam, s, grad)
             results.append((adam.square_sum(grad), s))
-            adam.close()
         for total, s in results[1:]:
             assert total == results[0][0]
             assert all(same_bits(a, b) for a, b in zip(s.tensors(), results[0][1].tensors()))
@@ -272,7 +271,6 @@ def test_ranges_cover_everything_once_on_as_many_threads_as_asked(n: int) -> Non
         assert (seen == 1).all()
         assert len(names) <= threads
         assert (len(names) > 1) == (threads > 1 and n > RANGE_NUMEL)
-        adam.close()
 
 
 def test_the_loops_let_the_interpreter_go(one: HostLoops) -> None:
@@ -280,13 +278,14 @@ def test_the_loops_let_the_interpreter_go(one: HostLoops) -> None:
     s, grad = State.make(4_000_000), gradient(4_000_000, torch.bfloat16)
     ours(one, s, grad)
     arrays = [host_loops._array(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
+    numbers = tuple(map(np.float32, (1.0, 1.0, 0.1, 0.9, 0.1, 1.0, 1e-8, 1e-3)))
     started, stop, limit, stopped = threading.Event(), threading.Event(), 30 * PATIENCE, []
 
     def update() -> None:
         deadline = time.monotonic() + limit
         started.set()
         while not stop.is_set() and time.monotonic() < deadline:
-            one._loops.adamw(*arrays, None, 1.0, 1.0, 0.1, 0.9, 0.1, 1.0, 1e-8, 1e-3)
+            one._loops.adamw(*arrays, None, numbers)
         stopped.append(stop.is_set())
 
     interval = sys.getswitchinterval()

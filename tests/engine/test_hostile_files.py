@@ -102,7 +102,6 @@ ONE = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
     ("header", "says"),
     [
         ('{"a":' + ONE + ',"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', "overlap"),
-        ('{"a":' + ONE + ',"a":' + ONE + "}", "twice"),
         ('{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', "not counts"),
         ('{"a":{"dtype":"F32","shape":[2,0],"data_offsets":[8,0]}}', "does not fill"),
         ('{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}', "does not fill"),

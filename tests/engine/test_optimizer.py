@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.kernels.device_kernels import FlatKernels
+from ftkit.engine.kernels.host_loops import FlatKernels
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.loss_scale import LossScale
@@ -164,7 +164,7 @@ def clips_what_is_not_finite(scale: float) -> None:
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
     give(units, 0)
     (given,) = units.gradients
-    given.full[: plain.block["a"].numel()] *= scale
+    given.memory[: plain.block["a"].numel()] *= scale
     for name, parameter in plain.block.items():
         parameter.grad = gradient(name, 0, 0) * (scale if name == "a" else 1.0)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -189,7 +189,7 @@ def compare_with_kernels(turns: list[str], limit: float) -> None:
         calls.append(1)
         FLAT_KERNELS.adamw(*args, **constants)
 
-    compare("adamw", "two", turns, limit, kernels=FlatKernels(counted, FLAT_KERNELS.square))
+    compare("adamw", "two", turns, limit, kernels=FlatKernels(counted, FLAT_KERNELS.square_sum))
     assert calls
 
 
@@ -199,8 +199,8 @@ def test_kernels_that_were_brought_do_as_torch_does(world2, limit):
 
 
 def test_a_kernels_square_is_not_finite_where_an_element_is_not():
-    assert FLAT_KERNELS.square(torch.tensor([1.0, 2.0]).half()).item() == 5
-    assert not math.isfinite(FLAT_KERNELS.square(torch.tensor([1.0, math.nan]).half()))
+    assert FLAT_KERNELS.square_sum(torch.tensor([1.0, 2.0]).half()).item() == 5
+    assert not math.isfinite(FLAT_KERNELS.square_sum(torch.tensor([1.0, math.nan]).half()))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core import gradient_offload, transfer
 from ftkit.engine.memory import flat_file as flatfile
-from ftkit.engine.memory.tiers import Tiers
+from ftkit.engine.memory.tiers import FileStore, MemoryStore, Tiers
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.adamw import ShardedAdamW
@@ -256,7 +256,8 @@ def _run_sharded(
         record.norms.append(norm)
     record.weights = units.state_dict()
     if row.state == "both":
-        assert {store.tier for line in optimizer.states.values() for store in line.moments.values()} == {"host", "nvme"}
+        moments = [store for state in optimizer.states.values() for store in state.moments.values()]
+        assert {type(store) for store in moments} == {MemoryStore, FileStore}
     units.tiers.close()
     return record
 

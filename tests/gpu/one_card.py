@@ -13,19 +13,19 @@ class HostCommunicator(Communicator):
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         own = shard.cpu()
         there = own.new_empty(full.numel())
-        with self._collective("all-gather", of):
+        with self._collective("all_gather", of):
             dist.all_gather(list(there.view(self.world_size, -1)), own, group=self.group)
         full.copy_(there.view_as(full))
 
     def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
         there = full.float().cpu()
-        with self._collective("reduce-scatter", of):
+        with self._collective("reduce_scatter", of):
             dist.all_reduce(there, group=self.group)
         shard.copy_(there.view(self.world_size, -1)[self.rank] / self.world_size)
 
     def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
         there = full.float().cpu()
-        with self._collective("all-reduce", of):
+        with self._collective("all_reduce", of):
             dist.all_reduce(there, group=self.group)
         full.copy_(there / self.world_size)
 
@@ -35,13 +35,11 @@ class HostCommunicator(Communicator):
             dist.broadcast(there, group=self.group, group_src=0)
         tensor.copy_(there)
 
-    def _sum(self, numbers: Tensor) -> None:
+    def sum(self, numbers: Tensor, of: str = "") -> Tensor:
         there = numbers.cpu()
-        dist.all_reduce(there, group=self.group)
-        numbers.copy_(there)
-
-    def all_numbers(self, number: int, of: str = "") -> list[int]:
-        return [int(each) for each in self.all(number, of)]
+        with self._collective("sum", of):
+            dist.all_reduce(there, group=self.group)
+        return numbers.copy_(there)
 
 
 def join(rank: int, world: int, port: int, devices: int) -> Communicator:

@@ -205,7 +205,7 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(calls, tmp_path):
     accelerator.register_for_checkpointing(number)
 
     def save(value: float) -> None:
-        units.flats[0].shard.fill_(value)
+        units.flats[0].weights.tensor.fill_(value)
         number.value = value
         accelerator.save_state(str(tmp_path / "state"))
 
@@ -252,9 +252,9 @@ def several_states(folder: str) -> tuple[list[str], list[str], float]:
     accelerator.register_load_state_pre_hook(lambda models, where: called.append(f"from {Path(where).name}"))
     units = units_of(accelerator.prepare(runs.llama()))
     for number in range(3):
-        units.flats[0].shard.fill_(float(number))
+        units.flats[0].weights.tensor.fill_(float(number))
         accelerator.save_state()
-    units.flats[0].shard.fill_(9.0)
+    units.flats[0].weights.tensor.fill_(9.0)
     accelerator.load_state()
     assert len([*Path(folder, "checkpoints", "checkpoint_2").glob("note_*.txt")]) == accelerator.num_processes
     kept = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
@@ -383,6 +383,15 @@ def test_an_optimizer_may_be_made_from_a_model_of_load_model(tmp_path):
     accelerator, model = make("ours"), ftkit.load_model(tmp_path)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert optimizer.optimizer.units is units_of(model)
+
+
+def test_a_model_whose_weights_could_not_be_read_is_not_trained(tmp_path):
+    runs.llama().save_pretrained(tmp_path)
+    accelerator, model = make("ours"), ftkit.load_model(tmp_path)
+    with mock.patch("ftkit.hf.sharding.load_weights", side_effect=OSError), pytest.raises(OSError):
+        accelerator.prepare(model)
+    with pytest.raises(ftkit.UserError, match="left it partly sharded"):
+        accelerator.prepare(model)
 
 
 def test_mixed_precision_is_the_engines():

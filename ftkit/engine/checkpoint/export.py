@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.durable import all_ranks, rank_zero, sync_folder
 from ftkit.engine.checkpoint.safetensors import TensorFile, TensorSpec, bytes_of, create_file
-from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
@@ -68,19 +67,23 @@ def export_tensors(
             _remove_unfinished(folder)
             for file_name, tensors in files.items():
                 create_file(folder / f"{file_name}.writing", tensors)
-    home = {name: file for file, tensors in files.items() for name, _, _ in tensors}
-    with _cleaned(folder, units.comm), all_ranks(units.comm), ExitStack() as stack:
-        opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
-        for flat in units.flats:
-            source = optimizer.state_of(flat).master if optimizer is not None and flat.trainable else flat.weights
-            for span, values in flat.spans(source, *flat.written_range()):
-                for hub in names_of(span.segment.name):
-                    opened[home[hub]].write(hub, span.start - span.segment.start, values)
+    try:
+        with all_ranks(units.comm), ExitStack() as stack:
+            opened = {name: stack.enter_context(TensorFile(folder / f"{name}.writing", writable=True)) for name in files}
+            file_of = {name: opened[file] for file, tensors in files.items() for name, _, _ in tensors}
+            for flat in units.flats:
+                source = optimizer.state_of(flat).master if optimizer is not None and flat.trainable else flat.weights
+                for span, values in flat.spans(source, *flat.written_range()):
+                    for hub in names_of(span.segment.name):
+                        file_of[hub].write(hub, span.start - span.segment.start, values)
+            for name, value in buffers.items() if units.comm.rank == 0 else ():
+                file_of[name].write(name, 0, value.reshape(-1), check=False)
+            for file in opened.values():
+                file.sync()
+    except UserError:
         if units.comm.rank == 0:
-            for name, value in buffers.items():
-                opened[home[name]].write(name, 0, value.reshape(-1), check=False)
-        for file in opened.values():
-            file.sync()
+            _remove_unfinished(folder)
+        raise
     with rank_zero(units.comm) as first:
         if first:
             publish(folder, files)
@@ -92,17 +95,6 @@ def _remove_unfinished(folder: Path) -> None:
         path.unlink()
 
 
-@contextmanager
-def _cleaned(folder: Path, comm: Communicator) -> Iterator[None]:
-    """Remove temporary files if the body raises on all ranks."""
-    try:
-        yield
-    except UserError:
-        if comm.rank == 0:
-            _remove_unfinished(folder)
-        raise
-
-
 def publish(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
     """Rename the complete files in `files`, which maps file names to tensors. Then write the index.
 
@@ -112,7 +104,7 @@ def publish(folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
         (folder / f"{name}.writing").replace(folder / name)
     if len(files) > 1:
         weight_map = {name: file for file, tensors in files.items() for name, _, _ in tensors}
-        total = sum(bytes_of(tensor) for tensors in files.values() for tensor in tensors)
+        total = sum(bytes_of(shape, dtype) for tensors in files.values() for _, shape, dtype in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         written = folder / f"{INDEX}.writing"
         written.write_text(json.dumps(index, indent=2))
@@ -128,12 +120,12 @@ def cut(tensors: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[Tenso
     """Distribute tensors over files of at most `shard_bytes`, at least one tensor each, by hub file names."""
     parts: list[list[TensorSpec]] = [[]]
     size = 0
-    for tensor in tensors:
-        own = bytes_of(tensor)
+    for name, shape, dtype in tensors:
+        own = bytes_of(shape, dtype)
         if parts[-1] and size + own > shard_bytes:
             parts.append([])
             size = 0
-        parts[-1].append(tensor)
+        parts[-1].append((name, shape, dtype))
         size += own
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}

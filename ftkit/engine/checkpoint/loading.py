@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,15 @@ import torch
 from torch import nn
 
 from ftkit.engine.checkpoint.durable import all_ranks
-from ftkit.engine.checkpoint.manifest import BUFFERS, MANIFEST, alike, read_manifest
+from ftkit.engine.checkpoint.manifest import BUFFERS, MANIFEST, WEIGHT_KINDS, alike, read_manifest
 from ftkit.engine.checkpoint.reader import CheckedFile, Key, PieceBuffers, Places, open_files
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
-from ftkit.engine.optim.optimizer import LossScale, ShardedOptimizer, ranges
+from ftkit.engine.optim.optimizer import LossScale, ShardedOptimizer
 from ftkit.errors import UserError
-
-MODEL_KINDS = ("master", "weights", BUFFERS)
-"""Kinds of files that have the model."""
 
 
 def load_checkpoint(
@@ -43,7 +40,7 @@ def load_checkpoint(
     frozen: bool = True,
     state: bool = True,
 ) -> dict[str, Any]:
-    """Read a checkpoint in place. A collective.
+    """Read a checkpoint in place, and return the `extra` that was saved. A collective.
 
     Args:
         folder: The checkpoint's folder.
@@ -51,9 +48,6 @@ def load_checkpoint(
         optimizer: Optimizer of this model. None reads weights only.
         frozen: Expect frozen weights in the checkpoint.
         state: Read the optimizer's moments, step counts and settings. False reads its masters only.
-
-    Returns:
-        The `extra` that was saved.
 
     Raises:
         BrokenCheckpoint: A file is missing, or is not what was written.
@@ -63,14 +57,32 @@ def load_checkpoint(
     if units.saving is not None:
         with suppress(UserError):  # its caller learns of the error from `poll`
             units.saving.wait()
-    with all_ranks(units.comm, BrokenCheckpoint):
+    with all_ranks(units.comm, BrokenCheckpoint), ExitStack() as stack:
         (optimizer or units).settle()
-        extra = _read(folder, units, optimizer, frozen=frozen, state=state)
+        manifest = read_manifest(folder)
+        if optimizer is not None and state:
+            _check_optimizer(folder, manifest, optimizer)
+            stack.enter_context(optimizer.overwritten())
+        elif optimizer is not None:
+            optimizer.prepare()
+        opened = open_files(folder, manifest, None if state else (*WEIGHT_KINDS, BUFFERS))
+        buffers, places = stack.enter_context(opened)
+        _check_names(folder, places, units)
+        shards = [
+            _Shard(flat, stores, {s.name: _file_of(places, kinds, s.name, s.shape, folder) for s in flat.layout.segments})
+            for flat, kinds, stores in _wanted(units, optimizer, frozen=frozen, state=state)
+        ]
+        _read_buffers(places, units.model, folder)
+        buffers.expect(key for key, _ in groupby(key for shard in shards for key in shard.expected()))
+        for shard in shards:
+            shard.read()
+        if optimizer is not None and state:
+            _restore_settings(optimizer, manifest["optimizer"])
     units.rewritten()
-    return extra
+    return dict(manifest["extra"])
 
 
-def check_checkpoint(folder: str | Path, part: int = 0, parts: int = 1) -> None:
+def check_checkpoint(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Verify all pieces of a checkpoint, or one of `parts` shares of them.
 
     Raises:
@@ -79,7 +91,6 @@ def check_checkpoint(folder: str | Path, part: int = 0, parts: int = 1) -> None:
 
     Cost: one read of the share; 24 MiB of memory.
     """
-    folder = Path(folder)
     manifest = read_manifest(folder)
     with PieceBuffers() as buffers:
         for name, (size_bytes, pieces) in manifest["files"].items():
@@ -90,35 +101,11 @@ def check_checkpoint(folder: str | Path, part: int = 0, parts: int = 1) -> None:
                     buffers.piece(file, number)
 
 
-def _read(
-    folder: Path, units: ShardedModel, optimizer: ShardedOptimizer | None, *, frozen: bool, state: bool
-) -> dict[str, Any]:
-    """Read this rank's part of a checkpoint; see `load_checkpoint`."""
-    manifest = read_manifest(folder)
-    scale = _check_optimizer(folder, manifest, optimizer) if optimizer is not None and state else None
-    with ExitStack() as stack:
-        if optimizer is not None and state:
-            stack.enter_context(optimizer.overwritten())
-        elif optimizer is not None:
-            optimizer.prepare()
-        buffers = stack.enter_context(PieceBuffers())
-        places = open_files(folder, manifest, buffers, stack, None if state else MODEL_KINDS)
-        _check_names(folder, places, units)
-        wanted = _wanted(units, optimizer, frozen=frozen, state=state)
-        shards = [_Shard(flat, kinds, stores, places, folder) for flat, kinds, stores in wanted]
-        _read_buffers(places, units.model, folder)
-        buffers.expect(key for key, _ in groupby(key for shard in shards for key in shard.expected()))
-        for shard in shards:
-            shard.read()
-    if optimizer is not None and scale is not None:
-        _restore_settings(optimizer, manifest["optimizer"], scale)
-    return dict(manifest["extra"])
-
-
-def _restore_settings(optimizer: ShardedOptimizer, saved: dict[str, Any], scale: LossScale) -> None:
+def _restore_settings(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
     """Take over step counts, loss scale and the settings of the parameter groups."""
     for flat in optimizer.units.trainable:
         optimizer.state_of(flat).steps = [saved["steps"][segment.name] for segment in flat.layout.segments]
+    scale = LossScale(**saved["loss_scale"])
     if scale.dynamic and optimizer.loss_scale.dynamic:  # both runs are in fp16
         optimizer.loss_scale = scale
     known = _known(optimizer)
@@ -127,8 +114,8 @@ def _restore_settings(optimizer: ShardedOptimizer, saved: dict[str, Any], scale:
         group.update({key: tuple(v) if isinstance(v, list) and key in known else v for key, v in taken.items()})
 
 
-def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedOptimizer) -> LossScale:
-    """Raise unless the saved optimizer state belongs to an optimizer like this one; return its loss scale."""
+def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedOptimizer) -> None:
+    """Raise unless the saved optimizer state belongs to an optimizer like this one."""
     saved = manifest.get("optimizer")
     if saved is None:
         raise UserError(f"{folder}: holds weights only; its optimizer state was not saved")
@@ -143,7 +130,7 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
         raise UserError(f"{folder}: has no optimizer state of {min(wanted - steps)}; it was not trained then")
     if steps - wanted:
         raise UserError(f"{folder}: has optimizer state of {min(steps - wanted)}, which this run does not train")
-    members, now = saved.get("members") or {}, optimizer.groups_by_name()
+    members, now = saved.get("members") or {}, optimizer.group_of
     moved = [name for name in sorted(now) if members.get(name, now[name]) != now[name]]
     if moved:
         raise UserError(
@@ -157,7 +144,6 @@ def _check_optimizer(folder: Path, manifest: dict[str, Any], optimizer: ShardedO
     scale = saved["loss_scale"]
     if not alike(scale, asdict(LossScale())) or not 0 < scale["value"] < math.inf:
         raise BrokenCheckpoint(f"{folder / MANIFEST}: optimizer.loss_scale is not valid")
-    return LossScale(**scale)
 
 
 def _known(optimizer: ShardedOptimizer) -> set[str]:
@@ -187,7 +173,7 @@ def _wanted(
             for moment, store in own.moments.items() if state else ():
                 yield flat, (moment,), [store]
         if flat.trainable or frozen:
-            yield flat, ("master", "weights"), stores
+            yield flat, WEIGHT_KINDS, stores
 
 
 def _file_of(places: Places, kinds: tuple[str, ...], name: str, shape: tuple[int, ...], folder: Path) -> CheckedFile:
@@ -210,41 +196,35 @@ def _read_buffers(places: Places, model: nn.Module, folder: Path) -> None:
             buffer.copy_(values.view(buffer.shape))
 
 
+@dataclass(frozen=True)
 class _Shard:
     """This rank's shard of a flat parameter in one kind.
 
     Args:
         flat: The flat parameter.
-        kinds: Kinds of files to read, in order of preference.
         stores: Stores (S,) to fill. Files are read into the first one, the widest, which is copied to the others.
-        places: The file of each tensor.
-        folder: The checkpoint's folder.
+        files: The file of each tensor.
     """
 
-    def __init__(
-        self, flat: FlatParameter, kinds: tuple[str, ...], stores: Sequence[Store], places: Places, folder: Path
-    ) -> None:
-        self.flat, self.stores = flat, stores
-        self.spans = [
-            (span, _file_of(places, kinds, span.segment.name, span.segment.shape, folder))
-            for span in flat.layout.spans(*flat.layout.shard_range(flat.rank))
-        ]
+    flat: FlatParameter
+    stores: Sequence[Store]
+    files: dict[str, CheckedFile]
 
     def expected(self) -> Iterator[Key]:
         """Yield the pieces that `read` asks for, in order. A piece may come several times in a row."""
-        for span, file in self.spans:
-            yield from file.keys(span.segment.name, span.start - span.segment.start, span.stop - span.start)
+        for span in self.flat.layout.spans(*self.flat.layout.shard_range(self.flat.rank)):
+            name = span.segment.name
+            yield from self.files[name].keys(name, span.start - span.segment.start, span.numel)
 
     def read(self) -> None:
         """Fill the stores. Reading goes on ahead while a piece is written to the NVMe tier."""
         base, stop = self.flat.layout.shard_range(self.flat.rank)
-        file_of = {span.segment.name: file for span, file in self.spans}
         first, *others = self.stores
-        for low, high in ranges(*self.stores):
+        for low, high in max((list(store.pieces()) for store in self.stores), key=len):  # whole pieces of each store
             piece = first.blank(low, high)
             for span in self.flat.layout.spans(base + low, min(base + high, stop)):
                 out = piece[span.start - base - low : span.stop - base - low]
-                file_of[span.segment.name].read(span.segment.name, span.start - span.segment.start, out)
+                self.files[span.segment.name].read(span.segment.name, span.start - span.segment.start, out)
             piece[max(stop - base - low, 0) :].zero_()  # the padding
             for other in others:
                 copy = other.blank(low, high)

@@ -24,6 +24,8 @@ from ftkit.errors import UserError
 FORMAT = 2
 MANIFEST = LISTING
 SUFFIX = ".safetensors"
+WEIGHT_KINDS = ("master", "weights")
+"""Kinds of the files that have the weights, the exact ones first."""
 BUFFERS = "buffers"
 """Kind of the file that has the persistent buffers."""
 BUFFERS_FILE = f"model.{BUFFERS}{SUFFIX}"
@@ -34,10 +36,6 @@ def _dict_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda found: isinstance(found, dict) and all(fits(value) for value in found.values())
 
 
-def _list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, list) and all(isinstance(value, kind) for value in found)
-
-
 PARTS: dict[str, Callable[[Any], bool]] = {
     "files": _dict_of(lambda entry: isinstance(entry, list) and len(entry) == 2),
     "dtypes": _dict_of(lambda name: isinstance(name, str) and name in DTYPE_NAMES),
@@ -45,7 +43,7 @@ PARTS: dict[str, Callable[[Any], bool]] = {
 }
 OPTIMIZER_PARTS: dict[str, Callable[[Any], bool]] = {
     "class": lambda name: isinstance(name, str),
-    "groups": _list_of(dict),
+    "groups": lambda groups: isinstance(groups, list) and all(isinstance(group, dict) for group in groups),
     "loss_scale": lambda scale: isinstance(scale, dict),
     "members": lambda members: members is None or isinstance(members, dict),  # absent in older checkpoints
     "steps": _dict_of(lambda count: type(count) is int and 0 <= count < 2**53),

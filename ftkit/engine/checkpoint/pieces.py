@@ -9,7 +9,6 @@ Cost: two buffers of 8 MiB. The caller fills one while a thread writes the other
 
 from __future__ import annotations
 
-import errno
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ftkit.engine.checkpoint.safetensors import PIECE_BYTES
+from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, write_all
 from ftkit.engine.checkpoint.sealed import checksum
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+from ftkit.engine.memory.flat_file import open_direct
 
 
 class Piece(NamedTuple):
@@ -29,17 +29,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     checksum: str
-
-
-def open_direct(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file with O_DIRECT where its file system supports it; return the handle, and whether it is direct."""
-    if hasattr(os, "O_DIRECT"):
-        try:
-            return os.open(path, flags | os.O_DIRECT), True
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    return os.open(path, flags), False
 
 
 class PieceWriter:
@@ -54,6 +43,8 @@ class PieceWriter:
     Attributes:
         pieces: File name to the pieces written to that file. Complete after `settle`.
     """
+
+    _transfer = staticmethod(write_all)
 
     def __init__(self, device: torch.device | None = None) -> None:
         memory = Arena(2 * PIECE_BYTES, device or torch.device("cpu"))
@@ -125,9 +116,3 @@ class PieceWriter:
         finally:
             if last:
                 os.close(handle)
-
-    @staticmethod
-    def _transfer(handle: int, data: Any, at: int) -> None:
-        done = 0
-        while done < data.nbytes:
-            done += os.pwrite(handle, data[done:], at + done)

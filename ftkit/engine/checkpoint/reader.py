@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.checkpoint.manifest import SUFFIX
-from ftkit.engine.checkpoint.pieces import Piece, open_direct
+from ftkit.engine.checkpoint.pieces import Piece
 from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_size, checksum
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+from ftkit.engine.memory.flat_file import open_direct
 
 AHEAD = 2
 """Pieces that are read ahead, each by its own thread."""
@@ -115,29 +116,12 @@ class CheckedFile(TensorFile):
         self.buffers.expect(())
         super().close()
 
-    def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out` as `TensorFile.read` does. Cost: one copy from the buffer."""
-        entry = self.entries[name]
-        if entry.dtype is None or entry.offset % entry.dtype.itemsize:  # no view of the buffer can have this dtype
-            super().read(name, start, out)
+    def chunks(self, start: int, size: int, itemsize: int) -> Iterator[Tensor]:
+        """Yield bytes as `TensorFile.chunks` does: views of pieces, each valid until the next one."""
+        if size and start % itemsize:  # the file of buffers has several dtypes: torch views no element that begins there
+            yield torch.cat([chunk.clone() for chunk in self.chunks(start, size, 1)])
             return
-        size, done = entry.dtype.itemsize, 0
-        for view in self.views(entry.offset + start * size, out.numel() * size):
-            values = view.view(entry.dtype)
-            out[done : done + values.numel()].copy_(values)
-            done += values.numel()
-
-    def fill(self, position: int, out: bytearray) -> bool:
-        """Fill `out` with the bytes from `position` on; return whether the file has that many."""
-        done = 0
-        for view in self.views(position, len(out)):
-            out[done : done + view.numel()] = view.numpy().data
-            done += view.numel()
-        return done == len(out)
-
-    def views(self, start: int, size: int) -> Iterator[Tensor]:
-        """Yield bytes [start, start + size) as views (n,) of pieces, each valid until the next one."""
-        end = min(start + size, self.pieces[-1].stop)
+        end = start + size
         while start < end:
             number = self._number(start)
             piece = self.pieces[number]
@@ -172,29 +156,20 @@ class CheckedFile(TensorFile):
         return bisect_right(self.pieces, position, key=attrgetter("stop"))
 
 
+@contextmanager
 def open_files(
-    folder: Path,
-    manifest: dict[str, Any],
-    buffers: PieceBuffers,
-    stack: ExitStack,
-    kinds: Collection[str] | None = None,
-) -> Places:
-    """Open a checkpoint's files until `stack` closes; return for each (kind, tensor name) the file that has it.
-
-    Args:
-        folder: The checkpoint's folder.
-        manifest: Its manifest.
-        buffers: Buffers to read into. They stay open longer than the files.
-        stack: Closes the files.
-        kinds: Kinds of files to open. None opens all.
-    """
+    folder: Path, manifest: dict[str, Any], kinds: Collection[str] | None = None
+) -> Iterator[tuple[PieceBuffers, Places]]:
+    """Open the files of a checkpoint with this manifest, of some kinds (None: of all); yield their buffers and places."""
     places: Places = {}
-    for name, (size_bytes, pieces) in sorted(manifest["files"].items()):
-        kind = name.removesuffix(SUFFIX).rpartition(".")[2]
-        if kinds is None or kind in kinds:
-            file = stack.enter_context(CheckedFile(folder / name, size_bytes, pieces, buffers))
-            places.update({(kind, tensor): file for tensor in file.entries})
-    return places
+    with ExitStack() as stack:
+        buffers = stack.enter_context(PieceBuffers())
+        for name, (size_bytes, pieces) in sorted(manifest["files"].items()):
+            kind = name.removesuffix(SUFFIX).rpartition(".")[2]
+            if kinds is None or kind in kinds:
+                file = stack.enter_context(CheckedFile(folder / name, size_bytes, pieces, buffers))
+                places.update({(kind, tensor): file for tensor in file.entries})
+        yield buffers, places
 
 
 def _valid(path: Path, size_bytes: Any, listed: Any) -> list[Piece]:

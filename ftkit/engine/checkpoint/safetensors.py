@@ -5,7 +5,7 @@ padded so that data begins at a multiple of 4096 bytes. A rank of any world size
 with one seek. Files from the hub are read the same way, whatever their order.
 
 Files are untrusted. A header's length, JSON, dtypes, shapes and offsets are compared with the file's size before an element
-is read. Tensors must cover the data without gap or overlap, and no name may come twice.
+is read. Tensors must cover the data without gap or overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,12 +25,9 @@ from torch import Tensor
 from ftkit.engine.checkpoint.finite import refuse_not_finite
 from ftkit.errors import UserError
 
-DATA_START = 4096
-"""Bytes. The data section begins at a multiple of this."""
-HEADER_LIMIT_BYTES = 100 << 20
-"""Largest header that the format allows."""
-PIECE_BYTES = 8 << 20
-"""Bytes that are read, converted or written at a time."""
+DATA_START = 4096  # bytes; the data section begins at a multiple of this
+HEADER_LIMIT_BYTES = 100 << 20  # of the format
+PIECE_BYTES = 8 << 20  # are read, converted or written at a time
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,11 +48,12 @@ AnyFile = TypeVar("AnyFile", bound="TensorFile")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file: its dtype (None if torch has no such dtype), shape, and first byte."""
+    """One tensor in a file: its dtype (None if torch has no such dtype), shape, and bytes [offset, end)."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     offset: int
+    end: int
 
     @property
     def numel(self) -> int:
@@ -111,28 +109,25 @@ class TensorFile:
         entry = self.entries[name]
         if entry.dtype is None:
             raise UserError(f"{self.path}: {name} has a dtype that ftkit cannot read (quantised weights?)")
-        size = entry.dtype.itemsize
-        step = PIECE_BYTES // size
-        for low in range(0, out.numel(), step):
-            count = min(step, out.numel() - low)
-            raw = bytearray(count * size)
-            position = entry.offset + (start + low) * size
-            if not self.fill(position, raw):
-                raise UserError(f"{self.path}: ends inside tensor {name}; the file was cut short or is being written")
-            out[low : low + count].copy_(torch.frombuffer(raw, dtype=entry.dtype))
+        size, done = entry.dtype.itemsize, 0
+        for chunk in self.chunks(entry.offset + start * size, out.numel() * size, size):
+            values = chunk.view(entry.dtype)
+            out[done : done + values.numel()].copy_(values)
+            done += values.numel()
 
-    def fill(self, position: int, out: bytearray) -> bool:
-        """Fill `out` with the bytes from `position` on; return whether the file has that many."""
-        return os.preadv(self._handle, [out], position) == len(out)
+    def chunks(self, start: int, size: int, itemsize: int) -> Iterator[Tensor]:
+        """Yield bytes [start, start + size) as tensors (n,) uint8 of whole elements of `itemsize` bytes."""
+        for low in range(start, start + size, PIECE_BYTES):
+            raw = bytearray(min(PIECE_BYTES, start + size - low))
+            if os.preadv(self._handle, [raw], low) < len(raw):
+                raise UserError(f"{self.path}: ends before byte {low + len(raw)}; it was cut short or is being written")
+            yield torch.frombuffer(raw, dtype=torch.uint8)
 
     def write(self, name: str, start: int, values: Tensor, *, check: bool = True) -> None:
         """Write `values` (n,), any dtype and device, to elements [start, start + n) of tensor `name`, cast to its dtype.
 
-        Args:
-            name: Name of the tensor.
-            start: First element of the range.
-            values: Values to write.
-            check: Raise UserError for values that are not finite in the file's dtype. Masks in buffers may be infinite.
+        Raises:
+            UserError: A value is not finite in the file's dtype. Not raised without `check`: buffers may be infinite masks.
 
         Cost: `PIECE_BYTES` of host memory.
         """
@@ -144,40 +139,49 @@ class TensorFile:
             piece = values[low : low + step].detach().to(device="cpu", dtype=entry.dtype).contiguous()
             if check:
                 refuse_not_finite(name, piece)
-            data = memoryview(piece.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy has the buffer protocol, its stubs do not say so
-            position = entry.offset + (start + low) * size
-            while data:
-                written = os.pwrite(self._handle, data, position)
-                data, position = data[written:], position + written
+            write_all(self._handle, piece.view(torch.uint8).numpy(), entry.offset + (start + low) * size)
 
     def _open(self, flags: int) -> int:
         return os.open(self.path, flags | os.O_NONBLOCK)  # a pipe in the file's place must not block
 
     def _read_header(self) -> dict[str, Entry]:
+        """Return the header's tensors, checked against the file's size."""
         found = os.fstat(self._handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{self.path}: is no file")
-        raw = bytearray(8)
-        length = int.from_bytes(raw, "little") if self.fill(0, raw) else 0
-        if not 2 <= length <= min(HEADER_LIMIT_BYTES, found.st_size - 8):
-            raise UserError(f"{self.path}: not a safetensors file, or cut short ({found.st_size} bytes)")
-        text = bytearray(length)
-        self.fill(8, text)
-        return _parsed(self.path, text, found.st_size)
+        size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        length = int.from_bytes(self._bytes(0, 8), "little") if size >= 8 else 0
+        if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
+            raise UserError(f"{self.path}: not a safetensors file, or cut short ({size} bytes)")
+        try:
+            header = json.loads(self._bytes(8, length).decode())
+            header.pop("__metadata__", None)
+            entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{self.path}: its safetensors header is not valid ({error!s:.200})") from error
+        begins, ends = [entry.offset for entry in entries.values()], [entry.end for entry in entries.values()]
+        if max(ends, default=0) > size:
+            raise UserError(f"{self.path}: cut short: its tensors end at byte {max(ends)}, it has {size}. Fetch it again")
+        # Each tensor begins where another ends, and the last one ends with the file.
+        if sorted([*begins, size]) != sorted([8 + length, *ends]):
+            raise UserError(f"{self.path}: its safetensors header is not valid (tensors overlap, or do not cover the file)")
+        return entries
+
+    def _bytes(self, start: int, size: int) -> bytes:
+        return b"".join(chunk.numpy().tobytes() for chunk in self.chunks(start, size, 1))
+
+
+def write_all(handle: int, data: Any, position: int) -> None:
+    """Write all bytes of an array (n,) uint8 to a file, from `position` on."""
+    done = 0
+    while done < data.nbytes:
+        done += os.pwrite(handle, data[done:], position + done)
 
 
 def create_file(path: str | Path, tensors: Sequence[TensorSpec]) -> None:
-    """Create a new safetensors file with its header and zeros as data (a hole). Ranks fill their ranges later.
-
-    Args:
-        path: Path of the file, which must not exist.
-        tensors: The tensors, in the order of the data section.
-    """
+    """Create a file, which must not exist: the header of the tensors in this order, and zeros as data (a hole)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for tensor in tensors:
-        name, shape, dtype = tensor
-        end = offset + bytes_of(tensor)
+    for name, shape, dtype in tensors:
+        end = offset + bytes_of(shape, dtype)
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
@@ -187,9 +191,8 @@ def create_file(path: str | Path, tensors: Sequence[TensorSpec]) -> None:
         file.truncate(8 + length + offset)
 
 
-def bytes_of(tensor: TensorSpec) -> int:
+def bytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor's data."""
-    _, shape, dtype = tensor
     return prod(shape) * dtype.itemsize
 
 
@@ -199,40 +202,12 @@ def data_start(path: str | Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-def _parsed(path: Path, text: bytearray, size: int) -> dict[str, Entry]:
-    """Return a header's tensors, checked against the file's size."""
-    data_start = 8 + len(text)
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=_unique)
-        header.pop("__metadata__", None)
-        found = {name: _entry(value, data_start) for name, value in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: its safetensors header is not valid ({error!s:.200})") from error
-    ends = [end for _, end in found.values()]
-    if max(ends, default=0) > size:
-        raise UserError(f"{path}: cut short: its tensors end at byte {max(ends)}, the file has {size}. Fetch it again")
-    # Each tensor begins where another ends, and the last one ends with the file.
-    begins = [entry.offset for entry, _ in found.values()]
-    if sorted([*begins, size]) != sorted([data_start, *ends]):
-        raise UserError(f"{path}: its safetensors header is not valid (tensors overlap, or do not cover the file)")
-    return {name: entry for name, (entry, _) in found.items()}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, in which no key comes twice."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name comes twice")
-    return made
-
-
-def _entry(value: dict[str, Any], data_start: int) -> tuple[Entry, int]:
-    """Return a tensor's entry, and the byte of the file at which it ends."""
+def _entry(value: dict[str, Any], data_start: int) -> Entry:
     dtype = DTYPES.get(str(value["dtype"]))
     shape, offsets = value["shape"], value["data_offsets"]
     begin, end = offsets
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or offsets {offsets} are not counts")
-    if begin > end or (dtype is not None and end - begin != prod(shape) * dtype.itemsize):
+    if begin > end or (dtype is not None and end - begin != bytes_of(shape, dtype)):
         raise ValueError(f"shape {shape} of {value['dtype']} does not fill offsets {offsets}")
-    return Entry(dtype, tuple(shape), data_start + begin), data_start + end
+    return Entry(dtype, tuple(shape), data_start + begin, data_start + end)

@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ import torch
 from ftkit.engine import threads
 from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, text_of
 from ftkit.engine.checkpoint.finite import refuse_not_finite
-from ftkit.engine.checkpoint.manifest import BUFFERS_FILE, FORMAT, MANIFEST, SUFFIX
+from ftkit.engine.checkpoint.manifest import BUFFERS_FILE, FORMAT, MANIFEST, SUFFIX, WEIGHT_KINDS
 from ftkit.engine.checkpoint.pieces import Piece, PieceWriter
 from ftkit.engine.checkpoint.safetensors import TensorSpec, create_file, data_start
 from ftkit.engine.checkpoint.sealed import checksum, write_sealed
@@ -46,8 +45,6 @@ from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
-
-MODEL_KINDS = ("weights", "master")
 
 
 def save_checkpoint(
@@ -79,18 +76,14 @@ def checkpoint_bytes(units: ShardedModel, optimizer: ShardedOptimizer | None = N
     """Return the bytes of a checkpoint on the disk, without small files."""
     if optimizer is not None:
         optimizer.prepare()
-    return sum(job.flat.layout.numel * job.dtype.itemsize for job in _jobs(units, optimizer, frozen))
+    written = _stores(units, optimizer, frozen).items()
+    return sum(flat.layout.numel * store.dtype.itemsize for flat, stores in written for store in stores.values())
 
 
 class Saving:
     """A checkpoint that is written while training goes on; see [Note: saving while training goes on]. A collective.
 
     Its arguments are those of `save_checkpoint`.
-
-    Attributes:
-        seconds: Time that this rank's writing took, once it is done.
-        blocked_seconds: Time that this rank's updates waited for the writing; a part of `seconds`.
-        problem: Why the checkpoint could not be written; None if it was, or is being written.
 
     Raises:
         UserError: The folder exists or cannot be written, or another save of this model is running.
@@ -118,30 +111,32 @@ class Saving:
                 units.settle()
         self.updater = optimizer.updater if optimizer is not None else None
         self.update = self.updater.running if self.updater is not None else None  # of the last step, if it is deferred
-        self.jobs = _jobs(units, optimizer, frozen)
+        self.stores = _stores(units, optimizer, frozen)
         self.manifest = _manifest(units, optimizer, dict(extra or {}))
         buffers = share_buffers(units.model, units.comm)
         self.buffers = {name: each.detach().cpu().clone() for name, each in buffers.items() if units.comm.rank == 0}
-        self.files: dict[str, list[TensorSpec]] = {job.file: job.tensors() for job in self.jobs}
+        self.files: dict[str, list[TensorSpec]] = {
+            _file_name(flat, kind): [(segment.name, segment.shape, store.dtype) for segment in flat.layout.segments]
+            for flat, stores in self.stores.items()
+            for kind, store in stores.items()
+        }
         if self.buffers:
             self.files[BUFFERS_FILE] = [(name, tuple(each.shape), each.dtype) for name, each in self.buffers.items()]
         self.writer = PieceWriter(units.comm.device)
         self.captured = {flat: threading.Event() for flat in units.trainable}
         self.error: Exception | None = None
-        self.problem: str | None = None
-        self.seconds = self.blocked_seconds = 0.0
+        self._problem: str | None = None
         self._create()
         units.saving = self
-        self.ready = torch.cuda.current_stream().record_event() if units.comm.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(units.comm.device) if units.comm.device.type == "cuda" else None
+        if self.stream is not None:  # it does not wait for later training
+            self.stream.wait_stream(torch.cuda.current_stream())
         self.thread = threads.thread(self._write, "ftkit-save", units.comm.device)
         self.thread.start()
 
     def await_capture(self, flat: FlatParameter) -> None:
         """Return when a trained flat parameter is written. The updater calls it before it changes one."""
-        if not self.captured[flat].is_set():
-            began = time.perf_counter()
-            self.captured[flat].wait()
-            self.blocked_seconds += time.perf_counter() - began
+        self.captured[flat].wait()
 
     def poll(self) -> bool:
         """Return whether the checkpoint is complete. A collective, at the same place on all ranks.
@@ -149,13 +144,18 @@ class Saving:
         Raises:
             UserError: It could not be written. Nothing is left of it, and training can go on.
         """
-        if self.problem is not None:
-            raise UserError(self.problem)
+        if self._problem is not None:
+            raise UserError(self._problem)
         if self.units.saving is not self:
             return True
         if self.units.comm.any(self.thread.is_alive()):
             return False
-        self._publish()
+        try:
+            self._publish()
+        except Exception as error:
+            self.give_up(text_of(error))
+            raise UserError(self._problem) from error
+        self.units.saving = None
         return True
 
     def wait(self) -> None:
@@ -163,49 +163,52 @@ class Saving:
         self.thread.join()
         self.poll()
 
-    def give_up(self) -> None:
-        """Wait for the thread, and remove the folder. A collective. `problem` is that of the first rank that failed."""
+    def give_up(self, problem: str = "it was stopped") -> None:
+        """Wait for the thread, and remove the folder. A collective."""
         self.thread.join()
-        texts = self.units.comm.all(None if self.error is None else text_of(self.error))
-        found = [text for text in texts if text is not None]
+        self.units.comm.barrier()  # no rank writes any more
         self.units.saving = None
-        self._remove()
+        if self.units.comm.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
         self.units.comm.barrier()
-        self.problem = f"the checkpoint {self.folder} could not be written: {found[0] if found else 'it was stopped'}"
+        self._problem = f"the checkpoint {self.folder} could not be written: {problem}"
 
     # --- the thread
 
     def _write(self) -> None:
-        began = time.perf_counter()
         try:
             if self.update is not None:
                 self.update.result()
             if self.updater is not None and self.updater.error is not None:
                 raise UserError(f"the last update failed ({self.updater.error}): there is no state to save")
-            with torch.cuda.stream(self._side_stream()), self.writer:
+            if self.stream is not None and self.updater is not None and self.updater.stream is not None:
+                self.stream.wait_stream(self.updater.stream)
+            with torch.cuda.stream(self.stream), self.writer:
                 self._write_buffers()
-                for number, job in enumerate(self.jobs, 1):
-                    job.write(self.temporary, self.writer)
-                    last = number == len(self.jobs) or self.jobs[number].flat is not job.flat
-                    if last and job.flat.trainable:
-                        self.captured[job.flat].set()
+                for flat, stores in self.stores.items():
+                    for kind, store in stores.items():
+                        self._write_file(flat, kind, store)
+                    if flat.trainable:
+                        self.captured[flat].set()
                 self.writer.settle()
         except Exception as error:
             self.error = error
         finally:
             for captured in self.captured.values():
                 captured.set()
-            self.seconds = time.perf_counter() - began
 
-    def _side_stream(self) -> torch.cuda.Stream | None:
-        """Return a stream that begins where the save was asked for, and does not wait for later training."""
-        if self.ready is None:
-            return None
-        stream = torch.cuda.Stream(self.units.comm.device)
-        stream.wait_event(self.ready)
-        if self.updater is not None and self.updater.stream is not None:
-            stream.wait_stream(self.updater.stream)
-        return stream
+    def _write_file(self, flat: FlatParameter, kind: str, store: Store) -> None:
+        """Write this rank's part of a flat parameter in one kind, or raise UserError if a weight is not finite."""
+        first, last = flat.written_range()
+        if first >= last:
+            return
+        path = self.temporary / _file_name(flat, kind)
+        self.writer.open(path, data_start(path) + first * store.dtype.itemsize)
+        for span, values in flat.spans(store, first, last):
+            if kind in WEIGHT_KINDS:
+                refuse_not_finite(span.segment.name, values)
+            self.writer.write(values)
+        self.writer.close()
 
     def _write_buffers(self) -> None:
         if self.buffers:
@@ -229,64 +232,26 @@ class Saving:
                 for name, tensors in self.files.items():
                     create_file(self.temporary / name, tensors)
             except OSError:
-                self._remove()
+                shutil.rmtree(self.temporary, ignore_errors=True)
                 raise
 
     def _publish(self) -> None:
-        """Write the manifest and rename the folder; remove it if a rank failed."""
+        """Write the manifest and rename the folder, or raise if a rank failed. A collective."""
+        with all_ranks(self.units.comm):
+            if self.error is not None:
+                raise self.error
         written = self.units.comm.all(self.writer.pieces)
-        try:
-            with all_ranks(self.units.comm):
-                if self.error is not None:
-                    raise self.error
-            with rank_zero(self.units.comm) as first:
-                if first:
-                    self.manifest["files"] = {name: _listed(self.temporary / name, written) for name in self.files}
-                    write_sealed(self.temporary / MANIFEST, self.manifest)
-                    sync_folder(self.temporary)
-                    self.temporary.rename(self.folder)
-                    sync_folder(self.folder.parent)
-        except Exception as error:
-            self.error = error
-            self.give_up()
-            raise UserError(self.problem) from error
-        self.units.saving = None
-
-    def _remove(self) -> None:
-        if self.units.comm.rank == 0:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+        with rank_zero(self.units.comm) as first:
+            if first:
+                self.manifest["files"] = {name: _listed(self.temporary / name, written) for name in self.files}
+                write_sealed(self.temporary / MANIFEST, self.manifest)
+                sync_folder(self.temporary)
+                self.temporary.rename(self.folder)
+                sync_folder(self.folder.parent)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One file: this rank writes its part of a flat parameter in one kind, from `store` (S,)."""
-
-    flat: FlatParameter
-    kind: str
-    dtype: torch.dtype
-    store: Store
-
-    @property
-    def file(self) -> str:
-        """Name of the file."""
-        return f"{self.flat.name}.{self.kind}{SUFFIX}"
-
-    def tensors(self) -> list[TensorSpec]:
-        """Return the tensors of the file."""
-        return [(segment.name, segment.shape, self.dtype) for segment in self.flat.layout.segments]
-
-    def write(self, folder: Path, writer: PieceWriter) -> None:
-        """Write to the file in `folder`, or raise UserError if a weight is not finite."""
-        first, last = self.flat.written_range()
-        if first >= last:
-            return
-        path = folder / self.file
-        writer.open(path, data_start(path) + first * self.dtype.itemsize)
-        for span, values in self.flat.spans(self.store, first, last):
-            if self.kind in MODEL_KINDS:
-                refuse_not_finite(span.segment.name, values)
-            writer.write(values)
-        writer.close()
+def _file_name(flat: FlatParameter, kind: str) -> str:
+    return f"{flat.name}.{kind}{SUFFIX}"
 
 
 def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:
@@ -298,19 +263,17 @@ def _listed(path: Path, written: list[dict[str, list[Piece]]]) -> list[Any]:
     return [path.stat().st_size, [list(piece) for piece in pieces]]
 
 
-def _jobs(units: ShardedModel, optimizer: ShardedOptimizer | None, frozen: bool) -> list[_Job]:
-    """Return the write jobs. Trained flat parameters come first, in the order of updates."""
-    jobs: list[_Job] = []
+def _stores(units: ShardedModel, optimizer: ShardedOptimizer | None, frozen: bool) -> dict[FlatParameter, dict[str, Store]]:
+    """Return the stores to write by kind. Trained flat parameters come first, in the order of updates."""
+    found: dict[FlatParameter, dict[str, Store]] = {}
     for flat in units.trainable:
-        state = optimizer.states[flat.name] if optimizer is not None else None
-        if state is None or state.master is flat.weights:
-            jobs.append(_Job(flat, "weights", flat.dtype, flat.weights))
-        else:
-            jobs.append(_Job(flat, "master", torch.float32, state.master))
-        jobs += [_Job(flat, name, torch.float32, store) for name, store in (state.moments if state else {}).items()]
+        found[flat] = {"weights": flat.weights}
+        if optimizer is not None:
+            state = optimizer.states[flat.name]
+            found[flat] = {"weights" if state.master is flat.weights else "master": state.master, **state.moments}
     if frozen:
-        jobs += [_Job(flat, "weights", flat.dtype, flat.weights) for flat in units.flats if not flat.trainable]
-    return jobs
+        found |= {flat: {"weights": flat.weights} for flat in units.flats if not flat.trainable}
+    return found
 
 
 def _manifest(units: ShardedModel, optimizer: ShardedOptimizer | None, extra: dict[str, Any]) -> dict[str, Any]:
@@ -323,7 +286,7 @@ def _manifest(units: ShardedModel, optimizer: ShardedOptimizer | None, extra: di
         manifest["optimizer"] = {
             "class": type(optimizer).__name__,
             "groups": optimizer.plain_groups(),
-            "members": optimizer.groups_by_name(),
+            "members": optimizer.group_of,
             "loss_scale": asdict(optimizer.loss_scale),
             "steps": {
                 segment.name: count

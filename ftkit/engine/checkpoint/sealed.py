@@ -28,7 +28,6 @@ from ftkit.errors import UserError
 CONTENTS = "contents.json"
 LISTING = "manifest.json"
 """The sealed list of a subfolder that has its own list."""
-READ_BYTES = 8 << 20
 SEALED_LIMIT_BYTES = 256 << 20
 """Enough for the pieces of 40 TB."""
 _HEAD = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
@@ -56,13 +55,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """Return what `write_sealed` wrote. Raise BrokenCheckpoint if the file is missing, changed or not sealed."""
     data = read_small(path, SEALED_LIMIT_BYTES)
     head = _HEAD.match(data)
-    if head is None:
+    if head is None or checksum(data[head.end() :]).encode() != head[1]:
         raise BrokenCheckpoint(f"{path}: not a file that ftkit wrote, or changed since")
-    rest = data[head.end() :]
-    if checksum(rest).encode() != head[1]:
-        raise BrokenCheckpoint(f"{path}: changed since it was written")
     try:
-        return dict(json.loads(b"{" + rest))
+        return dict(json.loads(b"{" + data[head.end() :]))
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path}: not readable ({error})") from error
 
@@ -150,7 +146,7 @@ def _entry(path: Path) -> list[Any]:
     found, size = xxhash.xxh3_64(), 0
     try:
         with open(path, "rb") as file:
-            while data := file.read(READ_BYTES):
+            while data := file.read(8 << 20):
                 found.update(data)
                 size += len(data)
     except OSError as error:

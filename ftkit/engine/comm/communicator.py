@@ -1,4 +1,4 @@
-"""Collectives among the ranks that share a model: the only importer of `torch.distributed`.
+"""Collectives among the ranks that share a model. The rest of the engine does not use `torch.distributed`.
 
 All ranks run the same collectives in the same order. `totals` compares their names since the last comparison, so that ranks
 that run different blocks end before the optimizer uses their gradients. Every wait ends at the timeout of the process group.
@@ -73,10 +73,12 @@ class Communicator:
             self._stage = open_stage(self)
 
     @contextmanager
-    def _collective(self, operation: str, of: str) -> Iterator[None]:
-        """Note the name of a collective, and add it to the message of a failure."""
+    def _collective(self, operation: str, of: str, full: Tensor | None = None, times: int = 1) -> Iterator[None]:
+        """Note the name of a collective, count its bytes, and add its name to the message of a failure."""
         name = f"{operation} of {of}" if of else operation
         self._recent.append(name)
+        if full is not None:
+            self._count(operation, full, times)
         try:
             yield
         except torch.OutOfMemoryError:
@@ -85,8 +87,8 @@ class Communicator:
             hint = "another rank may have ended, or run other blocks or calls than this one"
             raise RuntimeError(f"{name}: {error} ({hint})") from error
 
-    def _count(self, name: str, full: Tensor, times: int = 1) -> None:
-        self.bytes_sent[name] += times * full.numel() * full.element_size() * (self.world_size - 1) // self.world_size
+    def _count(self, operation: str, full: Tensor, times: int = 1) -> None:
+        self.bytes_sent[operation] += times * full.numel() * full.element_size() * (self.world_size - 1) // self.world_size
 
     # --- large tensors
 
@@ -96,12 +98,11 @@ class Communicator:
         Raises:
             RuntimeError: A rank ended, or did not come before the timeout. The other collectives raise the same.
         """
-        self._count("all_gather", full)
         if self.world_size == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return
-        with self._collective("all-gather", of):
+        with self._collective("all_gather", of, full):
             if self._stage:
                 self._stage.all_gather(full, shard)
             else:
@@ -112,12 +113,11 @@ class Communicator:
 
         `shard` may be this rank's part of `full`.
         """
-        self._count("reduce_scatter", full)
         if self.world_size == 1:
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
             return
-        with self._collective("reduce-scatter", of):
+        with self._collective("reduce_scatter", of, full):
             if self._stage:
                 self._stage.reduce_scatter_mean(shard, full)
                 return
@@ -136,8 +136,7 @@ class Communicator:
         """Replace `full` (n,) by its mean over ranks."""
         if self.world_size == 1:
             return
-        self._count("all_reduce", full, 2)
-        with self._collective("all-reduce", of):
+        with self._collective("all_reduce", of, full, times=2):
             if self._stage:
                 self._stage.all_reduce_mean(full)
             else:
@@ -147,25 +146,21 @@ class Communicator:
         """Replace `tensor` (n,) by rank 0's. Cost: its bytes, through the process group."""
         if self.world_size == 1:
             return
-        self._count("broadcast", tensor)
-        with self._collective("broadcast", of):
+        with self._collective("broadcast", of, tensor):
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     # --- a few numbers
 
     def sum(self, numbers: Tensor, of: str = "") -> Tensor:
         """Replace a few `numbers` (n,) by their sums over ranks and return them, without a host wait."""
-        if self.world_size > 1:
-            self._count("sum", numbers, 2)
-            with self._collective("sum", of):
-                self._sum(numbers)
+        if self.world_size == 1:
+            return numbers
+        with self._collective("sum", of, numbers, times=2):
+            if self._stage:
+                self._stage.sum(numbers)
+            else:
+                dist.all_reduce(numbers, group=self.group)
         return numbers
-
-    def _sum(self, numbers: Tensor) -> None:
-        if self._stage:
-            self._stage.sum(numbers)
-        else:
-            dist.all_reduce(numbers, group=self.group)
 
     def totals(self, numbers: Tensor, of: str = "") -> list[float]:
         """Return the sums over ranks of a few `numbers` (n,), made in fp64, and compare the ranks' collectives.
@@ -177,13 +172,10 @@ class Communicator:
         """
         if self.world_size == 1:
             return [float(number) for number in numbers.tolist()]
-        self._count("sum", numbers, 2)
-        with self._collective("sum", of):
-            digest = float(zlib.crc32("\n".join(self._recent).encode()) & 0xFFFF)  # its square is exact in fp64
-            digests = torch.tensor([digest, digest**2], dtype=torch.float64, device=numbers.device)
-            both = torch.cat([numbers.reshape(-1).double(), digests])
-            self._sum(both)
-            *summed, first, square = both.tolist()
+        course = "\n".join([*self._recent, of])
+        digest = float(zlib.crc32(course.encode()) & 0xFFFF)  # its square is exact in fp64
+        digests = torch.tensor([digest, digest**2], dtype=torch.float64, device=numbers.device)
+        *summed, first, square = self.sum(torch.cat([numbers.reshape(-1).double(), digests]), of).tolist()
         # The mean of squares equals the square of the mean only for equal numbers.
         if self.world_size * square != first * first:
             self._raise_difference()
@@ -200,7 +192,7 @@ class Communicator:
 
     def any(self, flag: bool, of: str = "a flag") -> bool:
         """Return whether `flag` is true on any rank. Cost: as `totals`."""
-        return bool(self.totals(torch.tensor([float(flag)], dtype=torch.float32, device=self.device), of)[0])
+        return self.totals(torch.tensor([float(flag)], device=self.device), of)[0] > 0
 
     # --- small values
 
@@ -221,12 +213,9 @@ class Communicator:
 
     def all_numbers(self, number: int, of: str = "") -> list[int]:
         """Return every rank's integer in rank order. Cost: one small all-gather and a host wait."""
-        if self.world_size == 1:
-            return [number]
-        with self._collective("exchange of a number", of):
-            full = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-            _all_gather(full, torch.tensor([number], device=self.device), group=self.group)
-            return [int(each) for each in full.tolist()]
+        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(numbers, torch.tensor([number], device=self.device), of)
+        return [int(each) for each in numbers.tolist()]
 
     def barrier(self, of: str = "") -> None:
         """Wait until every rank has come here."""

@@ -53,13 +53,9 @@ class OffloadHandle:
 
     def take(self) -> Tensor:
         """Return the tensor on the device, once per user. It requires a gradient."""
-        if self.users == 0:
-            raise RuntimeError(
-                "a second backward over a graph whose activations were offloaded: they are freed after the first. Keep them "
-                "on the device (engine.activation_offload: device)"
-            )
         self.bring()
-        assert self.coming is not None
+        if self.coming is None:
+            raise RuntimeError("a second backward over a graph whose activations were offloaded and freed after the first")
         tensor, event = self.coming
         if event is not None:
             torch.cuda.current_stream(self.offload.device).wait_event(event)
@@ -72,12 +68,17 @@ class OffloadHandle:
 
 @dataclass
 class Place:
-    """Memory for one tensor: a host buffer or a file. `write` is the last write from or to it."""
+    """Memory for one tensor: a host buffer or a file. `write` is the last write from the buffer or to the file."""
 
     size_bytes: int
     buffer: Tensor | None = None
     file: FlatFile | None = None
     write: Request | None = None
+
+    def settle(self) -> None:
+        """Wait for the last write."""
+        if self.write is not None:
+            self.write.wait()
 
 
 class ActivationOffload:
@@ -130,40 +131,37 @@ class ActivationOffload:
         self.arenas.append(arena)
         return Place(size_bytes, arena.take(size_bytes, torch.uint8))
 
-    def _staging(self, size_bytes: int) -> Place:
-        """Return the least recently used staging buffer of a size, after its last write to a file."""
-        if size_bytes not in self.staging:
-            self.staging[size_bytes] = cycle([self._host_place(size_bytes) for _ in range(STAGING)])
-        place = next(self.staging[size_bytes])
-        if place.write is not None:
-            place.write.wait()
-        return place
+    def _buffer(self, place: Place) -> tuple[Place, Tensor]:
+        """Return a host place and its buffer: `place`, or for a file the least recently used staging of its size."""
+        if place.file is not None:
+            if place.size_bytes not in self.staging:
+                self.staging[place.size_bytes] = cycle([self._host_place(place.size_bytes) for _ in range(STAGING)])
+            place = next(self.staging[place.size_bytes])
+            place.settle()
+        assert place.buffer is not None
+        return place, place.buffer
 
     # --- transfers
 
     def leave(self, tensor: Tensor, place: Place) -> None:
         """Copy `tensor` to its place. A fetch on the same stream comes after it."""
-        host = place if place.file is None else self._staging(place.size_bytes)
-        assert host.buffer is not None
-        event = self._copy(_view(host.buffer, tensor.shape, tensor.dtype), tensor)
+        host, buffer = self._buffer(place)
+        event = self._copy(_view(buffer, tensor.shape, tensor.dtype), tensor)
         if place.file is not None:
             if event is not None:
                 event.synchronize()
-            if place.write is not None:  # of a tensor that was dropped without a backward
-                place.write.wait()
-            host.write = place.write = place.file.write(0, host.buffer)
+            place.settle()  # a tensor that was dropped without a backward may still be written
+            host.write = place.write = place.file.write(0, buffer)
 
     def fetch(self, handle: OffloadHandle) -> tuple[Tensor, torch.cuda.Event | None]:
         """Return a handle's tensor on the device, and the event after which it is complete."""
         place = handle.place
-        host = place if place.file is None else self._staging(place.size_bytes)
-        assert host.buffer is not None
+        _, buffer = self._buffer(place)
         if place.file is not None:
-            assert place.write is not None
-            place.write.wait()
-            place.file.read(0, host.buffer).wait()
+            place.settle()
+            place.file.read(0, buffer).wait()
         tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.device)
-        event = self._copy(tensor, _view(host.buffer, handle.shape, handle.dtype))
+        event = self._copy(tensor, _view(buffer, handle.shape, handle.dtype))
         if place.file is not None and event is not None:
             event.synchronize()  # the next tensor may use the staging buffer
         return tensor, event
@@ -187,19 +185,18 @@ class OffloadedInputs:
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
-        self._forwards: list[list[weakref.ref[OffloadHandle]]] = []
+        self._forwards: list[weakref.WeakSet[OffloadHandle]] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
         """Move a call's activations until its backward; None for a tensor that stays with autograd."""
         handles = self.offload.keep(tensors)
-        self._forwards.append([weakref.ref(handle) for handle in handles if handle is not None])
+        self._forwards.append(weakref.WeakSet(handle for handle in handles if handle is not None))
         return handles
 
     def bring(self) -> None:
         """Start to fetch the inputs of the last forward."""
-        for reference in self._forwards.pop() if self._forwards else ():
-            if (handle := reference()) is not None:
-                handle.bring()
+        for handle in self._forwards.pop() if self._forwards else ():
+            handle.bring()
 
     def forget(self) -> None:
         """Forget forwards whose backward did not run."""

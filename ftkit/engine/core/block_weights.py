@@ -26,9 +26,7 @@ class BlockWeights:
         transfer: The slots that all blocks share.
     """
 
-    def __init__(
-        self, number: int, name: str, flats: Sequence[FlatParameter], *, stay: bool, transfer: Transfer
-    ) -> None:
+    def __init__(self, number: int, name: str, flats: Sequence[FlatParameter], *, stay: bool, transfer: Transfer) -> None:
         self.number, self.name = number, name
         self.flats = list(flats)
         self.gathered = [flat for flat in flats if not flat.resident]

@@ -8,7 +8,6 @@ from torch import Tensor
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.placeholder import is_absent
 from ftkit.engine.memory.tiers import MemoryStore
-from ftkit.spec.tiers import DEVICE
 
 
 class ExactWeights:
@@ -25,7 +24,7 @@ class ExactWeights:
         self.flat = flat
         self.known = [not is_absent(parameter) for parameter in flat.parameters]
         self.values = torch.zeros(flat.layout.shard_numel, dtype=torch.float32, device=device)
-        flat.fill(MemoryStore(self.values, DEVICE), flat.copy_value)
+        flat.fill(MemoryStore(self.values), flat.copy_value)
 
     @staticmethod
     def needed(flat: FlatParameter) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Protocol
 
 import torch
@@ -31,7 +30,6 @@ from ftkit.engine.core.placeholder import absent, guarded_class, is_absent, plac
 from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
 from ftkit.spec.strategy import FlatKind, Strategy
-from ftkit.spec.tiers import DEVICE
 
 
 class Update(Protocol):
@@ -94,21 +92,14 @@ class FlatParameter:
         return stop - start
 
     @property
-    def shard(self) -> Tensor:
-        """This rank's weights (S,) in memory.
-
-        Raises:
-            RuntimeError: They are on NVMe.
-        """
-        self.settle()
-        if self.weights.tensor is None:
-            raise RuntimeError(f"the weights of {self.name} are on NVMe: read them piece by piece")
-        return self.weights.tensor
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of live storage on this rank, on any tier."""
-        return self.full.untyped_storage().nbytes() if self.full is not None else store_bytes(self.weights)
+        return self.full.nbytes if self.full is not None else store_bytes(self.weights)
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """Return this rank's part (S,) of `full` (W*S,)."""
+        numel = self.layout.shard_numel
+        return full[self.rank * numel : (self.rank + 1) * numel]
 
     def written_range(self) -> tuple[int, int]:
         """Return the elements [first, last) that this rank writes to a checkpoint. Ranks with equal copies divide them."""
@@ -123,58 +114,41 @@ class FlatParameter:
     def allocate(self, tiers: Tiers) -> None:
         """Allocate this rank's weights and copy the values of parameters that have them (a meta tensor has none).
 
-        Afterwards the parameters are views of `full`, or placeholders.
+        Afterwards the parameters are views of `full`, equal on all ranks, or placeholders. A collective if resident.
         """
-        device, numel = self.comm.device, self.layout.shard_numel
-        if self.resident:
-            self.full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=device)
-            self.weights = MemoryStore(self.full[self.rank * numel : (self.rank + 1) * numel], DEVICE)
+        built = not all(map(is_absent, self.parameters))
+        if not self.resident:
+            self.weights = tiers.make("parameters", f"{self.name}.weights", self.layout.shard_numel, self.dtype)
+            if built:
+                self.fill(self.weights, self.copy_value)
+            for parameter, segment in zip(self.parameters, self.layout.segments):
+                parameter.ftkit_name = segment.name  # type: ignore[attr-defined]  # tensors take attributes
+                value, plain = absent(parameter, self.comm.device, self.dtype), type(parameter)
+                self._placeholders.append(_Placeholder(value, plain, placeholder_class(plain)))
+            self.detach()
         else:
-            self.weights = tiers.make("parameters", f"{self.name}.weights", numel, self.dtype)
-        self.built = not all(map(is_absent, self.parameters))
-        if self.built and self.full is not None:
+            self.full = full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.comm.device)
+            self.weights = MemoryStore(self.own_part(full))
             for span in self.layout.spans(0, self.layout.numel):
-                self.copy_value(span, self.full[span.start : span.stop])
-        elif self.built:
-            self.fill(self.weights, self.copy_value)
+                self.copy_value(span, full[span.start : span.stop])
+            if built and self.owners > 1:
+                self.comm.all_gather(full, self.own_part(full), self.name)
+            elif built:
+                self.comm.broadcast(full, self.name)
+            self.attach(self.views(full))
         for parameter in self.parameters:
             parameter.grad = None
-        if self.full is not None:
-            self.attach(self.views(self.full))
-            return
-        for parameter, segment in zip(self.parameters, self.layout.segments):
-            parameter.ftkit_name = segment.name  # type: ignore[attr-defined]  # tensors take attributes
-            self._placeholders.append(
-                _Placeholder(absent(parameter, device, self.dtype), type(parameter), placeholder_class(type(parameter)))
-            )
-        self.detach()
 
-    def agree(self) -> None:
-        """Make resident weights equal on all ranks: each shard as its owner has it. Cost: an all-gather or a broadcast."""
-        if self.full is None or not self.built:
-            return
-        if self.owners > 1:
-            self.gather(self.full)
-        else:
-            self.comm.broadcast(self.full, self.name)
-
-    def guard(self, collected: Callable[[int], bool]) -> None:
+    def guard(self, collected: Callable[[nn.Parameter], bool]) -> None:
         """Make `.grad` of the parameters raise while the engine has their gradients. Call it after `allocate`.
 
         Args:
-            collected: Takes the index of a parameter; returns whether the engine has its gradient.
+            collected: Takes a parameter; returns whether the engine has its gradient.
         """
-        indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-
-        def is_collected(parameter: nn.Parameter) -> bool:
-            index = indices.get(id(parameter))  # None for a copy
-            return index is not None and collected(index)
-
-        for parameter, placeholder in zip_longest(self.parameters, self._placeholders):
-            if placeholder is None:
-                parameter.__class__ = guarded_class(type(parameter), is_collected)
-            else:
-                placeholder.resharded = parameter.__class__ = guarded_class(placeholder.resharded, is_collected)
+        for parameter in self.parameters:
+            parameter.__class__ = guarded_class(type(parameter), collected)
+        for parameter, placeholder in zip(self.parameters, self._placeholders):
+            placeholder.resharded = type(parameter)
 
     def copy_value(self, span: Span, out: Tensor) -> None:
         """Write a parameter's own values to `out` (n,), the elements of `span`. Does nothing if it has none."""
@@ -255,14 +229,11 @@ class FlatParameter:
         """
         self.settle()
         source = self.weights.tensor if read is None else read
-        if self.owners > 1 and source is not None and read is None and source.device == full.device:
-            self.comm.all_gather(full, source, self.name)
-            return
-        numel = self.layout.shard_numel
-        own = full[self.rank * numel : (self.rank + 1) * numel]
+        own = self.own_part(full)
         if source is None:
-            for low, high in self.weights.pieces():
-                own[low:high].copy_(self.weights.read(low, high))
+            _copy_pieces(own, self.weights)
+        elif source.device == full.device and self.owners > 1:
+            own = source  # the collective reads it there
         elif own.data_ptr() != source.data_ptr():
             own.copy_(source, non_blocking=True)
         if self.owners > 1:
@@ -277,10 +248,8 @@ class FlatParameter:
         Cost: one all-gather.
         """
         full = torch.empty(self.layout.padded_numel, dtype=store.dtype, device=self.comm.device)
-        numel = self.layout.shard_numel
-        own = full[self.rank * numel : (self.rank + 1) * numel]
-        for low, high in store.pieces():
-            own[low:high].copy_(store.read(low, high))
+        own = self.own_part(full)
+        _copy_pieces(own, store)
         if self.owners > 1:
             self.comm.all_gather(full, own, self.name)
         return full
@@ -295,6 +264,11 @@ class FlatParameter:
         if self.full is not None and self.stale:
             self.gather(self.full)
             self.full_version = self.version
+
+
+def _copy_pieces(out: Tensor, store: Store) -> None:
+    for low, high in store.pieces():
+        out[low:high].copy_(store.read(low, high))
 
 
 def store_bytes(store: Store) -> int:

@@ -10,7 +10,7 @@ A CPU rank whose gradients stay in host memory adds them at once, without stagin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
@@ -30,44 +30,29 @@ BUFFERS = 2
 class OffloadedGradient(ReducedGradient):
     """A gradient that leaves the device after each reduction. Arguments as `Gradient`'s; `connect` completes it."""
 
-    _offload: GradientOffload
-    _store: Store
+    offload: GradientOffload
+    total: Store
+    squared = 0.0  # the squared norm of `total`
 
-    def connect(self, offload: GradientOffload, store: Store) -> None:
+    def connect(self, offload: GradientOffload, total: Store) -> None:
         """Set the offload, and the store (S,) on host or NVMe of the sum."""
-        self._offload, self._store = offload, store
-        self._square: float | None = None
+        self.offload, self.total, self.memory = offload, total, total.tensor
 
-    def _add_reduced(self, full: Tensor) -> None:
-        flat, numel = self.flat, self.flat.layout.shard_numel
-        part = full[flat.rank * numel : (flat.rank + 1) * numel]
-        flat.comm.reduce_scatter_mean(part, full, flat.name)
-        self._offload.send(part, self._store, flat.own_numel, self._measured, add=self._there)
-
-    def _measured(self, square: float) -> None:
-        self._square = square
-
-    def zero(self) -> None:
-        """See `Gradient.zero`."""
-        super().zero()
-        self._square = None
+    def _sum(self, part: Tensor) -> None:
+        self.offload.send(self, part, add=self.there)
 
     def store(self) -> Store | None:
         """See `Gradient.store`."""
-        return self._store if self._there else None
+        return self.total if self.there else None
 
     def square(self, measure: Measure) -> Tensor | float | None:
         """See `Gradient.square`. The thread has computed it."""
-        return self._shared(self._square) if self._there and self._square is not None else None
-
-    def tensors(self) -> list[Tensor]:
-        """Return the store if it is in host memory."""
-        return [] if self._store.tensor is None else [self._store.tensor]
+        return self._shared(self.squared) if self.there else None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the store on any tier."""
-        return store_bytes(self._store)
+        return store_bytes(self.total)
 
 
 class GradientOffload:
@@ -90,18 +75,16 @@ class GradientOffload:
         """Bytes of the staging buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def send(self, part: Tensor, store: Store, own_numel: int, measured: Callable[[float], None], *, add: bool) -> None:
-        """Put a reduced gradient into a store, or add it there. Waits if both staging buffers are in use.
+    def send(self, gradient: OffloadedGradient, part: Tensor, *, add: bool) -> None:
+        """Put a reduced gradient into its store, or add it there. Waits if both staging buffers are in use.
 
         Args:
-            part: Reduced gradient (S,). It may be overwritten on the current stream after this call.
-            store: Receives the gradient, shape (S,).
-            own_numel: Elements of the shard without padding.
-            measured: Receives the squared norm of the sum, on the thread.
+            gradient: The gradient. Its `squared` is set, on the thread.
+            part: Its reduced part (S,). It may be overwritten on the current stream after this call.
             add: Add to the content of the store.
         """
         if not self.buffers:
-            measured(self._add(store, part, own_numel, add=add))
+            self._add(gradient, part, add=add)
             return
         self._collect(self.turn)
         staging = self.buffers[self.turn][: part.numel() * part.dtype.itemsize].view(part.dtype)
@@ -111,7 +94,7 @@ class GradientOffload:
         def work() -> None:
             if copied is not None:
                 copied.synchronize()
-            measured(self._add(store, staging, own_numel, add=add))
+            self._add(gradient, staging, add=add)
 
         self.jobs[self.turn] = self.thread.submit(work)
         self.turn = (self.turn + 1) % BUFFERS
@@ -126,15 +109,14 @@ class GradientOffload:
         if job is not None:
             job.result()
 
-    def _add(self, store: Store, part: Tensor, own_numel: int, *, add: bool) -> float:
-        """Add `part` (S,) to `store`, or put it there. Return the squared norm of the first `own_numel` elements."""
-        square = 0.0
+    def _add(self, gradient: OffloadedGradient, part: Tensor, *, add: bool) -> None:
+        store, square = gradient.total, 0.0
         for start, stop in store.pieces():
             piece = store.read(start, stop) if add else store.blank(start, stop)
             if add:
                 self.host.add_(piece, part[start:stop])
             else:
                 piece.copy_(part[start:stop])
-            square += self.host.square_sum(piece[: max(own_numel - start, 0)])
+            square += self.host.square_sum(piece[: max(gradient.flat.own_numel - start, 0)])
             store.write(start, piece)
-        return square
+        gradient.squared = square

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftkit.errors import UserError
 
@@ -106,13 +107,10 @@ class Placeholder(Tensor):
         raise _refusal("deepcopy", self)
 
 
-class Resharded(Placeholder, nn.Parameter):
-    """A frozen `nn.Parameter` while it is resharded."""
-
-
+@cache
 def placeholder_class(plain: type) -> type:
     """Return the class of a resharded parameter whose class is `plain` while it is gathered."""
-    return Resharded if plain is nn.Parameter else type(plain.__name__, (Placeholder, plain), {})
+    return type(plain.__name__, (Placeholder, plain), {})
 
 
 def guarded_class(plain: type, collected: Callable[[Any], bool]) -> type:
@@ -121,12 +119,12 @@ def guarded_class(plain: type, collected: Callable[[Any], bool]) -> type:
 
 
 def absent(parameter: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a parameter's shape without values: one NaN, expanded."""
-    return torch.full((), math.nan, dtype=dtype, device=device).expand(parameter.shape)
+    """Return a tensor of a parameter's shape without values: one NaN, expanded with a stride of 0 in every dimension."""
+    return torch.full((), math.nan, dtype=dtype, device=device).as_strided(parameter.shape, (0,) * parameter.dim())
 
 
 def is_absent(parameter: Tensor) -> bool:
-    """Return whether a tensor has no values: on meta, or one element expanded."""
+    """Return whether a tensor of one or more dimensions has no values: it is on meta, or was made by `absent`."""
     return parameter.is_meta or (parameter.dim() > 0 and parameter.numel() > 0 and not any(parameter.stride()))
 
 

@@ -35,7 +35,7 @@ class ReadAhead:
 
     def start(self, flats: Sequence[FlatParameter]) -> None:
         """Start reading a unit's weights, unless that has begun."""
-        content = _content(flats)
+        content = content_of(flats)
         if content in self.coming or not flats:
             return
         buffer = self._buffer()
@@ -44,7 +44,7 @@ class ReadAhead:
     def take(self, flats: Sequence[FlatParameter]) -> tuple[list[Tensor], Tensor]:
         """Wait for a unit's weights. Return them, (S,) each, and their buffer, to pass to `give_back`."""
         self.start(flats)
-        future, buffer = self.coming.pop(_content(flats))
+        future, buffer = self.coming.pop(content_of(flats))
         future.result()
         return list(_parts(buffer, flats)), buffer
 
@@ -78,7 +78,8 @@ class ReadAhead:
             request.wait()
 
 
-def _content(flats: Sequence[FlatParameter]) -> tuple[tuple[str, int], ...]:
+def content_of(flats: Sequence[FlatParameter]) -> tuple[tuple[str, int], ...]:
+    """Return names and versions of weights, by which a buffer with them is known."""
     return tuple((flat.name, flat.version) for flat in flats)
 
 

@@ -10,10 +10,9 @@ which runs first. A tied weight is one flat parameter read by two modules; both 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import Gradient
-from ftkit.engine.core.placeholder import on_gradient
 from ftkit.engine.core.transfer import Transfer
-from ftkit.errors import UserError
 
 
 class Running:
@@ -87,6 +84,11 @@ class RootParameter:
         # An input that requires a gradient, so that autograd calls the backward of `_Gather`.
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that is registered in the module."""
+        return cast(Tensor, self.module._parameters[self.attribute])
+
     def read(self) -> Tensor:
         """Return the parameter's value while the model runs or all weights are gathered, else its placeholder."""
         parameter = self.parameter
@@ -100,18 +102,6 @@ class RootParameter:
                 self.gathered = self._gather()
             return self.gathered
         return self._gather() if self.running.gathers else parameter
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter that is registered in the module.
-
-        Raises:
-            AttributeError: It was removed from the module.
-        """
-        parameter = self.module._parameters.get(self.attribute)
-        if parameter is None:
-            raise AttributeError(f"{self.attribute} was removed from {type(self.module).__name__} after sharding")
-        return parameter
 
     @contextmanager
     def once(self) -> Iterator[None]:
@@ -156,38 +146,3 @@ def gather_whole(flat: FlatParameter) -> Tensor:
     full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
     flat.gather(full)
     return full[: flat.layout.numel].view(flat.layout.segments[0].shape)
-
-
-def refuse_gradients(flat: FlatParameter) -> None:
-    """Make autograd raise if it accumulates a gradient in the placeholder of a root parameter."""
-    name = flat.name
-
-    def refuse(parameter: Tensor) -> None:
-        parameter.grad = None
-        raise UserError(
-            f"{name} got a gradient outside the model's calls: read it as an attribute of its module (model.lm_head.weight) "
-            "in a Trainer's compute_loss, or within `ftkit.root_parameters(model)`"
-        )
-
-    for parameter in flat.parameters:
-        on_gradient(parameter, refuse)
-
-
-def receive(gradient: Gradient) -> None:
-    """Collect the gradient of a resident flat parameter outside blocks when autograd has finished it.
-
-    Autograd keeps hooks where Python's garbage collector cannot see them, so they hold weak references.
-    """
-    reference = weakref.ref(gradient)
-
-    def receiver(index: int) -> Any:
-        def take(parameter: Tensor) -> None:
-            own = reference()
-            if own is not None:  # else the model is gone
-                finished, parameter.grad = parameter.grad, None
-                own.add_use(index, finished)
-
-        return take
-
-    for index, parameter in enumerate(gradient.flat.parameters):
-        on_gradient(parameter, receiver(index))

@@ -24,7 +24,7 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.activation_offload import ActivationOffload
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import ReducedGradient
-from ftkit.engine.core.read_ahead import ReadAhead
+from ftkit.engine.core.read_ahead import ReadAhead, content_of
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.trace import Trace
 from ftkit.spec.tiers import NVME
@@ -86,15 +86,10 @@ class WeightSlot:
 
 @dataclass
 class WholeModel:
-    """All weights of the model, gathered for generation or reading (holding.py).
+    """All weights of the model, gathered for generation or reading (holding.py)."""
 
-    Args:
-        updates: Number of updates when they were gathered.
-        roots: Root parameters' values, by flat parameter.
-    """
-
-    updates: int
-    roots: dict[FlatParameter, Tensor]
+    updates: int  # number of updates when they were gathered
+    roots: dict[FlatParameter, Tensor]  # values of the root parameters
 
 
 class Transfer:
@@ -123,11 +118,11 @@ class Transfer:
         self.side = SideStream(comm.device)
         self.trace = Trace(comm.device)
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
-        size = max((_layout(_weight_sizes(group))[1] for group in gathered), default=0)
+        size = max((_slot_bytes(_weight_sizes(group)) for group in gathered), default=0)
         self.slots = [WeightSlot(size, comm.device) for _ in range(2)] if size else []
         self.activations = ActivationOffload(tiers)
         self.ahead = ReadAhead(gathered, tiers) if size and tiers.tier("parameters") == NVME else None
-        self.gradient_bytes = max((_layout(_gradient_sizes(group))[1] for group in gradients), default=0)
+        self.gradient_bytes = max((_slot_bytes(_gradient_sizes(group)) for group in gradients), default=0)
         self._gradient_slot: Tensor | None = None
         self.reduced: torch.cuda.Event | None = None  # after the last reduction has read the gradient slot
         self.updates = 0
@@ -152,7 +147,7 @@ class Transfer:
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
         """Allocate a slot for one unit."""
-        return WeightSlot(_layout(_weight_sizes(flats))[1], self.comm.device)
+        return WeightSlot(_slot_bytes(_weight_sizes(flats)), self.comm.device)
 
     def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Start gathering weights into a slot, if they are not there.
@@ -164,7 +159,7 @@ class Transfer:
 
         Cost: one all-gather per flat parameter, on the side stream.
         """
-        content = tuple((flat.name, flat.version) for flat in flats)
+        content = content_of(flats)
         if slot.content == content:
             return
         slot.content = ()
@@ -192,13 +187,7 @@ class Transfer:
             flat.attach(views)
 
     def free(self, slot: WeightSlot, flats: Sequence[FlatParameter], *, for_good: bool) -> None:
-        """Make the parameters placeholders again.
-
-        Args:
-            slot: The slot with their values.
-            flats: The unit's gathered flat parameters.
-            for_good: The slot may be overwritten: no backward reads it again.
-        """
+        """Make the parameters placeholders again. `for_good`: no backward reads the slot's content again."""
         for flat in flats:
             flat.detach()
         if self.debug and for_good:
@@ -228,12 +217,7 @@ class Transfer:
 
     @contextmanager
     def gradients(self, gradients: Sequence[ReducedGradient], number: int) -> Iterator[None]:
-        """Collect a unit's gradients in the gradient slot during the body, then reduce them.
-
-        Args:
-            gradients: The unit's gradients.
-            number: Number of the unit.
-        """
+        """Collect the gradients of unit `number` in the gradient slot during the body, then reduce them."""
         if not gradients:
             yield
             return
@@ -245,12 +229,9 @@ class Transfer:
             gradient.begin(place)
         try:
             yield
-        except BaseException:
+        finally:
             for gradient in gradients:
-                gradient.drop()
-            raise
-        for gradient in gradients:
-            gradient.end()
+                gradient.end()
         self.reduce(gradients, places, number)
 
     def gradient_slot(self) -> Tensor:
@@ -260,13 +241,7 @@ class Transfer:
         return self._gradient_slot
 
     def reduce(self, gradients: Sequence[ReducedGradient], places: Sequence[Tensor], number: int) -> None:
-        """Reduce a unit's gradients on the side stream.
-
-        Args:
-            gradients: The unit's gradients.
-            places: The full gradients (W*S,).
-            number: Number of the unit.
-        """
+        """Reduce the gradients of unit `number` from their places (W*S,) in the slot, on the side stream."""
         with self.side.after(self.side.now()), self.trace.span("collectives", f"reduce backward {number}"):
             for gradient, place in zip(gradients, places):
                 gradient.reduce(place)
@@ -285,17 +260,12 @@ def _gradient_sizes(gradients: Sequence[ReducedGradient]) -> _Sizes:
     return [(each.flat.layout.padded_numel, each.slot_dtype) for each in gradients]
 
 
-def _layout(sizes: _Sizes) -> tuple[list[tuple[int, int, torch.dtype]], int]:
-    """Return (first byte, bytes, dtype) of each flat tensor in a slot, and the bytes of all."""
-    places, end = [], 0
-    for numel, dtype in sizes:
-        size = numel * dtype.itemsize
-        places.append((end, size, dtype))
-        end += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return places, end
+def _slot_bytes(sizes: _Sizes) -> int:
+    """Return the bytes of the flat tensors in a slot."""
+    return sum(-(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for numel, dtype in sizes)
 
 
 def _places(buffer: Tensor, sizes: _Sizes) -> list[Tensor]:
     """Return the flat tensors (W*S,) in a slot."""
-    places, _ = _layout(sizes)
-    return [buffer[start : start + size].view(dtype) for start, size, dtype in places]
+    parts = buffer[: _slot_bytes(sizes)].split([_slot_bytes([size]) for size in sizes])
+    return [part.view(dtype)[:numel] for part, (numel, dtype) in zip(parts, sizes)]

@@ -16,7 +16,6 @@ Variants of this path:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +26,8 @@ from torch.autograd.function import once_differentiable
 from ftkit.engine.core.activation_offload import OffloadedInputs
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.gradient import Gradient, reduced_at_once
-from ftkit.engine.core.placeholder import on_gradient
 from ftkit.engine.core.recompute import Autocast, Call, ForwardState, Split
 from ftkit.engine.core.tensor_tree import put_tensors, take_tensors
-from ftkit.errors import UserError
 
 
 class Unit:
@@ -72,8 +69,7 @@ class Unit:
         # An input that requires a gradient, so that autograd calls backward also where the tensors of a call do not.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         for gradient in gradients:
-            for index, parameter in enumerate(gradient.flat.parameters):
-                on_gradient(parameter, _receiver(self.name, weakref.ref(gradient), index))
+            gradient.receive(in_block=True)
 
     @property
     def trains(self) -> bool:
@@ -195,7 +191,10 @@ class _Use(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unit, call = ctx.unit, ctx.call
-        _check_backward(unit, ctx)
+        if unit.keep and ctx.updates != unit.transfer.updates:
+            raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
+        if unit.keep and not ctx.graphs:
+            raise RuntimeError(f"a second backward through {unit.name}, which kept its graph: set activations: recompute")
         saved = iter(ctx.saved_tensors)
         tensors = [next(saved) if handle is None else handle.take() for handle in ctx.handles]
         unit.weights.begin_backward()
@@ -217,25 +216,6 @@ class _Use(torch.autograd.Function):
         return (None, None, None, *call.summed(found))
 
 
-def _check_backward(unit: Unit, ctx: Any) -> None:
-    """Raise for a backward that would give wrong gradients.
-
-    Raises:
-        RuntimeError: Weights were updated since forward, the graph is gone, or autograd computes chosen gradients only.
-    """
-    if ctx.updates != unit.transfer.updates:
-        raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
-    if unit.keep and not ctx.graphs:
-        raise RuntimeError(
-            f"a second backward through {unit.name}: a kept graph is freed by the first one. Set activations: recompute"
-        )
-    if not torch.autograd._is_checkpoint_valid() and unit.trains:
-        raise RuntimeError(
-            f"gradients of chosen inputs (torch.autograd.grad, backward(inputs=...)) through {unit.name} would also add to "
-            "the gradients of its parameters. Call backward() without inputs"
-        )
-
-
 def _backward(
     inputs: Sequence[Tensor], results: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
@@ -244,30 +224,3 @@ def _backward(
     if pairs:
         torch.autograd.backward([result for result, _ in pairs], [g for _, g in pairs])
     return [tensor.grad for tensor in inputs]
-
-
-def _receiver(block: str, reference: weakref.ref[Gradient], index: int) -> Callable[[Tensor], None]:
-    """Return the hook that moves one parameter's finished gradient into the flat gradient.
-
-    Autograd keeps hooks where Python's garbage collector cannot see them, so the hook holds a weak reference.
-
-    Args:
-        block: Name of the block.
-        reference: The gradient of the parameter's flat parameter.
-        index: Index of the parameter in it.
-    """
-
-    def receive(parameter: Tensor) -> None:
-        gradient = reference()
-        finished, parameter.grad = parameter.grad, None
-        if gradient is None or finished is None:
-            return
-        if not gradient.open:
-            raise UserError(
-                f"{gradient.flat.layout.segments[index].name} got a gradient outside the backward of its block {block} (a "
-                "penalty on a weight, for example). The gradients of a sharded block are reduced in its own backward. For "
-                "an L2 penalty set weight_decay; otherwise set ftkit={'stage': 1, 'activations': 'keep'}"
-            )
-        gradient.add(index, finished)
-
-    return receive

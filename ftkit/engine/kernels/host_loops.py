@@ -4,14 +4,15 @@ On a CPU an optimizer step runs at the speed of memory. AdamW reads the 16-bit g
 weight and moments, and writes the 16-bit weight: 28 bytes per parameter, nothing twice, and no fp32 copy of the gradient.
 torch's fused AdamW needs gradient and weight in fp32, which takes two more passes. SGD has one fp32 moment or none.
 
-`numba_loops.py` has the loops and says which bits they give.
+`numba_loops.py` has the loops and says which bits they give. `FlatKernels` has the same functions for a device.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,16 +78,8 @@ class HostLoops:
         Cost: 28 bytes of memory traffic per element with 16-bit gradient and weight.
         Source: Loshchilov and Hutter, arXiv:1711.05101.
         """
-        numbers = (
-            factor,
-            1 - lr * weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**step),
-            eps,
-            lr / (1 - beta1**step),
-        )
+        keep, root, rate = 1 - lr * weight_decay, math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+        numbers = factor, keep, 1 - beta1, beta2, 1 - beta2, root, eps, rate
         self._each(self._loops.adamw, (master, gradient, exp_avg, exp_avg_sq, weight), *numbers)
 
     def sgd(
@@ -111,7 +104,7 @@ class HostLoops:
         Cost: 20 bytes of memory traffic per element with momentum and 16-bit gradient and weight, 12 without momentum.
         Source: torch.optim.SGD, without dampening and Nesterov momentum.
         """
-        self._each(self._loops.sgd, (master, gradient, momentum_buffer, weight), factor, lr, momentum, weight_decay)
+        self._each(self._loops.sgd, (master, gradient, momentum_buffer, weight), factor, -lr, momentum, weight_decay)
 
     def square_sum(self, gradient: Tensor) -> float:
         """Return the sum of squares of `gradient` (n,) in float64. It is inf or nan if an element is.
@@ -137,31 +130,38 @@ class HostLoops:
         """
         self._each(self._loops.add, (into, other), scale)
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
     def _each(self, loop: Callable[..., None], tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
-        """Call a loop on ranges of tensors (n,), some of them None."""
+        """Call a loop on ranges of tensors (n,), some of them None, and with the numbers in fp32."""
         arrays: list[Any] = [None if tensor is None else _array(tensor) for tensor in tensors]
+        narrow = tuple(map(np.float32, numbers))
 
         def work(start: int, stop: int) -> None:
-            loop(*(None if array is None else array[start:stop] for array in arrays), *numbers)
+            loop(*(None if array is None else array[start:stop] for array in arrays), narrow)
 
         self._share(work, arrays[0].size, RANGE_NUMEL)
 
     def _share(self, work: Callable[[int, int], None], n: int, grain: int) -> None:
         """Call `work(start, stop)` on ranges that cover [0, n), the first on this thread. Return when all have ended."""
-        size = -(-n // (self.threads * grain)) * grain
-        ranges = [(start, min(start + size, n)) for start in range(0, n, size or 1)]
+        size = max(1, -(-n // (self.threads * grain))) * grain
+        ranges = [(start, min(start + size, n)) for start in range(0, n, size)]
         others = [self._pool.submit(work, start, stop) for start, stop in ranges[1:]]
-        try:
-            for start, stop in ranges[:1]:
-                work(start, stop)
-        finally:
-            wait(others)  # before an error leaves: other threads may still use the tensors
+        for start, stop in ranges[:1]:
+            work(start, stop)
         for other in others:
             other.result()
+
+
+@dataclass(frozen=True)
+class FlatKernels:
+    """Functions over shards (n,) on the device. The engine depends on torch only, and works without them.
+
+    Args:
+        adamw: As `HostLoops.adamw`.
+        square_sum: Sum of squares of (n,), a scalar on the device; inf or nan if an element is not finite.
+    """
+
+    adamw: Callable[..., None]
+    square_sum: Callable[[Tensor], Tensor]
 
 
 def _array(tensor: Tensor) -> Any:

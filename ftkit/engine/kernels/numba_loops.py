@@ -99,40 +99,22 @@ def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @_compiled()
-def adamw(
-    master: Any,
-    gradient: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    weight: Any,
-    factor: float,
-    keep: float,
-    toward: float,
-    beta2: float,
-    fresh: float,
-    root: float,
-    eps: float,
-    rate: float,
-) -> None:
+def adamw(master: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, weight: Any, numbers: Any) -> None:
     """Update arrays (n,); see `HostLoops.adamw`.
 
     Args:
-        keep: 1 - lr * weight_decay.
-        toward: 1 - beta1.
-        fresh: 1 - beta2.
-        root: sqrt(1 - beta2^step).
-        rate: lr / (1 - beta1^step).
+        numbers: factor, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^step), eps,
+            lr / (1 - beta1^step), all fp32.
     """
-    factor_, keep_, toward_, beta2_ = np.float32(factor), np.float32(keep), np.float32(toward), np.float32(beta2)
-    fresh_, root_, eps_, rate_ = np.float32(fresh), np.float32(root), np.float32(eps), np.float32(rate)
-    near = toward_ < np.float32(0.5)  # interpolate from the nearer end, as torch's lerp does
-    blend = toward_ if near else toward_ - np.float32(1)
+    factor, keep, toward, beta2, fresh, root, eps, rate = numbers
+    near = toward < np.float32(0.5)  # interpolate from the nearer end, as torch's lerp does
+    blend = toward if near else toward - np.float32(1)
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor_
+        g = _widen(gradient[i]) * factor
         m = exp_avg[i]
         m = _multiply_add(blend, g - m, m if near else g)
-        v = _multiply_add(fresh_ * g, g, exp_avg_sq[i] * beta2_)
-        p = master[i] * keep_ - rate_ * m / (math.sqrt(v) / root_ + eps_)
+        v = _multiply_add(fresh * g, g, exp_avg_sq[i] * beta2)
+        p = master[i] * keep - rate * m / (math.sqrt(v) / root + eps)
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p
@@ -141,18 +123,16 @@ def adamw(
 
 
 @_compiled()
-def sgd(
-    master: Any, gradient: Any, buffer: Any, weight: Any, factor: float, lr: float, momentum: float, weight_decay: float
-) -> None:
-    """Update arrays (n,); see `HostLoops.sgd`."""
-    factor_, back, momentum_, decay = np.float32(factor), np.float32(-lr), np.float32(momentum), np.float32(weight_decay)
+def sgd(master: Any, gradient: Any, buffer: Any, weight: Any, numbers: Any) -> None:
+    """Update arrays (n,); see `HostLoops.sgd`. `numbers`: factor, -lr, momentum, weight_decay, all fp32."""
+    factor, back, momentum, decay = numbers
     for i in range(master.size):
-        g = _widen(gradient[i]) * factor_
+        g = _widen(gradient[i]) * factor
         p = master[i]
         if decay != 0:
             g = _multiply_add(decay, p, g)
         if buffer is not None:
-            g = buffer[i] * momentum_ + g
+            g = buffer[i] * momentum + g
             buffer[i] = g
         p = _multiply_add(back, g, p)
         master[i] = p
@@ -173,8 +153,8 @@ def square_sums(values: Any, sums: Any) -> None:
 
 
 @_compiled()
-def add(into: Any, other: Any, scale: float) -> None:
-    """Add to array `into` (n,); see `HostLoops.add_`."""
-    scale_ = np.float32(scale)
+def add(into: Any, other: Any, numbers: Any) -> None:
+    """Add to array `into` (n,); see `HostLoops.add_`. `numbers`: scale, fp32."""
+    (scale,) = numbers
     for i in range(into.size):
-        into[i] = _narrow(_multiply_add(scale_, _widen(other[i]), _widen(into[i])), into)
+        into[i] = _narrow(_multiply_add(scale, _widen(other[i]), _widen(into[i])), into)

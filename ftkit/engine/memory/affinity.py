@@ -7,10 +7,10 @@ allocated; the kernel then places memory on the NUMA node of the thread that fir
 [Note: how cores are divided]
 
     1. Ranks with the same CPU mask share it. A rank with a mask of its own was bound by its launcher (Slurm, mpirun,
-       numactl) and stays as it is, as does a rank alone on its node.
+       numactl) and stays as it is.
     2. If the ranks' devices cover all NUMA nodes of the mask, a rank takes cores on the NUMA node of its device.
-    3. Otherwise the ranks divide all cores in order, so that none is idle.
-    4. A core goes to one rank with all its hardware threads. With less than `LEAST_CORES` per rank nothing is bound: the
+       Otherwise the ranks divide all cores in order, so that none is idle.
+    3. A core goes to one rank with all its hardware threads. With less than `LEAST_CORES` per rank nothing is bound: the
        disk and update threads of a rank need a core beside the computation.
 
 The number of threads is the number of cores, unless the user set OMP_NUM_THREADS.
@@ -19,7 +19,7 @@ The number of threads is the number of cores, unless the user set OMP_NUM_THREAD
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,16 +44,8 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One rank's present CPU mask, and the NUMA node of its device if there is one."""
-
-    mask: frozenset[int]
-    node: int | None
-
-
-@dataclass(frozen=True)
 class Affinity:
-    """Threads and CPUs of a rank.
+    """Threads and cores of a rank.
 
     Args:
         threads: Threads of torch and of the host optimizer.
@@ -88,20 +80,46 @@ def take_cores(comm: Communicator) -> Affinity:
     if comm.device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(comm.device)  # the stubs lack the PCI ids
         node = node_of_pci(card.pci_domain_id, card.pci_bus_id, card.pci_device_id)
-    claims = comm.all((machine(), comm.rank, Claim(frozenset(os.sched_getaffinity(0)), node)))
-    here = [(rank, claim) for name, rank, claim in claims if name == machine()]
-    own = divide([claim for _, claim in here], [rank for rank, _ in here].index(comm.rank))
+    cores, mask = find_cores(), os.sched_getaffinity(0)
+    claims = comm.all((machine(), mask, node))
+    here = [rank for rank, (name, _, _) in enumerate(claims) if name == machine()]
+    mates = [rank for rank in here if claims[rank][1] == mask]
+    if len(here) == 1:
+        return Affinity(torch.get_num_threads(), tuple(cores), "alone on this machine")
+    if len(mates) == 1:
+        own = Affinity(len(cores), tuple(cores), "its launcher chose the cores")
+    else:
+        own = divide(cores, [claims[rank][2] for rank in mates], mates.index(comm.rank))
     if not own.reason:
         bind(own)
-    if len(here) == 1 or _user_set_threads():
+    if _user_set_threads():
         return replace(own, threads=torch.get_num_threads())
     torch.set_num_threads(own.threads)
     return own
 
 
-def find_cores(mask: frozenset[int] | None = None, root: Path = Path("/")) -> list[Core]:
-    """Return the physical cores of a CPU mask, by NUMA node. None takes the mask of this process."""
-    mask = frozenset(os.sched_getaffinity(0)) if mask is None else mask
+def divide(cores: Sequence[Core], nodes: Sequence[int | None], rank: int) -> Affinity:
+    """Return the cores of a rank; see [Note: how cores are divided].
+
+    Args:
+        cores: Cores that the ranks share, by NUMA node.
+        nodes: NUMA node of each rank's device; None if it has none.
+        rank: Index of the rank among them.
+    """
+    mates = list(range(len(nodes)))
+    if set(nodes) == {core.node for core in cores}:
+        mates = [mate for mate in mates if nodes[mate] == nodes[rank]]
+        cores = [core for core in cores if core.node == nodes[rank]]
+    if len(cores) < LEAST_CORES * len(mates):
+        return Affinity(max(len(cores) // len(mates), 1), tuple(cores), f"less than {LEAST_CORES} cores per rank")
+    place = mates.index(rank)
+    own = cores[place * len(cores) // len(mates) : (place + 1) * len(cores) // len(mates)]
+    return Affinity(len(own), tuple(own))
+
+
+def find_cores(root: Path = Path("/")) -> list[Core]:
+    """Return the physical cores in the CPU mask of this process, by NUMA node."""
+    mask = os.sched_getaffinity(0)
     node_of: dict[int, int] = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         node_of |= dict.fromkeys(_numbers(folder / "cpulist"), int(folder.name.removeprefix("node")))
@@ -116,31 +134,6 @@ def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> i
     """Return the NUMA node of a PCI device, or None if the system does not know it."""
     found = _numbers(root / f"sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node")
     return found[0] if found else None
-
-
-def divide(claims: Sequence[Claim], rank: int, cores: Callable[[frozenset[int]], list[Core]] = find_cores) -> Affinity:
-    """Return the cores of a rank; see [Note: how cores are divided].
-
-    Args:
-        claims: Claims of all ranks of this node, in the same order on each rank.
-        rank: Index of this rank among the claims.
-        cores: As `find_cores`.
-    """
-    claim = claims[rank]
-    mates = [index for index, other in enumerate(claims) if other.mask == claim.mask]
-    found = cores(claim.mask)
-    if len(mates) == 1:
-        reason = "its launcher chose the cores" if len(claims) > 1 else "alone on this machine"
-        return Affinity(len(found), tuple(found), reason)
-    if {claims[index].node for index in mates} == {core.node for core in found}:
-        mates = [index for index in mates if claims[index].node == claim.node]
-        found = [core for core in found if core.node == claim.node]
-    if len(found) // len(mates) < LEAST_CORES:
-        reason = f"{len(mates)} ranks share {len(found)} core{'s' * (len(found) > 1)}"
-        return Affinity(max(len(found) // len(mates), 1), tuple(found), reason)
-    place = mates.index(rank)
-    own = found[place * len(found) // len(mates) : (place + 1) * len(found) // len(mates)]
-    return Affinity(len(own), tuple(own))
 
 
 def bind(affinity: Affinity) -> None:

@@ -41,29 +41,24 @@ class Arena:
     Args:
         size_bytes: Bytes of all views together; see `arena_bytes`.
         device: Device that copies from and to the memory. For a CUDA device the memory is pinned.
-        huge: Ask for pages of 2 MiB.
 
     Raises:
         HostMemoryError: The system provides or pins less.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, *, huge: bool = True) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.requested_bytes = size_bytes
-        self.device = device
         self._size_bytes = _whole_pages(size_bytes)
         self._taken_bytes = 0
         try:
-            window = _map(self._size_bytes, huge=huge)
+            window = _map(self._size_bytes)
         except OSError as error:
             raise HostMemoryError(
                 f"host memory: {size_bytes} bytes needed, the system refuses ({error.strerror}). Use a smaller model, an "
                 "adapter or memory.nvme_dir, or raise the limit on virtual memory (ulimit -v, vm.overcommit_memory)"
             ) from error
         if device.type == "cuda" and self._size_bytes:
-            address = ctypes.addressof(window)
-            _pin(address, self._size_bytes)
-            # Views keep the window alive, so its finalizer unpins the memory after the last view and before it is unmapped.
-            weakref.finalize(window, _unpin, address, os.getpid())
+            _pin(window)
         self._memory = torch.frombuffer(window, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +78,7 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _map(size_bytes: int, *, huge: bool) -> ctypes.Array[ctypes.c_ubyte]:
+def _map(size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """Map `size_bytes` from a multiple of 2 MiB on. The returned array owns the mapping.
 
     Only whole huge pages are requested. Otherwise the kernel could back the last few KiB, and the unused ends of the
@@ -94,12 +89,14 @@ def _map(size_bytes: int, *, huge: bool) -> ctypes.Array[ctypes.c_ubyte]:
     memory.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
-        if huge and size_bytes >= HUGE_PAGE_BYTES:
+        if size_bytes >= HUGE_PAGE_BYTES:
             memory.madvise(mmap.MADV_HUGEPAGE, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return (ctypes.c_ubyte * max(size_bytes, 1)).from_buffer(memory, start)
 
 
-def _pin(address: int, size_bytes: int) -> None:
+def _pin(window: ctypes.Array[ctypes.c_ubyte]) -> None:
+    """Pin the memory of `window` until it is freed."""
+    address, size_bytes = ctypes.addressof(window), len(window)
     # Flags 0: with unified addressing the memory is pinned for every device, and no other device gets a context.
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:
@@ -107,6 +104,8 @@ def _pin(address: int, size_bytes: int) -> None:
             f"host memory: CUDA could not pin {size_bytes} bytes (error {error}). Free host memory, raise the limit on "
             "locked memory (ulimit -l), or set a smaller memory.host_gib"
         )
+    # Views keep the window alive, so this unpins the memory after the last view and before it is unmapped.
+    weakref.finalize(window, _unpin, address, os.getpid())
 
 
 def _unpin(address: int, owner: int) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ftkit.engine.memory.flat_file import DiskError, DiskThreads, FlatFile, explained
+from ftkit.engine.memory.flat_file import DiskThreads, FlatFile, explained, open_direct
 
 PREFIX = "ftkit-"
 """First part of the name of every rank's folder."""
@@ -55,24 +55,11 @@ class Disk:
             self.path.mkdir(mode=0o700)
             lock = _new_lock(self.path)
             self.filesystem = _filesystem(self.path)
-            self.direct = _takes_direct(self.path / LOCK)
+            handle, self.direct = open_direct(self.path / LOCK, os.O_RDONLY)
+            os.close(handle)
         self.threads = DiskThreads()
         self._handles: list[int] = []
         self._end = weakref.finalize(self, _close, self.path, lock, self.threads, self._handles, os.getpid())
-
-    def reserve(self, size_bytes: int) -> None:
-        """Check that the drive has `size_bytes` of free space.
-
-        Raises:
-            DiskError: Less is free. `file` reserves the space against other programs.
-        """
-        with explained("use", self.path):
-            free = shutil.disk_usage(self.path).free
-        if size_bytes > free:
-            raise DiskError(
-                f"NVMe tier: {self.path.parent}: {size_bytes} bytes needed ({size_bytes / 2**30:.1f} GiB), {free} free "
-                f"({free / 2**30:.1f} GiB). Free space there, or set memory.nvme_dir to a folder on a larger drive"
-            )
 
     def file(self, name: str, numel: int, dtype: torch.dtype) -> FlatFile:
         """Make the file of one shard, filled with zeros, with its space reserved on the drive.
@@ -81,6 +68,9 @@ class Disk:
             name: File name. A file of that name is replaced.
             numel: Elements, a multiple of 4096.
             dtype: Dtype of the elements.
+
+        Raises:
+            DiskError: The drive has less free space.
         """
         path = self.path / name
         size = numel * dtype.itemsize
@@ -89,7 +79,7 @@ class Disk:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
             self._handles.append(handle)
             _reserve(handle, size)
-        return FlatFile(path, numel, dtype, handle=handle, threads=self.threads)
+        return FlatFile(path, numel, dtype, handle, self.threads)
 
     def close(self) -> None:
         """Finish queued transfers, end the threads, and remove the folder."""
@@ -114,17 +104,6 @@ def _reserve(handle: int, size_bytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems cannot reserve, and need not
             raise
-
-
-def _takes_direct(path: Path) -> bool:
-    """Return whether a file can be opened with O_DIRECT."""
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    return True
 
 
 def _filesystem(folder: Path) -> str:

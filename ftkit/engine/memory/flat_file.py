@@ -12,11 +12,13 @@ O_DIRECT needs tensors that begin at a page, and ranges that begin and end at mu
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +56,27 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         raise DiskError(f"NVMe tier: cannot {doing} {path}: {error.strerror or error}. {ADVICE}") from error
 
 
+def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Open a file with O_DIRECT where its file system supports it; return the handle, and whether it is direct."""
+    try:
+        return os.open(path, flags | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return os.open(path, flags), False
+
+
 class DiskThreads(ThreadPoolExecutor):
     """The threads that move blocks of one rank's files.
 
     Attributes:
-        bytes_read: Bytes read so far.
-        bytes_written: Bytes written so far.
+        moved: Bytes moved so far, by "reading" and by "writing". Change it under the lock `counting`.
     """
 
     def __init__(self) -> None:
         super().__init__(THREADS, "ftkit-disk")
-        self.bytes_read = 0
-        self.bytes_written = 0
-        self._counting = threading.Lock()
-
-    def count(self, *, read: int = 0, written: int = 0) -> None:
-        """Add to the number of bytes moved."""
-        with self._counting:
-            self.bytes_read += read
-            self.bytes_written += written
+        self.moved = {"reading": 0, "writing": 0}
+        self.counting = threading.Lock()
 
 
 class Request:
@@ -92,18 +96,18 @@ class Request:
             block.result()
 
 
+@dataclass(eq=False)
 class FlatFile:
     """One shard on disk, shape (numel,). Made by `Disk.file`.
 
     Requests on disjoint ranges run in any order. A range must not be written while it is read or written.
     """
 
-    def __init__(self, path: Path, numel: int, dtype: torch.dtype, *, handle: int, threads: DiskThreads) -> None:
-        self.path = path
-        self.numel = numel
-        self.dtype = dtype
-        self.handle = handle
-        self.threads = threads
+    path: Path
+    numel: int
+    dtype: torch.dtype
+    handle: int
+    threads: DiskThreads
 
     def read(self, start: int, out: Tensor) -> Request:
         """Start reading elements [start, start + n) into `out` (n,): contiguous, on the CPU, at a page."""
@@ -128,7 +132,5 @@ class FlatFile:
             if moved == 0:
                 raise DiskError(f"NVMe tier: {doing} {self.path}: the file ends at byte {start + done}. {ADVICE}")
             done += moved
-        if doing == "writing":
-            self.threads.count(written=done)
-        else:
-            self.threads.count(read=done)
+        with self.threads.counting:
+            self.threads.moved[doing] += done

@@ -30,15 +30,14 @@ from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy, decided
-from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
+from ftkit.spec.tiers import HOST, NVME, Tier
 
 
 class MemoryStore:
     """A shard (S,) in device memory, or in an arena on the host. Its one piece is the tensor itself."""
 
-    def __init__(self, tensor: Tensor, tier: Tier) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.tier: Tier = tier
         self.numel, self.dtype = tensor.numel(), tensor.dtype
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -61,7 +60,6 @@ class FileStore:
     """A shard (S,) in a file of the NVMe tier, in pieces of `PIECE_NUMEL` elements."""
 
     tensor = None
-    tier: Tier = NVME
 
     def __init__(self, file: FlatFile) -> None:
         self.file = file
@@ -119,9 +117,9 @@ class Tiers:
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs may have the same seed
         return cls(comm.device, strategy, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"))
 
-    def arena(self, size_bytes: int, *, huge: bool = True) -> Arena:
+    def arena(self, size_bytes: int) -> Arena:
         """Return new host memory for shards or staging; see `Arena`."""
-        return Arena(size_bytes, self.device, huge=huge)
+        return Arena(size_bytes, self.device)
 
     def worker(self, name: str) -> Executor:
         """Return a new thread, on this rank's device, for transfers behind the computation."""
@@ -148,38 +146,27 @@ class Tiers:
         return tiers
 
     def reserve(self, kind: str, sizes: Sequence[tuple[int, torch.dtype]], tier: Tier | None = None) -> None:
-        """Reserve the memory for all stores of a kind: one arena of exact size, or space on the drive.
+        """Reserve the host memory for all stores of a kind: one arena of exact size.
 
         Args:
             kind: One of `ftkit.spec.tiers.KINDS`.
             sizes: (elements, dtype) of each store.
-            tier: Tier of the stores; None takes the strategy's.
+            tier: Tier of the stores; None takes the strategy's. Other tiers than the host reserve nothing.
         """
-        if not sizes:
-            return
-        tier = tier or self.tier(kind)
-        if tier == HOST:
+        if sizes and (tier or self.tier(kind)) == HOST:
             self.arenas[kind] = self.arena(arena_bytes(sizes))
-        elif tier == NVME:
-            assert self.disk is not None
-            self.disk.reserve(sum(numel * dtype.itemsize for numel, dtype in sizes))
 
     def make(self, kind: str, name: str, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Store:
         """Return a new store (numel,) of zeros. Its memory was reserved. Its name is unique on this rank."""
         tier = tier or self.tier(kind)
         if tier == HOST:
-            return MemoryStore(self.arenas[kind].take(numel, dtype), HOST)
+            return MemoryStore(self.arenas[kind].take(numel, dtype))
         if tier == NVME:
             assert self.disk is not None
             return FileStore(self.disk.file(name, numel, dtype))
         if kind == "state" and self.device.type == "cpu":  # an arena takes no memory before the first step
-            own = self.arena(arena_bytes([(numel, dtype)]), huge=False)
-            return MemoryStore(own.take(numel, dtype), DEVICE)
-        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device), DEVICE)
-
-    def host_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind's arena."""
-        return {kind: arena.requested_bytes for kind, arena in self.arenas.items()}
+            return MemoryStore(self.arena(arena_bytes([(numel, dtype)])).take(numel, dtype))
+        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 
     def close(self) -> None:
         """End the disk's threads and remove its files."""

@@ -39,13 +39,11 @@ class ShardedAdamW(ShardedOptimizer):
 
     def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
         """See `ShardedOptimizer.update_piece`."""
-        kernels = self._kernels_for(at.master)
-        if kernels is None and at.master.device.type != "cpu":
+        if (loops := self.loops_for(at.master)) is None:
             super().update_piece(at, group, step, factor)
             return
-        one_pass = self.host.adamw if kernels is None else kernels.adamw
         tensors = at.master, at.gradient, at.moments["exp_avg"], at.moments["exp_avg_sq"], at.weight
-        one_pass(*tensors, factor=factor, step=step, **_numbers(group))
+        loops.adamw(*tensors, factor=factor, step=step, **_numbers(group))
 
     def update(self, at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
         """See `ShardedOptimizer.update`."""

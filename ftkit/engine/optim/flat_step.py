@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +65,11 @@ class FlatStep:
             stores["weight"] = self.flat.weights
         return stores
 
+    @property
+    def updates_all(self) -> bool:
+        """Whether the runs cover all elements of the shard. Padding does not count, because it is not read."""
+        return sum(run.stop - run.start for run in self.runs) == self.flat.own_numel
+
 
 @dataclass(frozen=True)
 class Elements:
@@ -94,11 +99,10 @@ def runs_of(flat: FlatParameter, groups: list[Hyperparameters | None], steps: li
     runs: list[Run] = []
     base, stop = flat.layout.shard_range(flat.rank)
     for span in flat.layout.spans(base, stop):
-        if (group := groups[span.index]) is None:
+        group, step, start = groups[span.index], steps[span.index], span.start - base
+        if group is None:
             continue
-        run = Run(span.start - base, span.stop - base, group, steps[span.index])
-        if runs and (runs[-1].stop, runs[-1].group, runs[-1].step) == (run.start, run.group, run.step):
-            runs[-1] = replace(runs[-1], stop=run.stop)
-        else:
-            runs.append(run)
+        if runs and (runs[-1].stop, runs[-1].group, runs[-1].step) == (start, group, step):
+            start = runs.pop().start
+        runs.append(Run(start, span.stop - base, group, step))
     return runs

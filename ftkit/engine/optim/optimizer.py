@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter, store_bytes
 from ftkit.engine.core.gradient import Gradient
-from ftkit.engine.kernels.device_kernels import FlatKernels
+from ftkit.engine.kernels.host_loops import FlatKernels, HostLoops
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
@@ -68,13 +68,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.overflowed: tuple[str, ...] = ()  # flat parameters whose last gradients were not finite, in forward order
         self._left_out = False
         self._norm: float | None = None
-        self._norm_of: tuple[int, ...] = ()  # `changes` of the gradients when the norm was computed
+        self._norm_of: list[int] = []  # `changes` of the gradients when the norm was computed
         self._clip = 1.0
         self.hyper_parameters = frozenset(defaults)  # `take_groups` may add keys to the groups that no rule reads
         every = [parameter for flat in units.trainable for parameter in flat.parameters]
         super().__init__(every if params is None else params, defaults)
-        deferred, trace = units.strategy.deferred, units.transfer.trace
-        self.updater = Updater(units.tiers, update_piece=self.update_piece, deferred=deferred, trace=trace)
+        self.updater = Updater(units.tiers, self.update_piece, units.transfer.trace)
 
     # --- groups
 
@@ -85,24 +84,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Share the group objects of another optimizer, so that its schedulers drive this one."""
-        for group in groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
         self.param_groups = groups
         self._find_groups()
 
     def _find_groups(self) -> None:
-        """Note the group number of each tensor of each flat parameter.
+        """Note the group number of each trained tensor, None for one that is in no group.
 
         Raises:
             UserError: A parameter does not belong to the model.
         """
-        flats = self.units.trainable
-        self.group_of: dict[str, list[int | None]] = {flat.name: [None] * len(flat.parameters) for flat in flats}
+        segments = [segment for flat in self.units.trainable for segment in flat.layout.segments]
+        self.group_of: dict[str, int | None] = dict.fromkeys(segment.name for segment in segments)
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 try:
-                    flat, index = self.units.place(parameter)
+                    flat, index = self.units.places[id(parameter)]
                 except KeyError:
                     raise UserError(
                         f"a parameter of shape {tuple(parameter.shape)} does not belong to the sharded model. Make the "
@@ -110,18 +106,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "model.named_parameters()"
                     ) from None
                 if flat.trainable:
-                    self.group_of[flat.name][index] = number
+                    self.group_of[flat.layout.segments[index].name] = number
 
-    def plain_groups(self) -> list[dict[str, Any]]:
-        """Return the settings of each group for JSON, without parameters. Schedulers set NumPy learning rates."""
+    def plain_groups(self) -> list[Hyperparameters]:
+        """Return the settings of each group, for a step and for JSON, without parameters. Schedulers set NumPy numbers."""
         kept = (bool, int, float, str, list, tuple, type(None))
         groups = [{k: v.item() if hasattr(v, "item") else v for k, v in group.items()} for group in self.param_groups]
         return [{k: v for k, v in group.items() if k != "params" and isinstance(v, kept)} for group in groups]
-
-    def groups_by_name(self) -> dict[str, int | None]:
-        """Return each trained tensor's group number, or None if it is in no group."""
-        flats = self.units.trainable
-        return {s.name: group for flat in flats for s, group in zip(flat.layout.segments, self.group_of[flat.name])}
 
     # --- state
 
@@ -151,7 +142,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if fresh:
                 self.states = {}
             raise
-        self.units.exact.clear()
 
     def settle(self) -> None:
         """Wait for pending updates, and until all state can be read."""
@@ -204,7 +194,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the step's gradients."""
-        self._norm, self._clip = None, 1.0
         self.units.zero_grad()
 
     @torch.no_grad()
@@ -216,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Cost: at the first call of a step, the deferred reductions, one collective of a few floats, one wait of the host.
         """
         gradients = self.units.gradients
-        changes = tuple(each.changes for each in gradients)
+        changes = [each.changes for each in gradients]
         if self._norm is not None and self._norm_of == changes:
             return self._norm
         self._clip, self._norm_of = 1.0, changes
@@ -230,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             totals = self.units.comm.totals(torch.cat([squares, touched]), "the gradient norm")
         squared, counts = totals[: len(gradients)], iter(totals[len(gradients) :])
         for each in gradients:
-            each.agree([next(counts) > 0 for _ in each.touched])
+            each.touched = [next(counts) > 0 for _ in each.touched]
         self.overflowed = tuple(each.flat.name for each, total in zip(gradients, squared) if not math.isfinite(total))
         self._norm = math.sqrt(sum(squared)) / self.loss_scale.value
         if self.loss_scale.dynamic and math.isnan(self._norm):
@@ -239,15 +228,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _square(self, gradient: Tensor) -> Tensor | float:
         """Return the sum of squares of `gradient` (n,), on its device."""
-        if (kernels := self._kernels_for(gradient)) is not None:
-            return kernels.square(gradient)
-        if gradient.device.type == "cpu":
-            return self.host.square_sum(gradient)
+        if (loops := self.loops_for(gradient)) is not None:
+            return loops.square_sum(gradient)
         return torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
 
-    def _kernels_for(self, shard: Tensor) -> FlatKernels | None:
-        """Return the kernels for a shard on the compute device, None for one elsewhere."""
-        return self.units.flat_kernels if shard.device.type == self.units.comm.device.type else None
+    def loops_for(self, shard: Tensor) -> FlatKernels | HostLoops | None:
+        """Return the arithmetic on a shard in one pass over memory, None for plain torch."""
+        if self.units.flat_kernels is not None and shard.device.type == self.units.comm.device.type:
+            return self.units.flat_kernels
+        return self.host if shard.device.type == "cpu" else None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global norm to `max_norm` at the step, and return the norm before: a scalar fp32 CPU tensor.
@@ -276,17 +265,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scale.update(overflow=overflow)
         self.step_was_skipped, self._left_out = overflow or self._left_out, False
         if not self.step_was_skipped:
-            noted = [_noted(group) for group in self.param_groups]
+            noted = self.plain_groups()  # schedulers change the groups right after a step
             steps = [self._flat_step(gradient, noted, factor) for gradient in self.units.gradients]
             self.updater.submit([step for step in steps if step is not None], self.units.saving)
             self.units.updated()
-        self._norm, self._clip = None, 1.0
+        self._norm = None
 
     def _flat_step(self, gradient: Gradient, noted: list[Hyperparameters], factor: float) -> FlatStep | None:
         """Return this step of one flat parameter, None if no tensor of it is updated."""
         flat = gradient.flat
         state = self.state_of(flat)
-        numbered = zip(gradient.touched, self.group_of[flat.name])
+        numbered = zip(gradient.touched, (self.group_of[segment.name] for segment in flat.layout.segments))
         due = [noted[number] if touched and number is not None else None for touched, number in numbered]
         store = gradient.store()
         if not any(due) or store is None:
@@ -295,7 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return FlatStep(flat, state, store, runs_of(flat, due, state.steps), factor)
 
     def update_piece(self, at: Elements, group: Hyperparameters, step: int, factor: float) -> None:
-        """Update some elements in place from their scaled gradient, in one pass over memory where there is a kernel.
+        """Update elements in place.
 
         Args:
             at: The elements.
@@ -310,18 +299,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, at: Elements, gradient: Tensor, group: Hyperparameters, step: int) -> None:
         """Update master weights and moments in place with PyTorch operations: the reference of loops and kernels.
 
-        Args:
-            at: The elements; `at.gradient` and `at.weight` are not used.
-            gradient: Gradient (n,) fp32, unscaled and clipped.
-            group: As in `update_piece`.
-            step: As in `update_piece`.
+        Arguments as in `update_piece`; `gradient` (n,) fp32 is unscaled and clipped, and replaces `at.gradient`.
         """
         raise NotImplementedError
-
-
-def ranges(*stores: Store) -> Iterator[tuple[int, int]]:
-    """Yield ranges that are whole pieces of every one of the stores."""
-    yield from max((list(store.pieces()) for store in stores), key=len)
 
 
 def _check_trainable(units: ShardedModel) -> None:
@@ -343,15 +323,10 @@ def _check_trainable(units: ShardedModel) -> None:
 def _fill_master(units: ShardedModel, flat: FlatParameter, master: Store) -> None:
     """Set master weights to the weights, at the precision at which they were loaded."""
     if master is not flat.weights:
-        for start, stop in ranges(master, flat.weights):
+        for start, stop in max((list(store.pieces()) for store in (master, flat.weights)), key=len):
             piece = master.blank(start, stop)
             for low in range(start, stop, CUDA_PIECE_NUMEL):  # the fp32 values are a copy: a small one at a time
                 high = min(low + CUDA_PIECE_NUMEL, stop)
                 piece[low - start : high - start].copy_(units.exact_weights(flat, low, high))
             master.write(start, piece)
     units.exact.pop(flat, None)
-
-
-def _noted(group: dict[str, Any]) -> Hyperparameters:
-    """Return a copy of a group's hyper-parameters: schedulers change the group right after a step."""
-    return {key: value for key, value in group.items() if key != "params"} | {"lr": float(group["lr"])}

@@ -19,19 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import cycle
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.memory.arena import Arena, arena_bytes
+from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, Request
 from ftkit.engine.memory.tiers import FileStore, Store, Tiers
-from ftkit.engine.model import SaveInFlight
-from ftkit.engine.optim.flat_step import Elements, FlatStep, Hyperparameters
+from ftkit.engine.optim.flat_step import Elements, FlatStep
 from ftkit.engine.trace import UPDATE, Trace
 from ftkit.errors import UserError
 from ftkit.spec.tiers import DEVICE
+
+if TYPE_CHECKING:
+    from ftkit.engine.checkpoint.saving import Saving
 
 SLOTS = 6
 """Pieces in progress: one is computed, the others are read ahead or written behind."""
@@ -39,39 +41,24 @@ SLOTS = 6
 CUDA_PIECE_NUMEL = 1 << 24
 """Elements updated at a time on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
 
-UpdatePiece = Callable[[Elements, Hyperparameters, int, float], None]
-"""(elements, group, step, factor): updates the elements in place."""
-
 
 @dataclass(eq=False)
 class FlatUpdate:
     """The pending update of one flat parameter. See `flat_parameter.Update`."""
 
-    flat: FlatParameter
-    saving: SaveInFlight | None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     writes: list[Request] = field(default_factory=list)  # of weights
     event: torch.cuda.Event | None = None
 
-    def await_capture(self) -> None:
-        """Wait until the checkpoint that is being written contains this flat parameter, which is about to change."""
-        if self.saving is not None:
-            self.saving.await_capture(self.flat)
-
     def wait(self) -> None:
         """Return when the weights can be read, and make the current CUDA stream wait for them.
 
         Raises:
-            RuntimeError: This update or one before it failed. A UserError if the cause is one.
+            RuntimeError: An update of this step or before failed. A UserError if the cause is one.
         """
         self.done.wait()
-        if self.error is not None:
-            kind = UserError if isinstance(self.error, UserError) else RuntimeError  # a full disk is the user's to fix
-            raise kind(
-                f"the update of {self.flat.name} failed ({type(self.error).__name__}: {self.error}); its weights and state "
-                "are not of one step: start again from the last checkpoint"
-            ) from self.error
+        _check(self.error)
         for request in self.writes:
             request.wait()
         if self.event is not None:
@@ -82,109 +69,96 @@ class Updater:
     """Applies steps to flat parameters.
 
     Args:
-        tiers: Tiers of the state. They decide where updates are computed.
-        update_piece: The arithmetic.
-        deferred: Whether updates run in a thread while the caller goes on.
+        tiers: Their strategy decides where updates are computed, and whether in a thread while the caller goes on.
+        update_piece: `ShardedOptimizer.update_piece`.
         trace: Receives a span for each piece.
     """
 
-    def __init__(self, tiers: Tiers, *, update_piece: UpdatePiece, deferred: bool, trace: Trace) -> None:
-        self.tiers, self.trace = tiers, trace
-        self.device = device = tiers.device
-        self.home = device if tiers.tier("state") == DEVICE else torch.device("cpu")
-        self.update_piece = update_piece
-        self.widths: dict[str, int] = {}  # bytes of each role in a slot
-        self.slots: list[_Slot] = []
-        self.arena: Arena | None = None
-        self.error: BaseException | None = None
+    def __init__(self, tiers: Tiers, update_piece: Callable[..., None], trace: Trace) -> None:
+        self.tiers, self.update_piece, self.trace = tiers, update_piece, trace
+        self.device, deferred = tiers.device, tiers.strategy.deferred
+        self.home = tiers.device if tiers.tier("state") == DEVICE else torch.device("cpu")
+        self.slots = [_Slot() for _ in range(SLOTS)]
         self.thread = tiers.worker("ftkit-update") if deferred else None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and deferred else None
-        self.last: FlatUpdate | None = None
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and deferred else None
         self.running: Future[None] | None = None
+        self.error: BaseException | None = None
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging slots."""
-        return self.arena.requested_bytes if self.arena is not None else 0
+        return sum(buffer.numel() for slot in self.slots for buffer in slot.buffers.values())
 
-    def submit(self, steps: Sequence[FlatStep], saving: SaveInFlight | None = None) -> None:
-        """Start the updates in this order. Without `deferred`, return when they are done.
+    def submit(self, steps: Sequence[FlatStep], saving: Saving | None = None) -> None:
+        """Start the updates in this order. Unless they are deferred, return when they are done.
 
         Each update waits until `saving`, a checkpoint that is being written, contains its flat parameter.
 
         Raises:
             RuntimeError: An update failed, now or before.
         """
-        self._check()
-        if not steps:
-            return
+        _check(self.error)
         self._make_slots(steps)
-        updates = []
-        for step in steps:
+        updates = {FlatUpdate(): step for step in steps}
+        for update, step in updates.items():
             step.flat.settle()
-            step.flat.update = update = FlatUpdate(step.flat, saving)
+            step.flat.update = update
             step.flat.version += 1
-            updates.append(update)
-        self.last = updates[-1]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients are complete
         if self.thread is None:
-            self._run(steps, updates, None)
+            self._run(updates, saving)
             self.settle()
         else:
-            ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self.running = self.thread.submit(self._run, steps, updates, ready)
+            self.running = self.thread.submit(self._run, updates, saving)
 
     def settle(self) -> None:
         """Wait for all updates, and until their results are on their tiers. Raises as `submit`."""
         if self.running is not None:
-            wait([self.running])  # an update is done before its state is written behind
-        if self.last is not None:
-            self.last.wait()
-        self._check()
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise RuntimeError(f"an earlier update failed: {self.error}") from self.error
+            wait([self.running])
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        _check(self.error)
 
     # --- the pieces
 
-    def _run(self, steps: Sequence[FlatStep], updates: Sequence[FlatUpdate], ready: torch.cuda.Event | None) -> None:
+    def _run(self, updates: dict[FlatUpdate, FlatStep], saving: Saving | None) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(self.stream):
-                if ready is not None:
-                    torch.cuda.current_stream(self.device).wait_event(ready)
-                self._walk(_pieces(steps, updates, self.home))
+                self._walk(_pieces(updates, self.home), saving)
         except BaseException as error:
             self.error = error
-            for update in updates:
-                if not update.done.is_set():
-                    update.error = error
-                    update.done.set()
-                    update.saving = None
+            for update in updates:  # all of the step: a write of the state may fail after its update is done
+                update.error = error
+                update.done.set()
 
-    def _walk(self, coming: Iterator[_Piece]) -> None:
+    def _walk(self, coming: Iterator[_Piece], saving: Saving | None) -> None:
         """Compute piece after piece, while the next ones are read and the last ones are written."""
-        slots = cycle(self.slots or [_Slot()])
-        ahead: deque[_Piece] = deque()
-        lane = "host update" if self.home.type == "cpu" else "compute"
-        while True:
-            while len(ahead) < SLOTS - 1 and (piece := next(coming, None)) is not None:
-                piece.fetch(next(slots))
-                ahead.append(piece)
-            if not ahead:
-                break
-            piece = ahead.popleft()
+        on_host = self.home.type == "cpu"
+        for piece in self._fetched(coming):
             piece.slot.settle()  # everything is in the slot
-            piece.update.await_capture()
-            with self.trace.span(lane, UPDATE + piece.step.flat.name, host=lane == "host update"):
+            if saving is not None:
+                saving.await_capture(piece.step.flat)
+            with self.trace.span("host update" if on_host else "compute", UPDATE + piece.step.flat.name, host=on_host):
                 self._compute(piece)
             piece.write_back()
             if piece.ends_flat:
                 if self.device.type == "cuda":
                     piece.update.event = torch.cuda.current_stream(self.device).record_event()
                 piece.update.done.set()
-                piece.update.saving = None
         for slot in self.slots:
             slot.settle()
+
+    def _fetched(self, coming: Iterator[_Piece]) -> Iterator[_Piece]:
+        """Yield the pieces in order, while the next ones are being read."""
+        slots = cycle(self.slots)
+        ahead: deque[_Piece] = deque()
+        for piece in coming:
+            piece.fetch(next(slots))
+            ahead.append(piece)
+            if len(ahead) == SLOTS - 1:
+                yield ahead.popleft()
+        yield from ahead
 
     def _compute(self, piece: _Piece) -> None:
         step = piece.step
@@ -197,17 +171,16 @@ class Updater:
 
     def _make_slots(self, steps: Sequence[FlatStep]) -> None:
         """Allocate staging for stores that are elsewhere, and again when a step needs wider slots."""
-        widths = dict(self.widths)
+        allocated = {role: buffer.numel() for role, buffer in self.slots[0].buffers.items()}
+        widths = dict(allocated)  # bytes
         for step in steps:
-            for role, store in step.stores.items():
-                if _is_remote(store, self.home):
-                    size = min(store.numel, PIECE_NUMEL) * store.dtype.itemsize
-                    widths[role] = max(widths.get(role, 0), size)
-        if widths == self.widths:
+            for role, store in _remote(step, self.home).items():
+                widths[role] = max(widths.get(role, 0), min(store.numel, PIECE_NUMEL) * store.dtype.itemsize)
+        if widths == allocated:
             return
         self.settle()  # the last step may still use the slots
-        self.widths, self.slots = widths, []
-        self.arena = arena = self.tiers.arena(arena_bytes([(width, torch.uint8) for width in widths.values()] * SLOTS))
+        self.slots = [_Slot() for _ in range(SLOTS)]  # frees the buffers before the allocation
+        arena = self.tiers.arena(arena_bytes([(width, torch.uint8) for width in widths.values()] * SLOTS))
         self.slots = [_Slot({role: arena.take(width, torch.uint8) for role, width in widths.items()}) for _ in range(SLOTS)]
 
 
@@ -218,10 +191,6 @@ class _Slot:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     pending: list[Callable[[], object]] = field(default_factory=list)
 
-    def view(self, role: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffer of a role as (n,) of `dtype`."""
-        return self.buffers[role][: numel * dtype.itemsize].view(dtype)
-
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start copying between host and device."""
         target.copy_(source, non_blocking=True)
@@ -230,9 +199,8 @@ class _Slot:
 
     def settle(self) -> None:
         """Wait until no transfer uses the buffers."""
-        for wait_for_one in self.pending:
-            wait_for_one()
-        self.pending = []
+        while self.pending:
+            self.pending.pop(0)()
 
 
 @dataclass(eq=False)
@@ -256,20 +224,14 @@ class _Piece:
             if role not in self.remote:
                 self.views[role] = store.read(self.start, self.stop)
                 continue
-            view = self.views[role] = slot.view(role, self.stop - self.start, store.dtype)
-            if role == "weight" and self._rewrites_all:
+            size = (self.stop - self.start) * store.dtype.itemsize
+            view = self.views[role] = slot.buffers[role][:size].view(store.dtype)
+            if role == "weight" and self.step.updates_all:
                 continue  # written only
             if isinstance(store, FileStore):
                 slot.pending.append(store.file.read(self.start, view).wait)
             else:
                 slot.copy(view, store.read(self.start, self.stop))
-
-    @property
-    def _rewrites_all(self) -> bool:
-        """Whether the runs cover all elements of the piece. Padding does not count, because it is not read."""
-        own = min(self.stop, self.step.flat.own_numel)
-        covered = sum(max(0, min(run.stop, own) - max(run.start, self.start)) for run in self.step.runs)
-        return covered == max(own - self.start, 0)
 
     def write_back(self) -> None:
         """Start writing the results to the stores that are elsewhere."""
@@ -285,16 +247,26 @@ class _Piece:
                 self.slot.copy(store.read(self.start, self.stop), self.views[role])
 
 
-def _is_remote(store: Store, home: torch.device) -> bool:
-    """Return whether a store must pass through staging to be updated at `home`."""
-    return store.tensor is None or store.tensor.device.type != home.type
+def _check(error: BaseException | None) -> None:
+    """Raise if an update failed: UserError if the cause is one, as a full disk, else RuntimeError."""
+    if error is not None:
+        kind = UserError if isinstance(error, UserError) else RuntimeError
+        raise kind(
+            f"an update failed ({type(error).__name__}: {error}); weights and state are not of one step: start again from "
+            "the last checkpoint"
+        ) from error
 
 
-def _pieces(steps: Sequence[FlatStep], updates: Sequence[FlatUpdate], home: torch.device) -> Iterator[_Piece]:
+def _remote(step: FlatStep, home: torch.device) -> dict[str, Store]:
+    """Return the stores that must pass through staging to be updated at `home`, by role."""
+    stores = step.stores.items()
+    return {role: each for role, each in stores if each.tensor is None or each.tensor.device.type != home.type}
+
+
+def _pieces(updates: dict[FlatUpdate, FlatStep], home: torch.device) -> Iterator[_Piece]:
     """Yield the pieces of all flat parameters in order: small ones where a store is elsewhere, else large ones."""
-    for step, update in zip(steps, updates):
-        total = step.flat.layout.shard_numel
-        remote = {role: store for role, store in step.stores.items() if _is_remote(store, home)}
+    for update, step in updates.items():
+        total, remote = step.flat.layout.shard_numel, _remote(step, home)
         width = PIECE_NUMEL if remote else total if home.type == "cpu" else CUDA_PIECE_NUMEL
         ranges = [(start, min(start + width, total)) for start in range(0, total, width)]
         due = [(a, b) for a, b in ranges if any(run.start < b and a < run.stop for run in step.runs)] or ranges[-1:]

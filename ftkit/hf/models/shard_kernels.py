@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ftkit.engine.kernels.device_kernels import FlatKernels
+from ftkit.engine.kernels.host_loops import FlatKernels
 from ftkit.kernels.adamw import AdamW, adamw_
 from ftkit.kernels.squared_norm import squared_norm
 

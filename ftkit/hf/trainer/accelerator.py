@@ -33,6 +33,7 @@ from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
+from ftkit.engine.shard import refuse_failed
 from ftkit.errors import UserError
 from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import let_train, shard, units_of
@@ -212,6 +213,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UserError: if the loader would not deal the rows out among the ranks that share the weights, or nothing fits.
         """
+        refuse_failed(model)
         units = units_of(model)
         if units is not None and units.evaluated_only and evaluation is False:
             let_train(units)

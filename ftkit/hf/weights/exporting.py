@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.export import cut, publish
 from ftkit.engine.checkpoint.manifest import BUFFERS, read_manifest
-from ftkit.engine.checkpoint.reader import PieceBuffers, Places, open_files
+from ftkit.engine.checkpoint.reader import Places, open_files
 from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile, create_file
 from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, check_contents
 from ftkit.engine.core.buffers import persistent_buffers
@@ -88,7 +88,8 @@ def export_checkpoint(
     if CONFIG not in listed:
         raise BrokenCheckpoint(f"{checkpoint / CONTENTS}: {CONFIG} is not listed")
     with ExitStack() as stack:
-        sources = _sources(open_files(checkpoint / ENGINE_FOLDER, manifest, stack.enter_context(PieceBuffers()), stack))
+        _, places = stack.enter_context(open_files(checkpoint / ENGINE_FOLDER, manifest))
+        sources = _sources(places)
         elements = sum(file.entries[name].numel for name, file in sources.items())
         model = _model(checkpoint, task, trust_remote_code, most_layers=len(sources), largest=max(elements, LARGEST))
         names = _names(model, sources, checkpoint)

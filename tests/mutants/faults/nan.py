@@ -55,7 +55,7 @@ FAULTS = (
     fault(
         "a checkpoint with NaN is written, and pushes out the last good one",
         "ftkit/engine/checkpoint/saving.py",
-        "            if self.kind in MODEL_KINDS:\n",
+        "            if kind in WEIGHT_KINDS:\n",
         "            if False:\n",
         _NONFINITE + "test_a_trainer_whose_last_loss_is_nan_fails_and_keeps_the_last_good_checkpoint",
     ),

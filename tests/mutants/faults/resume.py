@@ -60,7 +60,7 @@ FAULTS = (
     fault(
         "groups in another order take each other's learning rate",
         "ftkit/engine/checkpoint/saving.py",
-        '"members": optimizer.groups_by_name()',
+        '"members": optimizer.group_of',
         '"members": {}',
         "tests/hf/test_resume_everywhere.py::test_groups_in_another_order_are_refused_at_resume",
     ),
