@@ -76,12 +76,13 @@ class WeightSlot:
         self.read: torch.cuda.Event | None = None  # after the last computation that reads it
         self._views: dict[FlatParameter, list[Tensor]] = {}
 
-    def views(self, flats: Sequence[FlatParameter]) -> Iterator[tuple[FlatParameter, list[Tensor]]]:
-        """Yield each flat parameter with its parameters' views of this buffer."""
-        for flat, place in zip(flats, _places(self.buffer, _weight_sizes(flats))):
-            if flat not in self._views:
-                self._views[flat] = flat.views(place)
-            yield flat, self._views[flat]
+    def views(self, flats: Sequence[FlatParameter]) -> list[tuple[FlatParameter, list[Tensor]]]:
+        """Return each flat parameter with its parameters' views of this buffer."""
+        if any(flat not in self._views for flat in flats):
+            with torch.inference_mode(False):  # autograd could not save views that were made in inference mode
+                places = _places(self.buffer, _weight_sizes(flats))
+                self._views |= {flat: flat.views(place) for flat, place in zip(flats, places)}
+        return [(flat, self._views[flat]) for flat in flats]
 
 
 @dataclass
