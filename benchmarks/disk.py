@@ -4,7 +4,7 @@ Every contender writes and reads a whole file, reserved and written once before 
 other, in turns that begin with another one each round. Medians over rounds are reported. Ours and the raw loops use the
 same file, because the position of a file on its drive matters. Ours goes through `FlatFile`. The raw loops move the same
 buffers (2 MiB pages) with one and two threads, in blocks of 1, 4 and 16 MiB. The best of them, for writing and for reading
-apart, is the mark. DeepSpeed's aio runs in its own environment, with its own page-locked buffer, as does fio if it is
+apart, is the mark. DeepSpeed's aio runs in its own environment, with its own page-locked buffer. fio is measured if it is
 installed.
 
 Goals: at least 95 % of the best raw loop, and no slower than aio. Rates are 1e9 bytes a second, and vary with what else

@@ -40,11 +40,7 @@ Way = Callable[[], Any]
 
 
 def timed(way: Way, rounds: int) -> float:
-    """Return the median seconds that the device takes for a call.
-
-    The device first spins for some milliseconds, in which the host launches everything: without that, a fast card would wait
-    for Python.
-    """
+    """Return the median device seconds of a call. The device spins first, so that launches by the host are not measured."""
     times = []
     for _ in range(rounds + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

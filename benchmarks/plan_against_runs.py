@@ -6,7 +6,7 @@ beside the plan's device bytes without CUDA's own memory. A run passes if
 
     85 % of the plan <= measured <= the plan
 
-Cost: five minutes on two cores, 2 GiB of memory and 4 GiB of disk; on a GPU two minutes, 24 GiB of it and 20 GiB of disk.
+Cost: five minutes on two cores, 2 GiB of memory and 4 GiB of disk; on a GPU about a minute a run, and 23 GiB of it.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ class Ftkit:
         from ftkit.engine.checkpoint.saving import Saving
 
         class Timed(Saving):
+            """Measures the thread's writing, without publishing, and the time that updates waited for it."""
+
             seconds = blocked_seconds = 0.0
 
             def await_capture(self, flat: Any) -> None:

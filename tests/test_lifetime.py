@@ -12,7 +12,9 @@ import torch
 
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.flat_parameter import FlatParameter
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.model import ShardedModel
+from ftkit.spec.strategy import Strategy
 from tests.engine.trajectory import Row, run_sharded
 from tests.jobs import job, recipe
 from tests.worlds import Worlds
@@ -71,13 +73,15 @@ def test_a_job_that_is_done_takes_all_its_memory_along(home: Path, worlds: World
 
 
 def test_what_is_counted_is_there_while_a_model_is(worlds: Worlds):
-    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1}] * 2
+    assert worlds[2].run(_counted) == [{"Communicator": 1, "shared memory": 1, "ftkit-control_0": 1}] * 2
 
 
 def _counted() -> dict[str, int]:
     before = left_over()
     comm = Communicator(torch.device("cpu"))
-    held = weakref.ref(comm)
+    reference, worker = weakref.ref(comm), Tiers(comm.device, Strategy.of()).worker("ftkit-control")
+    worker.submit(int).result()
     now = left_over()
-    assert held() is comm
+    worker.shutdown()
+    assert reference() is comm
     return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+_NOTHING = nullcontext()
 
 UPDATE = "update "
 """Prefix of the name of a span that is a piece of a flat parameter's update."""
@@ -49,16 +51,9 @@ class Trace:
         """Whether spans are recorded."""
         return self._open is not None
 
-    @contextmanager
-    def span(self, stream: str, name: str, *, host: bool = False) -> Iterator[None]:
-        """Record the body as a span of `stream`, during a recording."""
-        found = self._open
-        if found is None:
-            yield
-            return
-        start = self._mark(host=host)
-        yield
-        found.append((stream, name, start, self._mark(host=host)))
+    def span(self, stream: str, name: str, *, host: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose body becomes a span of `stream`, during a recording."""
+        return _NOTHING if self._open is None else self._span(self._open, stream, name, host=host)
 
     def start(self) -> None:
         """Start a recording, and discard the spans of an earlier one that was not stopped."""
@@ -94,6 +89,12 @@ class Trace:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: begun.append(self._mark(host=False)))
         last.register_hook(end)
+
+    @contextmanager
+    def _span(self, found: list[tuple[str, str, _Mark, _Mark]], stream: str, name: str, *, host: bool) -> Iterator[None]:
+        start = self._mark(host=host)
+        yield
+        found.append((stream, name, start, self._mark(host=host)))
 
     def _mark(self, *, host: bool) -> _Mark:
         if host or self.device.type != "cuda":

@@ -129,16 +129,16 @@ def train(units: ShardedModel, optimizer: ShardedAdamW, step: int, log: Log) -> 
     log.losses.append(comm.sum(loss.detach().clone()).item())
 
 
-def held(units: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    """Return every tensor of every line by "name/kind", whole: masters and moments, of frozen lines the weights.
+def whole_tensors(units: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+    """Return every whole tensor by "name/kind": masters and moments, and the weights of frozen flat parameters.
 
-    A collective. What the model would compute with is compared with the masters on the way.
+    A collective. The model's weights are compared with the masters.
     """
     optimizer.settle()
     found: dict[str, Tensor] = {}
     for flat in units.flats:
-        line = optimizer.state_of(flat) if flat.trainable else None
-        for kind, store in {"master": line.master, **line.moments}.items() if line else [("weights", flat.weights)]:
+        state = optimizer.state_of(flat) if flat.trainable else None
+        for kind, store in {"master": state.master, **state.moments}.items() if state else [("weights", flat.weights)]:
             whole = flat.collect(store)
             for segment in flat.layout.segments:
                 found[f"{segment.name}/{kind}"] = whole[segment.start : segment.stop].view(segment.shape).clone()
@@ -162,7 +162,7 @@ def write(writing: Writing, folder: str) -> Log:
                 saving.poll()
         if units.saving is not None:
             saving.wait()
-        log.held = held(units, optimizer)
+        log.held = whole_tensors(units, optimizer)
     return log
 
 
@@ -177,15 +177,15 @@ def read(side: Side, kind: str, used: bool, frozen: bool, folder: str) -> Log:
         if used:
             train(units, optimizer, 90, Log())
         assert load_checkpoint(folder, units, optimizer, frozen=frozen) == {"cursor": BEFORE}
-        log.loaded = held(units, optimizer)
+        log.loaded = whole_tensors(units, optimizer)
         for step in range(BEFORE, BEFORE + AFTER):
             train(units, optimizer, step, log)
-        log.held = held(units, optimizer)
+        log.held = whole_tensors(units, optimizer)
     return log
 
 
 def on_disk(folder: str | Path) -> dict[str, Tensor]:
-    """Return what a checkpoint's files hold, by "tensor/kind" as `held` names it, read by safetensors itself."""
+    """Return what a checkpoint's files hold, by "tensor/kind" as `whole_tensors` names it, read by safetensors itself."""
     found: dict[str, Tensor] = {}
     for path in Path(folder).glob("*.safetensors"):
         kind = path.name.rsplit(".", 2)[1]

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 COUNT = 3 * STAGING
 
 
-def offload(folder, tier: str) -> ActivationOffload:
+def make_offload(folder, tier: str) -> ActivationOffload:
     drive = Disk(folder, "test") if tier == "nvme" else None
     return ActivationOffload(Tiers(CPU, Strategy.of(activation_offload=tier), drive))
 
@@ -29,9 +29,9 @@ def activations(count: int = COUNT) -> list[Tensor]:
     return [torch.randn(2, 33, 16, generator=generator).requires_grad_() for _ in range(count)]
 
 
-def away_and_back(moved: ActivationOffload) -> None:
+def offload_and_fetch(offload: ActivationOffload) -> None:
     kept = activations()
-    handles = [moved.keep([tensor])[0] for tensor in kept]
+    handles = [offload.keep([tensor])[0] for tensor in kept]
     wanted = [tensor.detach().clone() for tensor in kept]
     for tensor in kept:  # freed, and used for something else
         tensor.data.fill_(float("nan"))
@@ -41,12 +41,11 @@ def away_and_back(moved: ActivationOffload) -> None:
         assert torch.equal(back, tensor)
 
 
-@pytest.mark.parametrize("rounds", [3])
-def test_what_goes_to_host_memory_comes_back(tmp_path, rounds):
-    moved = offload(tmp_path, "host")
-    for _ in range(rounds):
-        away_and_back(moved)
-    assert len(moved.arenas) == COUNT  # memory is reused
+def test_what_goes_to_host_memory_comes_back(tmp_path):
+    offload = make_offload(tmp_path, "host")
+    for _ in range(3):
+        offload_and_fetch(offload)
+    assert len(offload.arenas) == COUNT  # memory is reused
 
 
 def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
@@ -58,42 +57,42 @@ def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
         return move(self, call, data, start, doing)
 
     monkeypatch.setattr(FlatFile, "_transfer", late)
-    moved = offload(tmp_path, "nvme")
+    offload = make_offload(tmp_path, "nvme")
     for _ in range(2):
-        away_and_back(moved)
-    assert len(moved.arenas) == STAGING
-    moved.tiers.close()
+        offload_and_fetch(offload)
+    assert len(offload.arenas) == STAGING
+    offload.tiers.close()
 
 
 def test_only_activations_leave(tmp_path):
-    moved = offload(tmp_path, "host")
+    offload = make_offload(tmp_path, "host")
     mask, table, (hidden,) = torch.ones(3, dtype=torch.bool), torch.ones(3), activations(1)
-    assert [handle is None for handle in moved.keep([mask, table, hidden])] == [True, True, False]
-    assert offload(tmp_path, "device").keep([hidden]) == [None]
+    assert [handle is None for handle in offload.keep([mask, table, hidden])] == [True, True, False]
+    assert make_offload(tmp_path, "device").keep([hidden]) == [None]
 
 
 def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
-    moved = offload(tmp_path, "host")
+    offload = make_offload(tmp_path, "host")
     shared, first, second = activations(3)
-    one, two = moved.keep([first, shared]), moved.keep([second, shared])
+    one, two = offload.keep([first, shared]), offload.keep([second, shared])
     assert one[1] is two[1]
-    assert len(moved.arenas) == 3
+    assert len(offload.arenas) == 3
     assert torch.equal(two[1].take(), one[1].take())
     with torch.no_grad():
         shared.add_(1)
-    assert moved.keep([shared])[0] is not one[1]
+    assert offload.keep([shared])[0] is not one[1]
 
 
 def test_a_second_time_is_refused(tmp_path):
-    (handle,) = offload(tmp_path, "host").keep(activations(1))
+    (handle,) = make_offload(tmp_path, "host").keep(activations(1))
     handle.take()
     with pytest.raises(RuntimeError, match="a second backward over a graph whose activations were offloaded"):
         handle.take()
 
 
-def test_what_is_never_asked_for_gives_its_memory_back(tmp_path):
-    moved = offload(tmp_path, "host")
+def test_unused_offloaded_tensors_free_their_memory(tmp_path):
+    offload = make_offload(tmp_path, "host")
     for _ in range(5):
-        moved.keep(activations(2))
+        offload.keep(activations(2))
         gc.collect()
-    assert len(moved.arenas) == 2
+    assert len(offload.arenas) == 2

@@ -171,7 +171,7 @@ def test_ranks_of_a_node_divide_its_cores(worlds):
     assert worlds[2].run(taken, {}) == [(4, 4, [[0, 1, 2, 3]]), (4, 4, [[4, 5, 6, 7]])]
     assert worlds[3].run(taken, {}) == [(2, 2, [[0, 1]]), (3, 3, [[2, 3, 4]]), (3, 3, [[5, 6, 7]])]
     own = {"OMP_NUM_THREADS": "7", "FTKIT_NUM_THREADS": "7"}
-    assert [own[:2] for own in worlds[2].run(taken, own)] == [(4, 4)] * 2, "the launcher set it, not the user"
+    assert [found[:2] for found in worlds[2].run(taken, own)] == [(4, 4)] * 2, "the launcher set it, not the user"
 
 
 def test_ranks_that_their_launcher_bound_stay_where_they_are(worlds):
@@ -179,6 +179,6 @@ def test_ranks_that_their_launcher_bound_stay_where_they_are(worlds):
     assert worlds[2].run(taken, {}, masks) == [(2, 2, []), (3, 3, [])]
 
 
-def test_what_the_user_said_stays(worlds):
-    said = worlds[2].run(taken, {"OMP_NUM_THREADS": "3"})
-    assert said == [(1, 1, [[0, 1, 2, 3]]), (1, 1, [[4, 5, 6, 7]])]
+def test_threads_set_by_the_user_stay(worlds):
+    found = worlds[2].run(taken, {"OMP_NUM_THREADS": "3"})
+    assert found == [(1, 1, [[0, 1, 2, 3]]), (1, 1, [[4, 5, 6, 7]])]

@@ -168,14 +168,14 @@ def weights_alone(folder: str) -> tuple[bool, bool, list[int], float]:
     saved = units.state_dict()
     train(units, optimizer, STEPS_BEFORE, 1)
     optimizer.settle()
-    line = optimizer.state_of(units.trainable[0])
-    moment = line.moments["exp_avg"].tensor.clone()
+    state = optimizer.state_of(units.trainable[0])
+    moment = state.moments["exp_avg"].tensor.clone()
     for path in Path(folder).glob("*.exp_avg*"):
         path.unlink()
     load_checkpoint(folder, units, optimizer, state=False)
     now = units.state_dict()
     same = all(torch.equal(now[name], tensor) for name, tensor in saved.items())
-    return same, torch.equal(line.moments["exp_avg"].tensor, moment), line.steps, optimizer.param_groups[0]["lr"]
+    return same, torch.equal(state.moments["exp_avg"].tensor, moment), state.steps, optimizer.param_groups[0]["lr"]
 
 
 def test_weights_come_back_without_the_state(world1: World, tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def load_what_is_refused(folder: str) -> list[float]:
             with pytest.raises(BrokenCheckpoint):
                 load_checkpoint(folder, units, optimizer)
         train(units, optimizer, 0, 3)
-        moments = [m for line in optimizer.states.values() for m in line.moments.values()]
+        moments = [m for state in optimizer.states.values() for m in state.moments.values()]
         assert all(bool(torch.isfinite(moment.tensor).all()) for moment in moments)
         sizes.append(sum(float(tensor.double().abs().sum()) for tensor in units.state_dict().values()))
     return sizes

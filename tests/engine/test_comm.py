@@ -253,9 +253,9 @@ def test_ranks_that_cannot_share_memory_use_gloo(world2, reason):
 
 
 def goes_elsewhere(transport: str) -> str:
-    """Gather another block's weights than the other ranks; return what the next sum raises."""
+    """Gather a different block on each rank; return the error of the next sum."""
     comm = connect(transport)
-    assert not comm.any(False)
+    assert not comm.any(False)  # a comparison clears the names so far
     comm.all_gather(torch.zeros(8 * comm.world_size), torch.ones(8), f"model.layers.{comm.rank}")
     with pytest.raises(UserError) as caught:
         comm.totals(torch.ones(2), "the gradient norm")
@@ -270,7 +270,7 @@ def test_the_norm_compares_the_order_of_collectives(world2, transport):
 
 
 def waits_alone() -> str:
-    """Gather weights on rank 0 alone, in a group with a short timeout; return what is raised."""
+    """Gather on rank 0 only, with a timeout of a few seconds. Return the error."""
     group = torch.distributed.new_group(timeout=timedelta(seconds=3 * PATIENCE))
     comm = Communicator(CPU, group)
     began = time.monotonic()

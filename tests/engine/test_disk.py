@@ -122,7 +122,7 @@ def test_many_requests_at_once(disk: Disk):
 
 
 def test_requests_run_in_the_background(disk: Disk, monkeypatch: pytest.MonkeyPatch):
-    """The calls of both threads must be under way at once, while this thread goes on."""
+    """Both threads are in a system call while the caller continues."""
     together, real = threading.Barrier(flat_file.THREADS + 1, timeout=30 * PATIENCE), os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *call: together.wait() >= 0 and real(*call))
     file = disk.file("a", 2 * flat_file.BLOCK_BYTES, torch.int8)

@@ -36,8 +36,8 @@ def units_of(model: nn.Module) -> ShardedModel:
     return type(model)._ftkit
 
 
-def with_held_forwards(model: nn.Module, rows: dict[str, Tensor], tokens: int) -> Tensor:
-    """The loss, after forwards in evaluation mode without gradients: block by block, and with all weights gathered."""
+def after_gathered_forwards(model: nn.Module, rows: dict[str, Tensor], tokens: int) -> Tensor:
+    """Return the loss after forwards in evaluation mode without gradients: block by block, and with all weights gathered."""
     units, model = units_of(model), model.eval()
     with torch.no_grad():
         streamed = model(**inputs(rows)).logits
@@ -49,8 +49,8 @@ def with_held_forwards(model: nn.Module, rows: dict[str, Tensor], tokens: int) -
 
 
 def trajectories(row: Row) -> list[bool]:
-    """Whether losses, norms and weights equal those of training without such forwards, bit by bit."""
-    with_, without = (run_sharded(row, loss_of=loss, steps=STEPS) for loss in (with_held_forwards, token_loss))
+    """Return whether losses, norms and weights equal those of training without such forwards, bit by bit."""
+    with_, without = (run_sharded(row, loss_of=loss, steps=STEPS) for loss in (after_gathered_forwards, token_loss))
     same = [torch.equal(with_.weights[name], tensor) for name, tensor in without.weights.items()]
     return [with_.losses == without.losses, with_.norms == without.norms, all(same)]
 
@@ -68,14 +68,14 @@ def test_training_is_not_affected_in_more_settings(worlds, row):
 
 
 def between_forward_and_backward(strategy: Strategy) -> list[float]:
-    """Gradient norms of a batch with such a forward before its backward, and without."""
+    """Return gradient norms with a forward on gathered weights between forward and backward, and without."""
     norms = []
     rows = families.batch("llama", 0)
-    for looks in (True, False):
+    for between in (True, False):
         model = families.build("llama")
         units = shard_model(model, strategy)
         loss = token_loss(model, rows, families.label_tokens(rows))
-        if looks:
+        if between:
             with torch.no_grad(), hold(units):
                 model(**inputs(rows))
         loss.backward()
@@ -86,13 +86,13 @@ def between_forward_and_backward(strategy: Strategy) -> list[float]:
 @pytest.mark.parametrize(
     "strategy", [Strategy.of(debug=True), Strategy.of(activations="keep", reshard_after_forward=False, debug=True)], ids=str
 )
-def test_a_backward_may_follow(world2, strategy):
+def test_backward_after_gathered_weights_were_released(world2, strategy):
     for with_, without in world2.run(between_forward_and_backward, strategy):
         assert with_ == without > 0
 
 
-def given_back() -> tuple[int, int, list[bool]]:
-    """The bytes that `hold` announces and takes, and whether they are released and overwritten afterwards."""
+def released_weights() -> tuple[int, int, list[bool]]:
+    """Return `gathered_bytes`, the bytes allocated, and whether all are freed and NaN afterwards."""
     model = families.build("qwen3")
     units = shard_model(model, Strategy.of(debug=True))
     with hold(units):
@@ -108,7 +108,7 @@ def given_back() -> tuple[int, int, list[bool]]:
 
 
 def test_weights_are_released_afterwards(world2):
-    for announced, taken, checks in world2.run(given_back):
+    for announced, taken, checks in world2.run(released_weights):
         assert announced == taken > 0
         assert all(checks)
 
@@ -142,5 +142,5 @@ def misused(how: str) -> str:
         ("step", "updated while they are gathered"),
     ],
 )
-def test_training_on_held_weights_is_refused(world2, how, words):
+def test_training_on_gathered_weights_is_refused(world2, how, words):
     assert all(words in text for text in world2.run(misused, how))

@@ -129,7 +129,7 @@ def test_as_torchs_own(worlds, world, turns, groups, kind):
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_the_plain_torch_form_is_a_reference(world2, kind):
+def test_the_reference_update_matches_torch(world2, kind):
     world2.run(partial(compare, reference=True), kind, "two", ["abcde", "ace", "be"], 0.5)
 
 

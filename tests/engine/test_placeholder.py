@@ -1,4 +1,4 @@
-"""Tensors without values are known from tensors with values of every shape that has dimensions."""
+"""`is_absent` recognises tensors without values for every shape with dimensions."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ class TwoTypesNet(Net):
 
 
 def two_types_agree(row: Row) -> tuple[list[str], list[str]]:
-    """On every rank: one step; the names of the flat parameters, and how far gradients' norm and loss are."""
+    """On every rank: one step; the names of the flat parameters, and the differences of gradient norm and loss."""
     torch.manual_seed(3)
     model = TwoTypesNet()
     plain = run_plain(row, copy.deepcopy(model), steps=1, parts=row.world)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.core import gradient_offload, transfer
+from ftkit.engine.core import gradient_offload, read_ahead
 from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.memory.tiers import FileStore, MemoryStore, Tiers
 from ftkit.engine.model import ShardedModel
@@ -266,7 +266,7 @@ def _run_sharded(
 def late_transfers() -> Iterator[None]:
     """Let everything that runs beside the computation come late: reads, writes, updates, sums of gradients."""
     slow: list[tuple[Any, str]] = [(flatfile.FlatFile, "_transfer"), (update.Updater, "_compute")]
-    slow += [(gradient_offload.GradientOffload, "_add"), (transfer.ReadAhead, "_read")]
+    slow += [(gradient_offload.GradientOffload, "_add"), (read_ahead.ReadAhead, "_read")]
     before = [(owner, name, vars(owner)[name]) for owner, name in slow]
 
     def delayed(function: Any) -> Any:

@@ -12,38 +12,38 @@ class HostCommunicator(Communicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         own = shard.cpu()
-        there = own.new_empty(full.numel())
+        on_host = own.new_empty(full.numel())
         with self._collective("all_gather", of):
-            dist.all_gather(list(there.view(self.world_size, -1)), own, group=self.group)
-        full.copy_(there.view_as(full))
+            dist.all_gather(list(on_host.view(self.world_size, -1)), own, group=self.group)
+        full.copy_(on_host.view_as(full))
 
     def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
-        there = full.float().cpu()
+        on_host = full.float().cpu()
         with self._collective("reduce_scatter", of):
-            dist.all_reduce(there, group=self.group)
-        shard.copy_(there.view(self.world_size, -1)[self.rank] / self.world_size)
+            dist.all_reduce(on_host, group=self.group)
+        shard.copy_(on_host.view(self.world_size, -1)[self.rank] / self.world_size)
 
     def all_reduce_mean(self, full: Tensor, of: str = "") -> None:
-        there = full.float().cpu()
+        on_host = full.float().cpu()
         with self._collective("all_reduce", of):
-            dist.all_reduce(there, group=self.group)
-        full.copy_(there / self.world_size)
+            dist.all_reduce(on_host, group=self.group)
+        full.copy_(on_host / self.world_size)
 
     def broadcast(self, tensor: Tensor, of: str = "") -> None:
-        there = tensor.cpu()
+        on_host = tensor.cpu()
         with self._collective("broadcast", of):
-            dist.broadcast(there, group=self.group, group_src=0)
-        tensor.copy_(there)
+            dist.broadcast(on_host, group=self.group, group_src=0)
+        tensor.copy_(on_host)
 
     def sum(self, numbers: Tensor, of: str = "") -> Tensor:
-        there = numbers.cpu()
+        on_host = numbers.cpu()
         with self._collective("sum", of):
-            dist.all_reduce(there, group=self.group)
-        return numbers.copy_(there)
+            dist.all_reduce(on_host, group=self.group)
+        return numbers.copy_(on_host)
 
 
 def join(rank: int, world: int, port: int, devices: int) -> Communicator:
-    """Initialise the process group of a rank; return its communicator: NCCL's where each rank has a card of its own."""
+    """Initialise the process group of a rank; return its communicator: NCCL if every rank has its own GPU, else gloo."""
     own_card = world <= devices
     device = torch.device("cuda", rank % devices)
     torch.cuda.set_device(device)

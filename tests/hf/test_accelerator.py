@@ -402,7 +402,7 @@ def test_mixed_precision_is_the_engines():
         assert not torch.is_autocast_enabled("cpu")
         accelerator.backward(model(**batch).loss)
     optimizer.step()
-    assert {line.master.dtype for line in optimizer.optimizer.states.values()} == {torch.float32}
+    assert {state.master.dtype for state in optimizer.optimizer.states.values()} == {torch.float32}
 
 
 # --- no accelerate at all

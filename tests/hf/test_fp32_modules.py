@@ -505,4 +505,4 @@ def test_state_that_could_not_be_made_is_made_again(tmp_path: Path) -> None:
         optimizer.prepare()
     (tmp_path / "away").rename(folder)
     optimizer.prepare()
-    assert all(line.master.tensor.abs().sum() > 0 for line in optimizer.states.values())
+    assert all(state.master.tensor.abs().sum() > 0 for state in optimizer.states.values())

@@ -38,19 +38,19 @@ def test_what_is_finite(dtype):
 # --- before the first step
 
 
-def beyond_fp16(folder, stage):
+def beyond_fp16(folder):
     model = runs.llama()
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[-1, -1] = 1e5
     model.save_pretrained(folder)
-    told = r"model\.layers\.2\.mlp\.down_proj\.weight has a weight of 100000, fp16 holds 65504: compute in bf16 or fp32"
-    with pytest.raises(ftkit.UserError, match=told):
-        ftkit.shard(ftkit.load_model(folder), {"stage": stage, "kernels": "off", "dtype": "fp16"})
-    ftkit.shard(ftkit.load_model(folder), {"stage": stage, "kernels": "off", "dtype": "bf16"})
+    found = r"model\.layers\.2\.mlp\.down_proj\.weight has a weight of 100000, fp16 holds 65504: compute in bf16 or fp32"
+    with pytest.raises(ftkit.UserError, match=found):
+        ftkit.shard(ftkit.load_model(folder), {"stage": 3, "kernels": "off", "dtype": "fp16"})
+    ftkit.shard(ftkit.load_model(folder), {"stage": 3, "kernels": "off", "dtype": "bf16"})
 
 
 def test_a_weight_that_fp16_does_not_hold_is_named_with_its_value(world1, tmp_path):
-    world1.run(beyond_fp16, str(tmp_path), 3)
+    world1.run(beyond_fp16, str(tmp_path))
 
 
 def broken_folder(folder):
@@ -76,9 +76,9 @@ def writes_nothing(folder, placement):
     optimizer = ftkit.ShardedAdamW(units)
     optimizer.prepare()
     ftkit.save_checkpoint(f"{folder}/good", units, optimizer)
-    line = units.trainable[-1]
+    flat = units.trainable[-1]
     if units.comm.rank == 0:
-        store = optimizer.state_of(line).master
+        store = optimizer.state_of(flat).master
         piece = store.read(*next(iter(store.pieces())))
         piece[0] = math.nan
         store.write(0, piece)
@@ -104,19 +104,18 @@ TOO_LARGE = r"b holds an infinite value in float16: .* write a wider dtype \(--d
 
 
 @pytest.mark.parametrize(
-    "value, dtype, told",
+    "value, dtype, message",
     [
         (math.nan, torch.float32, "b holds NaN.* Training diverged"),
         (math.inf, torch.bfloat16, "b holds an infinite value in bfloat16.* Training diverged"),
-        (math.inf, torch.float16, "b holds an infinite value in float16.* Training diverged"),
         (1e6, torch.float16, TOO_LARGE),
     ],
 )
-def test_what_is_not_finite_is_not_exported(value, dtype, told, tmp_path):
+def test_what_is_not_finite_is_not_exported(value, dtype, message, tmp_path):
     values = torch.tensor([1.0, value])
     good = Outgoing((2,), torch.float32, lambda: [(0, torch.ones(2))])
     tensors = {"a": good, "b": Outgoing((2,), dtype, lambda: [(0, values)])}
-    with pytest.raises(ftkit.UserError, match=told):
+    with pytest.raises(ftkit.UserError, match=message):
         write_model(tmp_path, tensors, 10**9, lambda done, total: None)
     assert not files_in(tmp_path)
 

@@ -289,7 +289,7 @@ def gathered_values(build, stage):
     assert all(torch.equal(value, whole[name]) for name, value in values.items())
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
         parameter = model.get_parameter(name)
-        for factor in (2, 0.5):  # a resident weight is edited all the same; the second edit takes it back
+        for factor in (2, 0.5):  # a resident weight keeps the edit; the second factor undoes it
             with pytest.raises(ftkit.UserError, match="was edited"), ftkit.gathered_parameters(model):
                 parameter.mul_(factor)
     assert all(torch.equal(value, whole[name]) for name, value in units.state_dict().items())

@@ -88,7 +88,7 @@ class Communicator:
             raise RuntimeError(f"{name}: {error} ({hint})") from error
 
     def _count(self, operation: str, full: Tensor, times: int = 1) -> None:
-        self.bytes_sent[operation] += times * full.numel() * full.element_size() * (self.world_size - 1) // self.world_size
+        self.bytes_sent[operation] += times * full.nbytes * (self.world_size - 1) // self.world_size
 
     # --- large tensors
 

@@ -198,16 +198,21 @@ class ReducedGradient(Gradient):
         Cost: one reduce-scatter of W*S elements.
         """
         self._change()
-        part = self.flat.own_part(full)
+        part = self._destination(full)
         self.flat.comm.reduce_scatter_mean(part, full, self.flat.name)
         self._sum(part)
         self.there = True
+
+    def _destination(self, full: Tensor) -> Tensor:
+        """Return where to reduce `full`: the first micro-batch goes straight to `memory`, others to this rank's part."""
+        first = not self.there and self.dtype == full.dtype
+        return self._memory(self.flat.layout.shard_numel) if first else self.flat.own_part(full)
 
     def _sum(self, part: Tensor) -> None:
         total = self._memory(part.numel())
         if self.there:
             add_in_pieces(total, part)
-        else:
+        elif part is not total:
             total.copy_(part)
 
 

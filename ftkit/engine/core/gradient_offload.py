@@ -38,6 +38,9 @@ class OffloadedGradient(ReducedGradient):
         """Set the offload, and the store (S,) on host or NVMe of the sum."""
         self.offload, self.total, self.memory = offload, total, total.tensor
 
+    def _destination(self, full: Tensor) -> Tensor:
+        return self.flat.own_part(full)
+
     def _sum(self, part: Tensor) -> None:
         self.offload.send(self, part, add=self.there)
 

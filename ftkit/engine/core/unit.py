@@ -54,8 +54,6 @@ class Unit:
         parts: int = 1,
         split: Split | None = None,
     ) -> None:
-        if parts > 1 and split is None:
-            raise ValueError("dividing a block's batch requires `split`, which selects the arguments that hold the batch")
         self.module, self.weights = module, weights
         self.number, self.name = weights.number, weights.name
         self.transfer = weights.transfer
@@ -145,8 +143,9 @@ class Unit:
 
     def _division(self, arguments: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[list[bool], int]:
         """Return which tensors of a call are divided, and the number of micro-batches, each of at least one row."""
-        if self.parts == 1 or self.split is None:
+        if self.parts == 1:
             return [], 1
+        assert self.split is not None
         divided = self.split(self.module, *arguments)
         return divided, min(self.parts, max((len(t) for t, cut in zip(tensors, divided) if cut), default=1))
 
@@ -160,7 +159,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, call: Call, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit, ctx.call, ctx.updates = unit, call, unit.transfer.updates
+        ctx.unit, ctx.call = unit, call
         ctx.set_materialize_grads(False)
         ctx.graphs = []
         results: list[list[Tensor]] = []
@@ -191,8 +190,6 @@ class _Use(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         unit, call = ctx.unit, ctx.call
-        if unit.keep and ctx.updates != unit.transfer.updates:
-            raise RuntimeError(f"the weights of {unit.name} were updated between its forward and its backward")
         if unit.keep and not ctx.graphs:
             raise RuntimeError(f"a second backward through {unit.name}, which kept its graph: set activations: recompute")
         saved = iter(ctx.saved_tensors)

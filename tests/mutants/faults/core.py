@@ -14,7 +14,6 @@ _CHECKPOINT = "tests/engine/test_checkpoint.py::"
 _GUARD = "tests/test_guard.py::"
 _UPDATE = "tests/engine/test_update.py::"
 _BYTES = "tests/engine/test_bytes.py::"
-_REFUSALS = "tests/engine/test_refusals.py::"
 _EVERYWHERE = "tests/engine/test_resume_everywhere.py::test_every_pair_of_settings_goes_on"
 _BLOCKS = "tests/hf/test_blocks.py::"
 _TRAINER = "tests/hf/test_trainer.py::"
@@ -138,8 +137,9 @@ FAULTS = (
     _fault(
         "the second contribution to a tied weight is dropped",
         "ftkit/engine/core/gradient.py",
-        "        self.touched[index] = True\n        self.reduce(full)\n",
-        "        if not self.touched[index]:\n            self.reduce(full)\n        self.touched[index] = True\n",
+        "            self.touched[index] = True\n        self.reduce(full)\n",
+        "            if self.touched[index]:\n                return\n"
+        "            self.touched[index] = True\n        self.reduce(full)\n",
         f"{_TRAINS}_in_all_settings[tied by hand-{_RECOMPUTE}",
     ),
     _fault(
@@ -154,7 +154,7 @@ FAULTS = (
         "ftkit/engine/core/gradient.py",
         "                place[segment.start : segment.stop].zero_()\n",
         "                    pass\n",
-        f"{_TRAINS}[parameters never used-{_RECOMPUTE}",
+        f"{_TRAINS}_in_all_settings[parameters never used-{_RECOMPUTE}",
     ),
     _fault(
         "an overflow is ignored",
@@ -242,7 +242,14 @@ FAULTS = (
         "tests/test_life.py::test_a_damaged_checkpoint_is_none_of_those_that_are_kept",
     ),
     _fault(
-        "a piece that was read ahead is handed out before it is there",
+        "the ranks' collectives are not compared",
+        "ftkit/engine/comm/communicator.py",
+        "        if self.world_size * square != first * first:\n",
+        "        if False:\n",
+        _COMM + "test_the_norm_compares_the_order_of_collectives[shared memory]",
+    ),
+    _fault(
+        "an error of reading ahead is lost",
         "ftkit/engine/checkpoint/reader.py",
         "                future.result()\n",
         "                pass\n",
@@ -369,7 +376,7 @@ FAULTS = (
         "partial(_receive, weakref.ref(self), index",
         "partial(_receive, lambda: self, index",
         "tests/test_lifetime.py::test_a_model_that_is_let_go_takes_all_its_memory_along[llama-W2-stage3-recompute-free"
-            "-acc1-1groups-adamw-prefetch-clip]",
+        "-acc1-1groups-adamw-prefetch-clip]",
     ),
     _fault(
         "inside a block, the second micro-batch's gradient replaces the first's",
@@ -491,7 +498,7 @@ FAULTS = (
         "tests/hf/test_merging.py::test_it_is_what_peft_merges",
     ),
     _fault(
-        "a line is let go before all of it is taken",
+        "a flat parameter is released before all of it is written",
         "ftkit/engine/checkpoint/saving.py",
         "                    for kind, store in stores.items():\n",
         "                    self.captured[flat].set()\n                    for kind, store in stores.items():\n",
@@ -1059,11 +1066,11 @@ FAULTS = (
         "tests/notebook/test_lost.py::test_workers_end_with_the_kernel_however_it_ends[killed]",
     ),
     _fault(
-        "held weights are used after they were updated",
+        "gathered weights are used after an update",
         "ftkit/engine/model.py",
         "            if self.transfer.whole.updates != self.transfer.updates:\n",
         "            if False:\n",
-        "tests/engine/test_holding.py::test_training_on_held_weights_is_refused[step-updated while they are gathered]",
+        "tests/engine/test_holding.py::test_training_on_gathered_weights_is_refused[step-updated while they are gathered]",
     ),
     _fault(
         "a prompt draws by its place in its rank's list, not in the whole one",
