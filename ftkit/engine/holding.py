@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ftkit.engine.core.placeholder import Placeholder
-from ftkit.engine.core.root_parameters import gather_whole
 from ftkit.engine.core.transfer import WholeModel
 from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
@@ -47,7 +46,8 @@ def hold(units: ShardedModel) -> Iterator[None]:
             slot = transfer.lend(weights.gathered)
             stack.callback(transfer.free, slot, weights.gathered, for_good=True)
             transfer.take(slot, weights.gathered, weights.number)
-        roots = {flat: gather_whole(flat) for flat in dict.fromkeys(root.flat for root in units.root_parameters)}
+        flats = dict.fromkeys(root.flat for root in units.root_parameters)
+        roots = {flat: transfer.gather_root(flat)[0] for flat in flats}
         transfer.settle()
         transfer.whole = WholeModel(transfer.updates, roots)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,10 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.dtypes import compute_dtype
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.core.gradient import Gradient
+from ftkit.engine.core.gradient import DeferredReductions, Gradient
 from ftkit.engine.core.gradient_offload import GradientOffload
 from ftkit.engine.core.root_parameters import RootParameter, Running
+from ftkit.engine.core.streams import Streams
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
 from ftkit.engine.kernels.host_loops import FlatKernels, HostLoops
@@ -39,6 +40,7 @@ class ShardedModel:
         outside: Resident flat parameters that belong to no unit.
         root_parameters: Large parameters outside blocks, one for each module that reads one.
         gradient_of: The gradient of each trained flat parameter.
+        deferred: Reduces those that are not reduced after each backward.
         places: For each parameter, by id, its flat parameter and its index there.
         aliases: Tied names, and the name under which the flat parameter has the tensor.
         dtypes: Dtype of each parameter before sharding, by name; a saved model has it again.
@@ -50,6 +52,7 @@ class ShardedModel:
     """
 
     transfer: Transfer
+    deferred: DeferredReductions
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class ShardedModel:
         self.dtypes: dict[str, torch.dtype] = {}
         self.exact: dict[FlatParameter, Exact] = {}
         self.registered: dict[str, int] = {}
+        self.streams = Streams(comm.device)
         self.saving: Saving | None = None
         self.flat_kernels: FlatKernels | None = None
         self.running = Running()
@@ -114,7 +118,7 @@ class ShardedModel:
     # --- the step
 
     def begin_call(self) -> None:
-        """Refresh weights outside blocks, and start reading the first units from NVMe.
+        """Refresh weights outside blocks, and start gathering those that the call needs first.
 
         Raises:
             RuntimeError: Weights that are gathered for generation are out of date.
@@ -125,11 +129,14 @@ class ShardedModel:
             return
         self._refresh_outside()
         self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
+        self.running.begin()
+        if self.units and self.transfer.prefetch and not self.units[0].weights.updating:
+            self.units[0].weights.fetch(graph=torch.is_grad_enabled())
 
     def _refresh_outside(self) -> None:
         self.transfer.refresh(self.outside)
         for flat in self.outside:
-            self.transfer.side.wait(flat.refreshed)
+            self.streams.wait(flat.refreshed)
 
     @contextmanager
     def read_by_all(self) -> Iterator[None]:
@@ -137,6 +144,13 @@ class ShardedModel:
         with self.running.read_by_all():
             self._refresh_outside()
             yield
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Return a context for the last backward before the step: gradients of stages 0 and 1 are reduced in it.
+
+        Without it they are reduced at the step. All ranks use it in the same steps. Its body runs one backward.
+        """
+        return self.deferred.last_backward()
 
     def zero_grad(self) -> None:
         """Drop the step's gradients, and what was kept for a backward that has not run. Writes nothing."""
@@ -146,13 +160,10 @@ class ShardedModel:
             unit.forget()
 
     def finish_gradients(self) -> None:
-        """Complete the step's mean gradients. Cost: one reduction per deferred gradient."""
-        with self.transfer.trace.span("collectives", "finish gradients"):
-            for gradient in self.gradients:
-                gradient.finish()
-            if self.offload is not None:
-                self.offload.finish()
-            self.transfer.settle()
+        """Complete the step's mean gradients. Cost: one reduction per deferred gradient that is not reduced yet."""
+        self.deferred.finish()
+        if self.offload is not None:
+            self.offload.finish()
 
     def updated(self) -> None:
         """Record an update of the shards. Unless it is deferred, refresh resident weights at once.
@@ -182,7 +193,7 @@ class ShardedModel:
         """
         for flat in self.flats:
             flat.settle()
-        self.transfer.updated = self.transfer.side.now()  # the side stream reads shards after the updates, too
+        self.transfer.updated = self.streams.now()  # side streams read shards after the updates, too
 
     def freshen(self) -> None:
         """Refresh all resident weights now. A collective. Afterwards reading them needs no other rank.
@@ -248,6 +259,6 @@ class ShardedModel:
         return {
             "parameters": sum(flat.size_bytes for flat in self.flats),
             "gradients": sum(gradient.size_bytes for gradient in self.gradient_of.values()),
-            "slots": self.transfer.slot_bytes,
+            "slots": self.transfer.slot_bytes + (self.offload.buffer_bytes if self.offload is not None else 0),
             "staging": self.transfer.staging_bytes + (self.offload.staging_bytes if self.offload is not None else 0),
         }

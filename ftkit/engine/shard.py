@@ -20,7 +20,7 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.exact_weights import ExactWeights
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.core.gradient import DeferredGradient, ReducedGradient, reduced_at_once
+from ftkit.engine.core.gradient import DeferredGradient, DeferredReductions, ReducedGradient, reduced_at_once
 from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
 from ftkit.engine.core.partition import Binding, bindings_of, names_of, partition
@@ -95,7 +95,7 @@ def shard(
             units.flats.append(flat)
             units.places.update({id(p): (flat, index) for index, p in enumerate(flat.parameters)})
             (owners[group.owner] if group.kind == "block" else others).append(flat)
-        _make_gradients(units)
+        _make_gradients(units, owners)
         _make_units(units, blocks, owners, arguments, split)
         for flat in others:
             _add_outside(units, flat, bindings)
@@ -181,18 +181,24 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                 place.module.register_parameter(place.attribute, new)
 
 
-def _make_gradients(units: ShardedModel) -> None:
+def _make_gradients(units: ShardedModel, owners: dict[str, list[FlatParameter]]) -> None:
     """Make the gradients of trained flat parameters, and the stores of those that leave the device."""
     tiers, strategy = units.tiers, units.strategy
     reduced = OffloadedGradient if tiers.tier("gradients") != DEVICE else ReducedGradient
     for flat in units.flats:
         if flat.trainable:
             late = strategy.reduced_late(flat.kind, units.comm.world_size)
-            units.gradient_of[flat] = (DeferredGradient if late else reduced)(flat, strategy)
+            units.gradient_of[flat] = (DeferredGradient if late else reduced)(flat, strategy, units.streams)
+    blocks = [[units.gradient_of[flat] for flat in flats if flat.trainable] for flats in owners.values()]
+    of_blocks = {id(gradient) for block in blocks for gradient in block}
+    others = [gradient for gradient in units.gradients if id(gradient) not in of_blocks]
+    deferred = [[each for each in block if isinstance(each, DeferredGradient)] for block in blocks]
+    units.deferred = DeferredReductions(deferred, others, units.streams)
+    groups = [[each for each in group if isinstance(each, OffloadedGradient)] for group in (*blocks, *([o] for o in others))]
     leaving = [each for each in units.gradient_of.values() if isinstance(each, OffloadedGradient)]
     tiers.reserve("gradients", [(each.flat.layout.shard_numel, each.dtype) for each in leaving])
     if leaving:
-        units.offload = GradientOffload(leaving, tiers, units.host_loops(torch.get_num_threads()))
+        units.offload = GradientOffload(groups, tiers, units.host_loops(torch.get_num_threads()), units.streams)
         for each in leaving:
             store = tiers.make("gradients", f"{each.flat.name}.gradient", each.flat.layout.shard_numel, each.dtype)
             each.connect(units.offload, store)
@@ -210,14 +216,23 @@ def _make_units(
     gradients = [[units.gradient_of[flat] for flat in group if flat.trainable] for group in flats]
     reduced = [reduced_at_once(group) for group in gradients]
     units.transfer = transfer = Transfer(
-        flats, reduced, units.comm, units.tiers, prefetch=strategy.prefetch, debug=strategy.debug
+        flats, reduced, units.comm, units.tiers, units.streams, prefetch=strategy.prefetch, debug=strategy.debug
     )
     stay = not strategy.reshard_after_forward
     recomputed = len(blocks) - strategy.graphs(len(blocks))  # the last blocks keep their graphs
     for number, (name, block) in enumerate(blocks):
         weights = BlockWeights(number, name, flats[number], stay=stay, transfer=transfer)
-        keep = number >= recomputed
-        unit = Unit(block, weights, gradients[number], keep=keep, arguments=arguments, parts=strategy.parts, split=split)
+        unit = Unit(
+            block,
+            weights,
+            gradients[number],
+            units.running,
+            units.deferred,
+            keep=number >= recomputed,
+            arguments=arguments,
+            parts=strategy.parts,
+            split=split,
+        )
         if units.units:
             unit.before, units.units[-1].after = units.units[-1], unit
         units.units.append(unit)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.gradient import Gradient, ReducedGradient
+from ftkit.engine.core.gradient import Gradient, ReducedGradient, reduce
 
 
 def give(gradient: Gradient, tensors: Mapping[int, Tensor]) -> None:
@@ -21,4 +21,4 @@ def give(gradient: Gradient, tensors: Mapping[int, Tensor]) -> None:
     for index, tensor in tensors.items():
         gradient.add(index, tensor)
     gradient.end()
-    gradient.reduce(place)
+    reduce("given", [gradient], [place], gradient.streams)

@@ -1,4 +1,4 @@
-"""Reads of a root parameter share a gather, and get its gradient whoever read first."""
+"""Reads of a root parameter share a gather, get its gradient in any order, and find a gather that started early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 from torch import nn
 
 from ftkit.engine.core.root_parameters import RootParameter, Running
+from ftkit.engine.optim.adamw import ShardedAdamW
+from ftkit.spec.strategy import Strategy
+from tests.engine import families
+from tests.engine.trajectory import shard_model
+from tests.worlds import World
 
 
 class Counted(RootParameter):
@@ -43,3 +48,43 @@ def test_what_nobody_reads_is_not_gathered() -> None:
         pass
     assert root.gathers == 0
     assert root.read() is root.parameter, "the model does not run"
+
+
+def gathers_of_calls() -> list[list[str]]:
+    """Return the gathers and forwards of two calls and of one that does not read the head, in order."""
+    units = shard_model(families.build("llama"), Strategy.of())
+    rows, found = families.batch("llama", 0), []
+    for model in (units.model, units.model, units.model.model, units.model):
+        units.transfer.trace.start()
+        model(input_ids=rows["input_ids"])
+        found.append([span.name for span in units.transfer.trace.stop()])
+    return found
+
+
+def test_gathers_start_where_the_last_call_read(world2: World) -> None:
+    first, second, without_head, last = world2.run(gathers_of_calls)[0]
+    embedding, head = "gather model.embed_tokens.weight", "gather lm_head.weight"
+    assert first == ["gather 0", embedding, "gather 1", "forward 0", "gather 2", "forward 1", "forward 2", head]
+    # Block 1 is in its slot still.
+    assert second == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", head, "forward 2"]
+    assert without_head == second, "the call before read the head"
+    assert last == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", "forward 2", head], "the call before did not"
+
+
+def weights_read_after_a_step() -> tuple[bool, bool]:
+    """Return whether a head read after a step is that of before, and whether it is that of after."""
+    units = shard_model(families.build("llama"), Strategy.of())
+    optimizer = ShardedAdamW(units, lr=1e-2)
+    rows = families.batch("llama", 0)
+    before = units.state_dict()["lm_head.weight"]
+    families.token_loss(units.model, rows, families.label_tokens(rows)).backward()
+    with torch.no_grad():
+        units.model.model(input_ids=rows["input_ids"])  # gathers the head for a read that does not come
+    optimizer.step()
+    with units.read_by_all(), torch.no_grad():
+        found = units.model.lm_head.weight.clone()
+    return torch.equal(found, before), torch.equal(found, units.state_dict()["lm_head.weight"])
+
+
+def test_an_early_gather_is_not_used_after_an_update(world2: World) -> None:
+    assert world2.run(weights_read_after_a_step) == [(False, True)] * 2

@@ -20,7 +20,8 @@ from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine import families, nets
 from tests.engine.families import HIDDEN, token_loss
-from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model
+from tests.engine.trajectory import Record, Row, differences, relative, run_plain, run_sharded, shard_model, split
+from tests.worlds import RankFailure
 
 STEPS = 4
 ROWS = [
@@ -300,6 +301,68 @@ def test_the_neighbour_is_gathered_while_a_block_computes(world2):
     assert world2.run(slots_while_blocks_compute, True) == [expected] * 2
     alone = [(number, [f"blocks.{number}"]) for number, _ in expected]
     assert world2.run(slots_while_blocks_compute, False) == [alone] * 2
+
+
+# --- reductions in the last backward of a step
+
+
+class SkippingNet(nets.Net):
+    """Leaves out the second block for a batch whose first token is `SKIPS`."""
+
+    def run_blocks(self, x, input_ids):
+        for number, block in enumerate(self.blocks):
+            if number != 1 or input_ids[0, 0] != SKIPS:
+                x = block(x)
+        return x
+
+
+SKIPS = 5
+
+
+def with_a_skipped_block(stage: int, activations: str) -> tuple[list[str], list[str]]:
+    """Train; rank 1 skips a block. Return which weights differ from plain PyTorch's, and this rank's reductions in order."""
+    ours, plain = seeded(SkippingNet), seeded(SkippingNet)
+    units = shard_model(ours, Strategy.of(stage=stage, activations=activations))
+    optimizers = ShardedAdamW(units, lr=1e-3), torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(3):
+        rows = families.batch("llama", step)
+        tokens = families.label_tokens(rows)
+        halves = [{name: tensor.clone() for name, tensor in split(rows, 2, rank).items()} for rank in range(2)]
+        halves[0]["input_ids"][0, 0], halves[1]["input_ids"][0, 0] = SKIPS + 1, SKIPS
+        for half in halves:
+            token_loss(plain, half, tokens).backward()
+        units.transfer.trace.start()
+        with units.last_backward():
+            (token_loss(ours, halves[units.comm.rank], tokens) * 2).backward()
+        early = [span.name for span in units.transfer.trace.stop() if span.name.startswith("reduce")]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = units.state_dict()
+    return [name for name, tensor in plain.state_dict().items() if not relative(weights[name], tensor) < 1e-4], early
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_blocks_are_reduced_in_one_order_although_a_rank_skips_one(world2, stage, activations):
+    (wrong, all_blocks), (also_wrong, until_the_skipped) = world2.run(with_a_skipped_block, stage, activations)
+    assert wrong == also_wrong == []
+    assert all_blocks == ["reduce backward 2", "reduce backward 1", "reduce backward 0"]
+    assert until_the_skipped == ["reduce backward 2"]
+
+
+def two_backwards_in_the_last() -> None:
+    model = seeded(nets.Net)
+    units = shard_model(model, Strategy.of(stage=1, activations="keep"))
+    rows = families.batch("llama", 0)
+    with units.last_backward():
+        for _ in range(2):
+            token_loss(model, rows, families.label_tokens(rows)).backward()
+
+
+def test_a_second_backward_after_the_last_is_refused(world2):
+    with pytest.raises(RankFailure, match="after its gradient was reduced: .*backward.. once in a training_step"):
+        world2.run(two_backwards_in_the_last)
 
 
 # --- two models, and gradients of inputs

@@ -244,9 +244,12 @@ def _run_sharded(
             losses = _tuple(loss_of(model, own, tokens))
             if early_zero_grad and micro == 0:
                 optimizer.zero_grad()
-            for loss in losses:
-                (loss * row.world).backward()
-                total += loss.detach()
+            # Rows with prefetch name the last backward, as the Trainer does. The others are plain loops.
+            last = row.prefetch and micro == row.accumulation - 1 and len(losses) == 1
+            with units.last_backward() if last else nullcontext():
+                for loss in losses:
+                    (loss * row.world).backward()
+                    total += loss.detach()
         norm = optimizer.clip_grad_norm_(MAX_NORM).item() if row.clip else optimizer.grad_norm()
         optimizer.step()
         scheduler.step()

@@ -305,6 +305,34 @@ def train_first(trainer):
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+class NotesReductions:
+    """Notes for each micro-batch how many blocks were reduced in its backward."""
+
+    def training_step(self, *args, **kwargs):
+        trace = self.engine.transfer.trace
+        trace.start()
+        loss = super().training_step(*args, **kwargs)
+        self.reduced = [*getattr(self, "reduced", []), sum(span.name.startswith("reduce") for span in trace.stop())]
+        return loss
+
+
+def reductions_and_blocks(trainer):
+    return trainer.reduced, len(trainer.engine.units)
+
+
+def test_blocks_are_reduced_in_the_last_micro_batch_of_a_step(world2, tmp_path):
+    arguments = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    run = Run(
+        arguments=arguments,
+        ftkit={"stage": 1, "activations": "keep"},
+        mixin=NotesReductions,
+        after=reductions_and_blocks,
+    )
+    for outcome in world2.run(train, "ours", str(tmp_path), run):
+        reduced, blocks = outcome.after
+        assert reduced == [0, blocks] * 2
+
+
 def test_training_twice(world2, stock, tmp_path):
     run = replace(SHORT, before=train_first)
     ours, theirs = world2.run(train, "ours", str(tmp_path), run)[0], stock(run)

@@ -9,7 +9,8 @@ Resident weights need no buffer. They are brought up to date after an update, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.transfer import Transfer, WeightSlot
@@ -33,6 +34,7 @@ class BlockWeights:
         self.resident = [flat for flat in flats if flat.resident]
         self.stay = stay
         self.transfer = transfer
+        self._next: Callable[[], None] | None = None  # starts a gather that waits for an update on the host
         self.backwards = 0  # backwards to come since zero_grad; the same on all ranks
         self._own: WeightSlot | None = None
 
@@ -40,6 +42,11 @@ class BlockWeights:
     def slot(self) -> WeightSlot:
         """The buffer for these weights: the block's own if it has one, else slot `number` mod 2."""
         return self._own or self.transfer.slots[self.number % 2]
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update of the weights may be under way, for which `fetch` would make the host wait."""
+        return any(flat.update is not None for flat in self.flats)
 
     def fetch(self, *, graph: bool) -> None:
         """Start gathering the weights if they are not here.
@@ -55,7 +62,7 @@ class BlockWeights:
         self.transfer.gather(self.slot, self.gathered, self.number)
 
     def enter(self, *, graph: bool, neighbour: BlockWeights | None = None, beyond: BlockWeights | None = None) -> None:
-        """Make the weights usable, and start gathering the neighbour's.
+        """Make the weights usable, and start gathering the neighbour's: now, or in `leave` if the host has to wait for that.
 
         Args:
             graph: A backward follows this use.
@@ -72,19 +79,25 @@ class BlockWeights:
             )
         self.fetch(graph=graph)
         for flat in self.resident:
-            self.transfer.side.wait(flat.refreshed)
+            self.transfer.streams.wait(flat.refreshed)
         if self.gathered:
             self.transfer.take(self.slot, self.gathered, self.number)
         if neighbour is not None and self.transfer.prefetch:
-            neighbour.fetch(graph=graph)
+            if neighbour.updating:
+                self._next = partial(neighbour.fetch, graph=graph)
+            else:
+                neighbour.fetch(graph=graph)
         if beyond is not None:
             self.transfer.read_ahead([beyond.gathered])
 
     def leave(self) -> None:
-        """Reshard the weights. A buffer of the block's own stays while a backward needs it."""
+        """Reshard the weights after the computation. A buffer of the block's own stays while a backward needs it."""
         if self.gathered:
             self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
         self._drop_unneeded()
+        start, self._next = self._next, None
+        if start is not None:
+            start()
 
     def expect_backward(self) -> None:
         """Count a backward that will use the weights."""

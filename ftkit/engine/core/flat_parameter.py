@@ -218,26 +218,36 @@ class FlatParameter:
             parameter.data = placeholder.value
             parameter.__class__ = placeholder.resharded
 
-    def gather(self, full: Tensor, read: Tensor | None = None) -> None:
-        """Fill `full` with the weights of all ranks.
+    def fetch(self, full: Tensor, read: Tensor | None = None) -> None:
+        """Copy this rank's weights from host memory or NVMe to its part of `full`.
+
+        On a CPU a collective reads host memory itself, so nothing is copied on several ranks.
 
         Args:
-            full: Receives all weights, shape (W*S,).
+            full: Receives this rank's weights, shape (W*S,).
             read: This rank's weights (S,) in host memory if they were read ahead from NVMe. None: read them from their tier.
-
-        Cost: one all-gather of W*S elements, and a copy from the tier.
         """
         self.settle()
         source = self.weights.tensor if read is None else read
-        own = self.own_part(full)
         if source is None:
-            _copy_pieces(own, self.weights)
-        elif source.device == full.device and self.owners > 1:
-            own = source  # the collective reads it there
-        elif own.data_ptr() != source.data_ptr():
-            own.copy_(source, non_blocking=True)
+            _copy_pieces(self.own_part(full), self.weights)
+        elif self.owners == 1 or source is not self._on_device_of(full):
+            self.own_part(full).copy_(source, non_blocking=True)
+
+    def gather(self, full: Tensor) -> None:
+        """Fill `full` (W*S,) with the weights of all ranks. This rank's are on the device, or `fetch` has copied them.
+
+        Cost: one all-gather of W*S elements.
+        """
+        self.settle()
         if self.owners > 1:
-            self.comm.all_gather(full, own, self.name)
+            stored = self._on_device_of(full)
+            self.comm.all_gather(full, self.own_part(full) if stored is None else stored, self.name)
+
+    def _on_device_of(self, full: Tensor) -> Tensor | None:
+        """Return the stored weights (S,) if a collective into `full` can read them where they are."""
+        stored = self.weights.tensor
+        return stored if stored is not None and stored.device == full.device else None
 
     def collect(self, store: Store) -> Tensor:
         """Return all elements (W*S,) of a tensor that is sharded like the weights, on the device. A collective.

@@ -8,9 +8,9 @@
     deferred     `memory` (W*S,), on every rank     once, at the step   this rank's part of `memory`
 
 Each is the mean over ranks, summed over the micro-batches of a step. `Transfer.gradients` opens a unit's gradients with
-places in the slot, and reduces them on the side stream after the unit's backward; in between, hooks of autograd call
-`add`. A use outside blocks (an embedding, a head) calls `add_use`. The optimizer calls `finish`, then reads `store`,
-`square` and `touched`.
+places in the slot, and reduces them after the unit's backward; in between, hooks of autograd call `add`. A use outside
+blocks (an embedding, a head) calls `add_use`. `DeferredReductions` reduces the deferred gradients. Afterwards the optimizer
+reads `store`, `square` and `touched`. All reductions run on the stream of collectives.
 
 [Note: touched]   A tensor without a gradient on any rank is not updated; AdamW would decay it. Each rank records the tensors
 it has touched since `zero_grad`, and the norm's collective combines the records (optimizer.py).
@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.placeholder import on_gradient
+from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.memory.tiers import MemoryStore, Store
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
@@ -45,10 +48,11 @@ class Gradient(ABC):
     Args:
         flat: The flat parameter.
         strategy: Gives the dtype in which micro-batches are summed.
+        streams: The streams of this rank.
     """
 
-    def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
-        self.flat = flat
+    def __init__(self, flat: FlatParameter, strategy: Strategy, streams: Streams) -> None:
+        self.flat, self.streams = flat, streams
         self.dtype = torch.float32 if strategy.sums_in_fp32 else flat.dtype
         self.touched = [False] * len(flat.parameters)  # see [Note: touched]
         self.changes = 0  # number of changes; the optimizer caches the norm of one such number
@@ -124,8 +128,8 @@ class Gradient(ABC):
 class ReducedGradient(Gradient):
     """A gradient that is reduced after each backward of its unit. Arguments as in `Gradient`."""
 
-    def __init__(self, flat: FlatParameter, strategy: Strategy) -> None:
-        super().__init__(flat, strategy)
+    def __init__(self, flat: FlatParameter, strategy: Strategy, streams: Streams) -> None:
+        super().__init__(flat, strategy, streams)
         self.slot_dtype = self.dtype if strategy.parts > 1 else flat.dtype  # parts are summed in the slot
         self._place: Tensor | None = None  # (W*S,) in the slot, during a unit's backward
         self._written: set[int] = set()
@@ -187,7 +191,13 @@ class ReducedGradient(Gradient):
             full[:numel].copy_(gradient.reshape(-1))
             full[numel:].zero_()
             self.touched[index] = True
-        self.reduce(full)
+        reduce(flat.name, [self], [full], self.streams)
+        self.streams.collectives.uses(full)
+
+    @property
+    def free(self) -> Event:
+        """The event after which `reduce` may write."""
+        return None
 
     def reduce(self, full: Tensor) -> None:
         """Average a full gradient over ranks and add this rank's part to the sum.
@@ -203,6 +213,9 @@ class ReducedGradient(Gradient):
         self._sum(part)
         self.there = True
 
+    def leave(self, reduced: Event) -> None:
+        """Start to move what `reduce` made off the device after the event `reduced`, unless it stays."""
+
     def _destination(self, full: Tensor) -> Tensor:
         """Return where to reduce `full`: the first micro-batch goes straight to `memory`, others to this rank's part."""
         first = not self.there and self.dtype == full.dtype
@@ -217,7 +230,10 @@ class ReducedGradient(Gradient):
 
 
 class DeferredGradient(Gradient):
-    """A gradient that is reduced once, at the step. Arguments as in `Gradient`."""
+    """A gradient that is reduced once in a step, by `DeferredReductions`. Arguments as in `Gradient`."""
+
+    added: Callable[[], None] | None = None
+    """Called after each `add` of a block that plain autograd computes."""
 
     @property
     def part(self) -> Tensor | None:
@@ -232,8 +248,8 @@ class DeferredGradient(Gradient):
         """
         if self.there and self.flat.comm.world_size > 1:
             raise RuntimeError(
-                f"a backward reached {self.flat.name} after its gradient norm was taken or the step was made: call "
-                "zero_grad() between a step and the next backward"
+                f"a backward reached {self.flat.name} after its gradient was reduced: call zero_grad() between a step and "
+                "the next backward, and backward() once in a training_step"
             )
         self.there = False
         self._change()
@@ -244,9 +260,11 @@ class DeferredGradient(Gradient):
         else:
             place.copy_(gradient.reshape(-1))
         self.touched[index] = True
+        if self.added is not None:
+            self.added()
 
     def finish(self) -> None:
-        """Reduce the step's gradient on all ranks, also on those without a local gradient.
+        """Reduce the step's gradient on all ranks, also on those without a local gradient. `DeferredReductions` calls it.
 
         Cost: one reduce-scatter (stage 1) or all-reduce (stage 0), at the first call in a step.
         """
@@ -266,11 +284,93 @@ class DeferredGradient(Gradient):
         self.there = True
 
 
+class DeferredReductions:
+    """Reduces the deferred gradients of a model.
+
+    All ranks reduce the blocks in the same order, the last block first, whichever blocks have a gradient on a rank. In the
+    last backward of a step, a block is reduced when its backward and the reductions of all later blocks are issued. The
+    others are reduced at the step, and so are all without `last_backward`.
+
+    Args:
+        blocks: For each block, in order of execution, its deferred gradients.
+        others: The gradients outside blocks.
+        streams: The streams of this rank.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[DeferredGradient]], others: Sequence[Gradient], streams: Streams) -> None:
+        self.blocks, self.others, self.streams = blocks, others, streams
+        self._missing: list[int] | None = None  # for each block, tensors without a gradient from the last backward
+        self._next = len(blocks) - 1
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Reduce blocks during the body, which runs the last backward before the step."""
+        self._missing = [sum(len(gradient.touched) for gradient in block) for block in self.blocks]
+        self._next = len(self.blocks) - 1
+        try:
+            yield
+        finally:
+            self._missing = None
+
+    def added(self, number: int) -> None:
+        """Note a gradient of a tensor of block `number`, which plain autograd computes: it gives each tensor one."""
+        if self._missing is not None:
+            self._missing[number] -= 1
+            self._reduce_ready(self._missing)
+
+    def finished(self, number: int) -> None:
+        """Note the end of the backward of block `number`."""
+        if self._missing is not None:
+            self._missing[number] = 0
+            self._reduce_ready(self._missing)
+
+    def finish(self) -> None:
+        """Reduce what is not reduced. Afterwards the computing stream waits for all reductions."""
+        with self.streams.collectives.run("finish gradients", self.streams.now()):
+            for gradient in (*chain.from_iterable(reversed(self.blocks)), *self.others):
+                gradient.finish()
+        self.streams.wait(self.streams.collectives.mark())
+
+    def _reduce_ready(self, missing: list[int]) -> None:
+        while self._next >= 0 and missing[self._next] <= 0:
+            if self.blocks[self._next]:
+                with self.streams.collectives.run(f"reduce backward {self._next}", self.streams.now()):
+                    for gradient in self.blocks[self._next]:
+                        gradient.finish()
+            self._next -= 1
+
+
 def add_in_pieces(total: Tensor, part: Tensor) -> None:
     """Add `part` (n,) to `total` (n,). On a CPU in pieces: torch would first widen all of a narrower `part`."""
     width = PIECE_NUMEL if total.device.type == "cpu" and total.dtype != part.dtype else max(total.numel(), 1)
     for start in range(0, total.numel(), width):
         total[start : start + width].add_(part[start : start + width])
+
+
+def reduce(
+    name: str,
+    gradients: Sequence[ReducedGradient],
+    fulls: Sequence[Tensor],
+    streams: Streams,
+) -> Event:
+    """Reduce gradients on the stream of collectives, after the computation issued so far.
+
+    Args:
+        name: Their name in the trace.
+        gradients: The gradients.
+        fulls: The local gradient of each, shape (W*S,). Overwritten.
+        streams: The streams of this rank.
+
+    Returns:
+        The event after which `fulls` may be written. Copies to the host may be under way.
+    """
+    with streams.collectives.run(f"reduce {name}", streams.now(), *(gradient.free for gradient in gradients)):
+        for gradient, full in zip(gradients, fulls):
+            gradient.reduce(full)
+    reduced = streams.collectives.mark()
+    for gradient in gradients:
+        gradient.leave(reduced)
+    return reduced
 
 
 def reduced_at_once(gradients: Sequence[Gradient]) -> list[ReducedGradient]:

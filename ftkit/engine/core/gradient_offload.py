@@ -1,23 +1,27 @@
 """Gradient offload: reduced gradients are summed in host memory or on NVMe.
 
-A reduced gradient (S,) is copied to one of two staging buffers in host memory, on the stream that reduced it. A thread
+On a GPU a reduction writes its part (S,) to a small device buffer, so that the gradient slot is free when the collective
+ends. From there the part is copied to one of two staging buffers in host memory, on a stream of its own. A thread
 waits for the copy, adds it to the gradient's store (host arena or file) piece by piece, and computes the squared norm of
 the sum in the same pass. It does so at every use, so it need not know which use is the last of a step. Gradient clipping
 calls `finish`, which waits for the thread and raises its errors.
 
-A CPU rank whose gradients stay in host memory adds them at once, without staging and thread.
+On a CPU the part stays in the slot until it is copied. If gradients stay in host memory, they are added at once, without
+staging and thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import store_bytes
 from ftkit.engine.core.gradient import Measure, ReducedGradient
+from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
@@ -33,16 +37,28 @@ class OffloadedGradient(ReducedGradient):
     offload: GradientOffload
     total: Store
     squared = 0.0  # the squared norm of `total`
+    _part: Tensor | None = None  # (S,), between `reduce` and `leave`
 
     def connect(self, offload: GradientOffload, total: Store) -> None:
         """Set the offload, and the store (S,) on host or NVMe of the sum."""
         self.offload, self.total, self.memory = offload, total, total.tensor
 
-    def _destination(self, full: Tensor) -> Tensor:
-        return self.flat.own_part(full)
+    @property
+    def free(self) -> Event:
+        """See `ReducedGradient.free`."""
+        return self.offload.left
 
-    def _sum(self, part: Tensor) -> None:
-        self.offload.send(self, part, add=self.there)
+    def reduce(self, full: Tensor) -> None:
+        """See `ReducedGradient.reduce`."""
+        self._change()
+        self._part = self.flat.own_part(full) if full.device.type == "cpu" else self.offload.place(self, full.dtype)
+        self.flat.comm.reduce_scatter_mean(self._part, full, self.flat.name)
+
+    def leave(self, reduced: Event) -> None:
+        """See `ReducedGradient.leave`."""
+        assert self._part is not None
+        self.offload.send(self, self._part, reduced, add=self.there)
+        self._part, self.there = None, True
 
     def store(self) -> Store | None:
         """See `Gradient.store`."""
@@ -59,11 +75,28 @@ class OffloadedGradient(ReducedGradient):
 
 
 class GradientOffload:
-    """Moves one model's reduced gradients off the device. `host` computes their sums."""
+    """Moves one model's reduced gradients off the device.
 
-    def __init__(self, gradients: Sequence[OffloadedGradient], tiers: Tiers, host: HostLoops) -> None:
-        self.device = tiers.device
-        self.host = host
+    Args:
+        groups: The gradients of each unit, and of each root parameter.
+        tiers: Tiers of this rank.
+        host: Computes the sums.
+        streams: The streams of this rank.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[OffloadedGradient]], tiers: Tiers, host: HostLoops, streams: Streams
+    ) -> None:
+        self.device, self.host, self.streams = tiers.device, host, streams
+        self.left: Event = None  # after the last copy from the device buffer
+        self._starts: dict[OffloadedGradient, int] = {}  # the byte at which a gradient's part begins in the device buffer
+        self._buffer: Tensor | None = None
+        self.buffer_bytes = 0  # of the device buffer; there is none on a CPU
+        for group in groups:
+            ends = list(accumulate((arena_bytes([(e.flat.layout.shard_numel, e.slot_dtype)]) for e in group), initial=0))
+            self._starts |= dict(zip(group, ends))
+            self.buffer_bytes = max(self.buffer_bytes, ends[-1]) if self.device.type != "cpu" else 0
+        gradients = list(self._starts)
         self.buffers: list[Tensor] = []
         self.jobs: list[Future[None] | None] = [None] * BUFFERS
         self.turn = 0
@@ -78,12 +111,20 @@ class GradientOffload:
         """Bytes of the staging buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def send(self, gradient: OffloadedGradient, part: Tensor, *, add: bool) -> None:
+    def place(self, gradient: OffloadedGradient, dtype: torch.dtype) -> Tensor:
+        """Return the part (S,) of the device buffer for a gradient. Allocates the buffer at the first call."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
+        start = self._starts[gradient]
+        return self._buffer[start : start + gradient.flat.layout.shard_numel * dtype.itemsize].view(dtype)
+
+    def send(self, gradient: OffloadedGradient, part: Tensor, reduced: Event, *, add: bool) -> None:
         """Put a reduced gradient into its store, or add it there. Waits if both staging buffers are in use.
 
         Args:
             gradient: The gradient. Its `squared` is set, on the thread.
-            part: Its reduced part (S,). It may be overwritten on the current stream after this call.
+            part: Its reduced part (S,). On a GPU it may be overwritten after `left`, on a CPU after this call.
+            reduced: The event after which the part is complete.
             add: Add to the content of the store.
         """
         if not self.buffers:
@@ -91,8 +132,9 @@ class GradientOffload:
             return
         self._collect(self.turn)
         staging = self.buffers[self.turn][: part.numel() * part.dtype.itemsize].view(part.dtype)
-        staging.copy_(part, non_blocking=True)
-        copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        with self.streams.down.run(f"offload {gradient.flat.name}", reduced):
+            staging.copy_(part, non_blocking=True)
+        self.left = copied = self.streams.down.mark()
 
         def work() -> None:
             if copied is not None:

@@ -1,5 +1,8 @@
 """Root parameters: large parameters outside blocks (embeddings, heads), gathered when they are read.
 
+Their gathers start early: when the model is called, or when the unit begins after which the last call read the parameter.
+So an embedding's gather is issued before the first block's, and a head's runs beside the last block.
+
 Reading `module.weight` returns the gathered tensor while the model runs: it is the output of an autograd function whose
 backward reduce-scatters its gradient. All reads during the module's own forward share one gather. Other code reads it too
 (a fused loss reads `lm_head.weight`), so the attribute is a property of the module. At other times it is the placeholder.
@@ -20,20 +23,39 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import Gradient
+from ftkit.engine.core.streams import Event
 from ftkit.engine.core.transfer import Transfer
+
+BEFORE_UNITS = -1
+"""`Running.position` before the first unit of a call."""
 
 
 class Running:
-    """Whether the model runs, so that all ranks make the same reads."""
+    """Whether the model runs, so that all ranks make the same reads, and how far."""
 
     def __init__(self) -> None:
         self.depth = 0  # nested calls of the model
         self.reading = 0  # nested `read_by_all` contexts
+        self.position = BEFORE_UNITS  # number of the last unit that began in this call
+        self.roots: list[RootParameter] = []
 
     @property
     def gathers(self) -> bool:
         """Whether reading a root parameter gathers it."""
         return self.depth > 0 or self.reading > 0
+
+    def begin(self) -> None:
+        """Begin a call, before its first unit."""
+        for root in self.roots:
+            root.drop()
+        self.enter(BEFORE_UNITS)
+
+    def enter(self, number: int) -> None:
+        """Note that unit `number` begins, and start the gathers of parameters that the last call read after it."""
+        self.position = number
+        for root in self.roots:
+            if root.read_after == number:
+                root.start()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -81,6 +103,9 @@ class RootParameter:
         self.own = module._parameters[attribute]
         self.sharing = False
         self.gathered: Tensor | None = None  # during `once`
+        self.read_after: int | None = None  # position of the last read in the last call that read it
+        self._coming: tuple[int, Tensor, Event] | None = None  # version of the shards, tensor, when it is complete
+        running.roots.append(self)
         # An input that requires a gradient, so that autograd calls the backward of `_Gather`.
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
 
@@ -118,31 +143,44 @@ class RootParameter:
         A gradient hook that the user registered on the parameter gets the gradient of each read.
         """
         if not torch.is_grad_enabled() or not self.parameter.requires_grad or self.gradient is None:
-            return gather_whole(self.flat)
-        gathered: Tensor = _Gather.apply(self.gradient, self.anchor)
+            return self._take()
+        gathered: Tensor = _Gather.apply(self, self.anchor)
         for hook in (self.parameter._backward_hooks or {}).values():
             gathered.register_hook(hook)
         return gathered
+
+    def start(self) -> None:
+        """Start to gather the parameter for the next read."""
+        if self._coming is None and self.transfer.prefetch:
+            self._coming = (self.flat.version, *self.transfer.gather_root(self.flat))
+
+    def drop(self) -> None:
+        """Drop a gather that was not read, and do not start another one."""
+        if self._coming is not None:
+            self.transfer.streams.wait(self._coming[2])
+            self._coming = self.read_after = None
+
+    def _take(self) -> Tensor:
+        """Return the whole parameter, which may be on its way already. A collective otherwise."""
+        coming, self._coming = self._coming, None
+        if coming is None or coming[0] != self.flat.version:
+            coming = (self.flat.version, *self.transfer.gather_root(self.flat))
+        self.read_after = self.running.position
+        self.transfer.streams.wait(coming[2])
+        return coming[1]
 
 
 class _Gather(torch.autograd.Function):
     """Forward: all-gather of a root parameter. Backward: reduce-scatter of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Gradient, anchor: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, root: RootParameter, anchor: Tensor) -> Tensor:
+        ctx.gradient = root.gradient
         ctx.set_materialize_grads(False)
-        return gather_whole(gradient.flat)
+        return root._take()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         ctx.gradient.add_use(0, gradient)
         return None, None
-
-
-def gather_whole(flat: FlatParameter) -> Tensor:
-    """Return the one tensor of a root parameter. A collective. Cost: one all-gather, and its bytes on every rank."""
-    full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=flat.comm.device)
-    flat.gather(full)
-    return full[: flat.layout.numel].view(flat.layout.segments[0].shape)

@@ -5,9 +5,9 @@ other. While unit i computes, its neighbour is gathered into the other slot, and
 weights in backward at the same addresses. A slot records names and versions of its weights, so a unit whose weights are
 still there (the last one, when backward begins) is not gathered again.
 
-On CUDA, gathers and reductions run on one side stream, in the same order on all ranks. Events order them with the
+On CUDA, gathers and reductions run on side streams (streams.py), in the same order on all ranks. Events order them with the
 computation: a gather waits for the last reader of its slot, a computation waits for its own gather, and a unit writes
-gradients after the previous reduction has read them. On a CPU the same calls run in program order.
+gradients after the previous reduction has read the slot. Its recomputation does not wait for that.
 """
 
 from __future__ import annotations
@@ -23,47 +23,14 @@ from torch import Tensor
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.activation_offload import ActivationOffload
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.core.gradient import ReducedGradient
+from ftkit.engine.core.gradient import ReducedGradient, reduce
 from ftkit.engine.core.read_ahead import ReadAhead, content_of
+from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.memory.tiers import Tiers
-from ftkit.engine.trace import Trace
-from ftkit.spec.tiers import NVME
+from ftkit.spec.tiers import DEVICE, NVME
 
 ALIGNMENT_BYTES = 256
 """Flat parameters in a slot begin at multiples of this, as allocations of CUDA do."""
-
-
-class SideStream:
-    """A CUDA stream beside the computing one. On a CPU, program order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def after(self, *events: torch.cuda.Event | None) -> Iterator[None]:
-        """Run the body on the side stream, after `events`."""
-        if self.stream is None:
-            yield
-            return
-        for event in events:
-            if event is not None:
-                self.stream.wait_event(event)
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Return an event after the work queued on the side stream so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def now(self) -> torch.cuda.Event | None:
-        """Return an event after the work queued on the computing stream so far."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Make the computing stream wait for `event`."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
 
 
 class WeightSlot:
@@ -72,8 +39,8 @@ class WeightSlot:
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.content: tuple[tuple[str, int], ...] = ()  # names and versions of the weights in it
-        self.filled: torch.cuda.Event | None = None  # after the gather
-        self.read: torch.cuda.Event | None = None  # after the last computation that reads it
+        self.filled: Event = None  # after the gather
+        self.read: Event = None  # after the last computation that reads it
         self._views: dict[FlatParameter, list[Tensor]] = {}
 
     def views(self, flats: Sequence[FlatParameter]) -> list[tuple[FlatParameter, list[Tensor]]]:
@@ -101,6 +68,7 @@ class Transfer:
         gradients: For each unit, its gradients that are reduced after each use.
         comm: The ranks.
         tiers: Where shards are stored.
+        streams: The streams of this rank.
         prefetch: Gather the neighbour's weights while a unit computes.
         debug: Fill freed buffers with NaN.
     """
@@ -111,23 +79,24 @@ class Transfer:
         gradients: Sequence[Sequence[ReducedGradient]],
         comm: Communicator,
         tiers: Tiers,
+        streams: Streams,
         *,
         prefetch: bool,
         debug: bool,
     ) -> None:
         self.comm, self.prefetch, self.debug = comm, prefetch, debug
-        self.side = SideStream(comm.device)
-        self.trace = Trace(comm.device)
+        self.streams, self.trace = streams, streams.trace
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
         size = max((_slot_bytes(_weight_sizes(group)) for group in gathered), default=0)
         self.slots = [WeightSlot(size, comm.device) for _ in range(2)] if size else []
+        self.on_device = tiers.tier("parameters") == DEVICE
         self.activations = ActivationOffload(tiers)
         self.ahead = ReadAhead(gathered, tiers) if size and tiers.tier("parameters") == NVME else None
         self.gradient_bytes = max((_slot_bytes(_gradient_sizes(group)) for group in gradients), default=0)
         self._gradient_slot: Tensor | None = None
-        self.reduced: torch.cuda.Event | None = None  # after the last reduction has read the gradient slot
+        self.reduced: Event = None  # after the last reduction has read the gradient slot
         self.updates = 0
-        self.updated = self.side.now()  # after the last update of the shards
+        self.updated = streams.now()  # after the last update of the shards
         self.whole: WholeModel | None = None
 
     @property
@@ -158,21 +127,55 @@ class Transfer:
             flats: The unit's gathered flat parameters.
             number: Number of the unit.
 
-        Cost: one all-gather per flat parameter, on the side stream.
+        Cost: one all-gather per flat parameter, and a copy from the tier.
         """
         content = content_of(flats)
         if slot.content == content:
             return
         slot.content = ()
-        read, buffer = self.ahead.take(flats) if self.ahead is not None else ([None] * len(flats), None)
-        with self.side.after(self.updated, slot.read or self.side.now()):
-            with self.trace.span("collectives", f"gather {number}"):
-                for flat, place, part in zip(flats, _places(slot.buffer, _weight_sizes(flats)), read):
-                    flat.gather(place, part)
-            if self.ahead is not None and buffer is not None:
-                self.ahead.give_back(buffer)
+        places = _places(slot.buffer, _weight_sizes(flats))
+        slot.filled = self._fill(str(number), flats, places, slot.read or self.streams.now(), self.ahead)
         slot.content = content
-        slot.filled = self.side.mark()
+
+    def gather_root(self, flat: FlatParameter) -> tuple[Tensor, Event]:
+        """Start gathering the one tensor of a root parameter.
+
+        Args:
+            flat: The flat parameter, which contains nothing else.
+
+        Returns:
+            The tensor, and the event after which it is complete.
+
+        Cost: one all-gather, and the bytes of the tensor on every rank.
+        """
+        full = torch.empty(flat.layout.padded_numel, dtype=flat.dtype, device=self.comm.device)
+        filled = self._fill(flat.name, [flat], [full], self.streams.now())
+        return full[: flat.layout.numel].view(flat.layout.segments[0].shape), filled
+
+    def _fill(
+        self,
+        name: str,
+        flats: Sequence[FlatParameter],
+        places: Sequence[Tensor],
+        free: Event,
+        ahead: ReadAhead | None = None,
+    ) -> Event:
+        """Gather weights into places (W*S,) that may be written after `free`. Return the event after the gather."""
+        fetched: Event = None
+        if not self.on_device:
+            read, buffer = ahead.take(flats) if ahead is not None else ([None] * len(flats), None)
+            with self.streams.up.run(f"fetch {name}", self.updated, free):
+                for flat, place, part in zip(flats, places, read):
+                    flat.fetch(place, part)
+                if ahead is not None and buffer is not None:
+                    ahead.give_back(buffer)
+            fetched = self.streams.up.mark()
+            if flats[0].owners == 1:
+                return fetched
+        with self.streams.collectives.run(f"gather {name}", self.updated, free, fetched):
+            for flat, place in zip(flats, places):
+                flat.gather(place)
+        return self.streams.collectives.mark()
 
     def read_ahead(self, groups: Sequence[Sequence[FlatParameter]]) -> None:
         """Start reading the shards of the next units from NVMe."""
@@ -183,7 +186,7 @@ class Transfer:
     def take(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Gather weights and make the parameters views of the slot. Arguments as in `gather`."""
         self.gather(slot, flats, number)
-        self.side.wait(slot.filled)
+        self.streams.wait(slot.filled)
         for flat, views in slot.views(flats):
             flat.attach(views)
 
@@ -195,24 +198,24 @@ class Transfer:
             for place in _places(slot.buffer, _weight_sizes(flats)):
                 place.fill_(math.nan)
             slot.content = ()
-        slot.read = self.side.now()
+        slot.read = self.streams.now()
 
     def note_update(self) -> None:
         """Record that work queued on the computing stream so far updates the shards."""
-        self.updated = self.side.now()
+        self.updated = self.streams.now()
         self.updates += 1
 
     def refresh(self, flats: Sequence[FlatParameter]) -> None:
-        """Gather resident weights again that are stale, on the side stream. Cost: one all-gather for each."""
+        """Gather resident weights again that are stale. Cost: one all-gather for each."""
         for flat in flats:
             if flat.stale:
-                with self.side.after(self.updated), self.trace.span("collectives", f"refresh {flat.name}"):
+                with self.streams.collectives.run(f"refresh {flat.name}", self.updated):
                     flat.refresh()
-                flat.refreshed = self.side.mark()
+                flat.refreshed = self.streams.collectives.mark()
 
     def settle(self) -> None:
-        """Make the computing stream wait for everything queued on the side stream."""
-        self.side.wait(self.side.mark())
+        """Make the computing stream wait for all collectives issued so far."""
+        self.streams.wait(self.streams.collectives.mark())
 
     # --- gradients
 
@@ -222,31 +225,30 @@ class Transfer:
         if not gradients:
             yield
             return
-        self.side.wait(self.reduced)
         places = _places(self.gradient_slot(), _gradient_sizes(gradients))
         for gradient, place in zip(gradients, places):
-            if self.debug:
-                place.fill_(math.nan)
             gradient.begin(place)
         try:
             yield
         finally:
             for gradient in gradients:
                 gradient.end()
-        self.reduce(gradients, places, number)
+        self.reduced = reduce(f"backward {number}", gradients, places, self.streams)
+        for place in places if self.debug else ():
+            self.streams.wait(self.reduced)
+            place.fill_(math.nan)
+
+    def await_gradient_slot(self) -> None:
+        """Make the computing stream wait until the previous reduction has read the gradient slot."""
+        self.streams.wait(self.reduced)
 
     def gradient_slot(self) -> Tensor:
         """Return the gradient slot. Allocates it at the first call: evaluation needs none."""
         if self._gradient_slot is None:
             self._gradient_slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
+            if self.debug:
+                self._gradient_slot.fill_(255)  # NaN in every dtype
         return self._gradient_slot
-
-    def reduce(self, gradients: Sequence[ReducedGradient], places: Sequence[Tensor], number: int) -> None:
-        """Reduce the gradients of unit `number` from their places (W*S,) in the slot, on the side stream."""
-        with self.side.after(self.side.now()), self.trace.span("collectives", f"reduce backward {number}"):
-            for gradient, place in zip(gradients, places):
-                gradient.reduce(place)
-        self.reduced = self.side.mark()
 
 
 _Sizes = list[tuple[int, torch.dtype]]

@@ -17,6 +17,7 @@ Variants of this path:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.activation_offload import OffloadedInputs
 from ftkit.engine.core.block_weights import BlockWeights
-from ftkit.engine.core.gradient import Gradient, reduced_at_once
+from ftkit.engine.core.gradient import DeferredGradient, DeferredReductions, Gradient, reduced_at_once
 from ftkit.engine.core.recompute import Autocast, Call, ForwardState, Split
+from ftkit.engine.core.root_parameters import Running
 from ftkit.engine.core.tensor_tree import put_tensors, take_tensors
 
 
@@ -37,6 +39,8 @@ class Unit:
         module: The block.
         weights: Weights of the block.
         gradients: Gradients of its trained flat parameters.
+        running: Knows which unit runs.
+        deferred: Reduces the gradients that are not reduced after each use.
         keep: Keep the graph from forward to backward.
         arguments: Cleans the (args, kwargs) of a call that backward follows.
         parts: Micro-batches into which such a call is divided.
@@ -48,6 +52,8 @@ class Unit:
         module: nn.Module,
         weights: BlockWeights,
         gradients: Sequence[Gradient],
+        running: Running,
+        deferred: DeferredReductions,
         *,
         keep: bool,
         arguments: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
@@ -59,6 +65,7 @@ class Unit:
         self.transfer = weights.transfer
         self.device = self.transfer.comm.device
         self.inputs = OffloadedInputs(self.transfer.activations)
+        self.running, self.deferred = running, deferred
         self.reduced = reduced_at_once(gradients)
         self.keep, self.arguments = keep, arguments
         self.parts, self.split = parts, split
@@ -68,6 +75,8 @@ class Unit:
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         for gradient in gradients:
             gradient.receive(in_block=True)
+            if isinstance(gradient, DeferredGradient) and not self.is_cut_out:
+                gradient.added = partial(deferred.added, self.number)
 
     @property
     def trains(self) -> bool:
@@ -117,10 +126,13 @@ class Unit:
                 self.weights.leave()
 
     def _plain(self, function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        self.weights.enter(graph=True)
+        self._enter_forward(graph=True)
         trace = self.transfer.trace
-        with trace.span("compute", f"forward {self.number}"):
-            result = function(*arguments[0], **arguments[1])
+        try:
+            with trace.span("compute", f"forward {self.number}"):
+                result = function(*arguments[0], **arguments[1])
+        finally:
+            self.weights.leave()
         if trace.recording:
             inputs: list[Tensor] = []
             outputs: list[Tensor] = []
@@ -130,9 +142,10 @@ class Unit:
         return result
 
     def _enter_forward(self, *, graph: bool) -> None:
-        """Make the weights usable. The next two blocks follow; after the last one, backward starts."""
+        """Make the weights usable. The next two blocks follow; after the last one, the head, and backward starts."""
         beyond = self.after.after if self.after is not None else self.before if graph else None
         self.weights.enter(graph=graph, neighbour=_weights(self.after), beyond=_weights(beyond))
+        self.running.enter(self.number)
 
     def _enter_backward(self) -> None:
         """Make the weights usable, and start fetching what the previous block needs."""
@@ -199,17 +212,22 @@ class _Use(torch.autograd.Function):
         found: list[list[Tensor | None]] = []
         transfer = unit.transfer
         try:
-            with transfer.gradients(unit.reduced, unit.number), transfer.trace.span("compute", f"backward {unit.number}"):
+            with transfer.gradients(unit.reduced, unit.number):
                 for number in range(call.parts):
                     if unit.keep:
                         inputs, results = ctx.graphs.pop(0)
                     else:
                         inputs = call.part(tensors, number)
-                        with call.states[number].restored(), torch.enable_grad():
+                        recomputing = transfer.trace.span("compute", f"recompute {unit.number}")
+                        with recomputing, call.states[number].restored(), torch.enable_grad():
                             results = call.run(inputs)
-                    found.append(_backward(inputs, results, call.part_of_gradients(gradients, number)))
+                    transfer.await_gradient_slot()
+                    with transfer.trace.span("compute", f"backward {unit.number}"):
+                        found.append(_backward(inputs, results, call.part_of_gradients(gradients, number)))
         finally:
             unit.weights.leave()
+        if unit.weights.backwards == 0:
+            unit.deferred.finished(unit.number)
         return (None, None, None, *call.summed(found))
 
 

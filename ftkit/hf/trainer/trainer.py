@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import islice
 from pathlib import Path
@@ -393,7 +393,8 @@ class TrainerMixin(LossMixin):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Make the Trainer's forward and backward. All ranks do, so heads and embeddings may be read in a user's loss."""
-        with read_by_all(self):
+        last = self.units is not None and self.accelerator.sync_gradients
+        with read_by_all(self), self.engine.last_backward() if last else nullcontext():
             loss: Tensor = super().training_step(*args, **kwargs)
         if self.engine_is_on:
             self.loss_record.note(self.state.global_step, loss)

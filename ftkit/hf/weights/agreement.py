@@ -19,10 +19,8 @@ from ftkit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = 4096
-"""Bytes of a tensor that make one row of its digest's table."""
 PIECE_BYTES = 64 << 20
-"""Bytes of a tensor that are looked at at a time."""
+"""Bytes of a tensor that are on the host at a time for its digest."""
 
 
 def agree(model: nn.Module, stored: Mapping[str, str], comm: Communicator) -> set[str]:
@@ -80,22 +78,11 @@ def _refuse_other_shapes(ranks: list[dict[str, tuple[str, str]]]) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a digest of a tensor's bytes, made on its device: of its sums over rows and over columns of a table of them.
+    """Return a digest of a tensor's bytes, made on the host.
 
-    Cost: one pass over the tensor.
+    Cost: one pass over the tensor; from a device, a copy of it to the host, piece by piece.
     """
-    if not tensor.numel():
-        return ""
     total = xxhash.xxh3_64()
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    for low in range(0, flat.numel(), PIECE_BYTES):
-        piece = flat[low : low + PIECE_BYTES]
-        whole = piece.numel() // COLUMNS * COLUMNS
-        total.update(piece[whole:].cpu().numpy().tobytes())
-        if whole:
-            table = piece[:whole]
-            table = table.clone() if table.storage_offset() % 4 else table  # a view from an odd element on
-            table = table.view(torch.int32).view(-1, COLUMNS // 4)
-            for dim in (0, 1):
-                total.update(table.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    for piece in tensor.contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+        total.update(piece.cpu().numpy())
     return total.hexdigest()

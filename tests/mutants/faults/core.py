@@ -137,9 +137,9 @@ FAULTS = (
     _fault(
         "the second contribution to a tied weight is dropped",
         "ftkit/engine/core/gradient.py",
-        "            self.touched[index] = True\n        self.reduce(full)\n",
+        "            self.touched[index] = True\n        reduce(flat.name,",
         "            if self.touched[index]:\n                return\n"
-        "            self.touched[index] = True\n        self.reduce(full)\n",
+        "            self.touched[index] = True\n        reduce(flat.name,",
         f"{_TRAINS}_in_all_settings[tied by hand-{_RECOMPUTE}",
     ),
     _fault(
@@ -352,8 +352,8 @@ FAULTS = (
     _fault(
         "the norm is taken before the last gradients have arrived",
         "ftkit/engine/model.py",
-        "                self.offload.finish()\n",
-        "                pass\n",
+        "            self.offload.finish()\n",
+        "            pass\n",
         _ON_DISK,
     ),
     _fault(
@@ -366,8 +366,8 @@ FAULTS = (
     _fault(
         "the second micro-batch replaces a gradient below the device",
         "ftkit/engine/core/gradient_offload.py",
-        "self.offload.send(self, part, add=self.there)",
-        "self.offload.send(self, part, add=False)",
+        "self.offload.send(self, self._part, reduced, add=self.there)",
+        "self.offload.send(self, self._part, reduced, add=False)",
         _ON_DISK,
     ),
     _fault(
@@ -830,8 +830,8 @@ FAULTS = (
     _fault(
         "a number of kept blocks keeps the first ones",
         "ftkit/engine/shard.py",
-        "keep = number >= recomputed",
-        "keep = number < strategy.graphs(len(blocks))",
+        "keep=number >= recomputed",
+        "keep=number < strategy.graphs(len(blocks))",
         "tests/plan/test_order.py::test_blocks_whose_graphs_are_kept_compute_once[1-1]",
     ),
     _fault(
@@ -935,9 +935,37 @@ FAULTS = (
     _fault(
         "a reduction is not in the trace",
         "ftkit/engine/core/transfer.py",
-        'self.trace.span("collectives", f"reduce backward {number}")',
-        'self.trace.span("collectives", "")',
+        'reduce(f"backward {number}", gradients',
+        'reduce("", gradients',
         "tests/engine/test_trace.py::test_a_trace_is_what_the_engine_did_in_order",
+    ),
+    _fault(
+        "a block is reduced before the later blocks are",
+        "ftkit/engine/core/gradient.py",
+        "        while self._next >= 0 and missing[self._next] <= 0:\n",
+        "        while self._next >= 0 and min(missing) <= 0:\n",
+        "tests/engine/test_uses.py::test_blocks_are_reduced_in_one_order_although_a_rank_skips_one[1-recompute]",
+    ),
+    _fault(
+        "what the last backward left is reduced in another order than the other ranks'",
+        "ftkit/engine/core/gradient.py",
+        "chain.from_iterable(reversed(self.blocks))",
+        "chain.from_iterable(self.blocks)",
+        "tests/engine/test_uses.py::test_blocks_are_reduced_in_one_order_although_a_rank_skips_one[1-recompute]",
+    ),
+    _fault(
+        "blocks of stages 0 and 1 are reduced in every micro-batch's backward",
+        "ftkit/hf/trainer/trainer.py",
+        "last = self.units is not None and self.accelerator.sync_gradients",
+        "last = self.units is not None",
+        "tests/hf/test_trainer.py::test_blocks_are_reduced_in_the_last_micro_batch_of_a_step",
+    ),
+    _fault(
+        "a root parameter's early gather is used after an update",
+        "ftkit/engine/core/root_parameters.py",
+        "if coming is None or coming[0] != self.flat.version:",
+        "if coming is None:",
+        "tests/engine/test_root_parameters.py::test_an_early_gather_is_not_used_after_an_update",
     ),
     _fault(
         "a longer run begins at the end of the old schedule",

@@ -34,8 +34,8 @@ FAULTS = (
     fault(
         "a head that a loss reads outside the model is no function of its shards",
         "ftkit/hf/trainer/trainer.py",
-        "        with read_by_all(self):\n            loss: Tensor = super()",
-        "        with torch.enable_grad():\n            loss: Tensor = super()",
+        "        with read_by_all(self), self.engine",
+        "        with torch.enable_grad(), self.engine",
         _READS + "test_a_loss_that_reads_a_root_parameter_is_that_of_one_rank[HeadOutside-llama-3]",
     ),
     fault(
