@@ -91,6 +91,9 @@ bench-host: setup  ## the host's AdamW against a stream with the same reads and 
 bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 	$(BIN)/python -m benchmarks.disk
 
+bench-collectives: setup  ## collectives of CPU ranks beside a plain copy
+	$(BIN)/python -m benchmarks.collectives
+
 bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed ZeRO-3, their memory, export of 3B in 3 GiB (40 GB)
 	$(BIN)/python -m benchmarks.checkpoints
 
@@ -127,5 +130,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-checkpoints bench-cap bench-offload \
+.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-collectives bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels

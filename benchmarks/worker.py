@@ -1,7 +1,7 @@
 """One rank of one benchmark run: build a Llama, train a few steps through the Trainer, write what was measured as JSON.
 
 Started by `benchmarks.run`. All engines get the same model, data, dtype, batch and optimizer; only `engines.py` differs.
-Memory is the process's own peak resident size as the kernel counts it (VmHWM).
+Memory is the peak of the process's proportional set size (PSS), sampled: pages that ranks share count once for all of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 STARTED = float(os.environ["BENCH_STARTED"])
 SPEC = json.loads(os.environ["BENCH_SPEC"])
+SAMPLE_SECONDS = 0.3
 
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
 
@@ -27,10 +29,29 @@ from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402  (as ab
 from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
 
 
-def peak_bytes() -> int:
-    """Return this process's peak resident size."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+def pss_bytes() -> int:
+    """Return this process's PSS: its resident bytes, each page divided by the number of processes that have mapped it."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+
+
+class PeakMemory(threading.Thread):
+    """Samples the PSS until `stop`, and notes the largest."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.size_bytes = pss_bytes()
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(SAMPLE_SECONDS):
+            self.size_bytes = max(self.size_bytes, pss_bytes())
+
+    def stop(self) -> int:
+        """Return the largest PSS."""
+        self.ended.set()
+        self.join()
+        return self.size_bytes
 
 
 class Clock(TrainerCallback):
@@ -83,6 +104,8 @@ def main() -> None:
         "dataloader_pin_memory": False,
         **ENGINE.arguments(SPEC["folder"]),
     }
+    memory = PeakMemory()
+    memory.start()
     arguments = TrainingArguments(**keywords)
     torch.manual_seed(42)
     model = LlamaForCausalLM(llama(SPEC["model"]))
@@ -95,7 +118,7 @@ def main() -> None:
         "startup_s": clock.first_step_begins - STARTED,
         "first_step_s": steps[0],
         "steps_s": steps[SPEC["warmup"] :],
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": memory.stop(),
         "losses": clock.losses,
         "wrapped": type(trainer.model_wrapped).__name__,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

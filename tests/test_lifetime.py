@@ -43,7 +43,7 @@ def left_over() -> dict[str, int]:
     """Return what of the engine this process still holds, once garbage was collected."""
     gc.collect()
     found = [type(each).__name__ for each in gc.get_objects() if type(each) in (Communicator, FlatParameter, ShardedModel)]
-    found += ["shared memory" for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ftkit-" in line]
+    found += ["shared memory" for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:ftkit" in line]
     found += [thread.name for thread in threading.enumerate() if thread.name.startswith("ftkit")]
     return {name: found.count(name) for name in set(found)}
 

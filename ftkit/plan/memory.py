@@ -47,7 +47,7 @@ DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
 ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
-STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
+STAGE_BYTES = 16 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 ACTIVATIONS = "activations"

@@ -133,8 +133,10 @@ def _rank(seat: Seat) -> dict[str, Any]:
 
 
 def _rss(pid: int) -> int:
+    """Return the resident bytes of a rank. Memory that ranks share counts once among them (PSS)."""
     try:
-        return psutil.Process(pid).memory_info().rss
+        info = psutil.Process(pid).memory_full_info()
+        return int(getattr(info, "pss", info.rss))
     except psutil.Error:
         return 0
 

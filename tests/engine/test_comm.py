@@ -7,17 +7,25 @@ what the late one has not read.
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from ftkit.engine.comm import shared_memory
 from ftkit.engine.comm import shared_stage as stage_module
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_stage import STAGE_BYTES, SharedStage
+from ftkit.engine.memory.arena import PAGE_BYTES
+from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
+from ftkit.spec.strategy import Strategy
 from tests.worlds import PATIENCE, World
 
 CPU = torch.device("cpu")
@@ -224,29 +232,162 @@ def test_bytes_are_counted_as_a_ring_sends_them(worlds, world, transport):
         assert told == expected
 
 
+@contextmanager
+def refused(reason: str) -> Iterator[None]:
+    """Make sharing fail in the body: no file on rank 0, no mapping on rank 1, or rank 1 on another machine."""
+
+    def fails(*args, **keywords):
+        raise OSError("refused")
+
+    rank, patch = torch.distributed.get_rank(), pytest.MonkeyPatch()
+    with patch.context() as patched:
+        if reason == "no file":
+            patched.setattr(shared_memory.os, "memfd_create", fails)
+        elif reason == "no mapping" and rank == 1:
+            patched.setattr(shared_memory.mmap, "mmap", fails)
+        elif reason == "elsewhere":
+            patched.setattr(stage_module, "machine", lambda: (str(rank),))
+        yield
+
+
 def without_shared_memory(reason: str) -> bool:
-    """Open a communicator where /dev/shm is full on rank 0, or rank 1 is elsewhere; return whether it has no stage."""
-    if reason == "full":
-
-        def full(*args):
-            raise OSError("no room")
-
-        original, stage_module.os.posix_fallocate = stage_module.os.posix_fallocate, full
-        try:
-            return Communicator(CPU)._stage is None
-        finally:
-            stage_module.os.posix_fallocate = original
-    original_machine = stage_module.machine
-    stage_module.machine = lambda: (str(torch.distributed.get_rank()), "")
-    try:
-        return Communicator(CPU)._stage is None
-    finally:
-        stage_module.machine = original_machine
+    """Return whether a communicator has no stage, and shares nothing."""
+    with refused(reason):
+        comm = Communicator(CPU)
+    return comm._stage is None and comm.share(PAGE_BYTES) is None
 
 
-@pytest.mark.parametrize("reason", ["full", "elsewhere"])
+@pytest.mark.parametrize("reason", ["no file", "no mapping", "elsewhere"])
 def test_ranks_that_cannot_share_memory_use_gloo(world2, reason):
     assert world2.run(without_shared_memory, reason) == [True, True]
+
+
+def gathers_staged(reason: str) -> bool:
+    """Make tiers where shards cannot be shared. Return whether they are gathered through the stage."""
+    comm = connect("shared memory")
+    tiers = Tiers.open(comm, Strategy.of())
+    with refused(reason):
+        tiers.reserve("parameters", [(1000, torch.float32)])
+    store = tiers.make("parameters", "a", 1000, torch.float32)
+    store.tensor.copy_(drawn(comm.rank, 1000, torch.float32))
+    full = torch.empty(1000 * comm.world_size)
+    comm.all_gather(full, store.tensor)
+    assert torch.equal(full, torch.cat([drawn(rank, 1000, torch.float32) for rank in range(comm.world_size)]))
+    return comm._stage._in_place(store.tensor) is None
+
+
+@pytest.mark.parametrize("reason", ["no file", "no mapping"])
+def test_shards_that_cannot_be_shared_are_gathered_through_the_stage(world2, reason):
+    assert world2.run(gathers_staged, reason) == [True, True]
+
+
+# --- shards in shared memory
+
+
+def gathers_in_place(dtype: torch.dtype) -> None:
+    """Gather shards of several sizes from shared memory, write them after a collective, and gather them again."""
+    comm = connect("shared memory")
+    tiers = Tiers.open(comm, Strategy.of())
+    tiers.reserve("parameters", [(numel, dtype) for numel in SIZES])
+    shards = [tiers.make("parameters", str(numel), numel, dtype).tensor for numel in SIZES]
+    assert all(shard.count_nonzero() == 0 for shard in shards)
+    for turn in range(3):
+        for shard in shards:
+            shard.copy_(drawn(comm.rank + turn, shard.numel(), dtype))
+        for shard in shards:
+            assert comm._stage._in_place(shard) is not None
+            full = torch.full((comm.world_size * shard.numel(),), torch.nan, dtype=dtype)
+            time.sleep(0.02 * (comm.rank == turn))  # the others' writes come after the reads of a rank without a barrier
+            comm.all_gather(full, shard)
+            staged = torch.full_like(full, torch.nan)
+            comm.all_gather(staged, shard.clone())
+            assert torch.equal(full, staged)
+            expected = [drawn(rank + turn, shard.numel(), dtype) for rank in range(comm.world_size)]
+            assert torch.equal(full, torch.cat(expected))
+        comm.totals(torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_in_shared_memory_are_gathered_in_place(worlds, world, dtype):
+    worlds[world].run(gathers_in_place, dtype)
+
+
+def writes_late() -> None:
+    """Write a shard late on one rank after a gather; the gather of the other must wait for it."""
+    comm = connect("shared memory")
+    shard = comm.share(PAGE_BYTES).view(torch.float32)
+    full = torch.empty(comm.world_size * shard.numel())
+    for turn in range(4):
+        time.sleep(0.1 * (comm.rank == turn % 2))
+        shard.fill_(10 * turn + comm.rank)
+        comm.all_gather(full, shard)
+        assert full.view(comm.world_size, -1)[:, 7].tolist() == [10 * turn + rank for rank in range(comm.world_size)]
+        comm.totals(torch.ones(1))  # as the norm of a step
+
+
+def test_a_gather_in_place_waits_for_late_writers(world2):
+    world2.run(writes_late)
+
+
+def mapped_after_release() -> list[int]:
+    """Return how many mappings are added by a shared row that is used, and by one that is released."""
+
+    def count() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("/memfd:ftkit")
+
+    comm = connect("shared memory")
+    before, shard = count(), comm.share(PAGE_BYTES)
+    used = count() - before
+    del shard
+    return [used, count() - before]
+
+
+def test_shared_memory_ends_with_its_last_tensor(world2):
+    assert world2.run(mapped_after_release) == [[1, 0], [1, 0]]
+
+
+# --- bits
+
+
+def plain_mean(fulls: list[Tensor], rank: int) -> Tensor:
+    """Return a rank's part of the mean: the fp32 sum in rank order, divided, and rounded once."""
+    parts = [full.view(len(fulls), -1)[rank].float() for full in fulls]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return torch.div(total, len(fulls)).to(fulls[0].dtype)
+
+
+def bits_of_a_mean(dtype: torch.dtype) -> None:
+    """Compare a reduction with plain torch: odd sizes, more than a piece, subnormal and infinite numbers, nan."""
+    comm = connect("shared memory")
+    world = comm.world_size
+    for numel in (1, 257, STAGE_BYTES // dtype.itemsize + 3):
+        random = torch.Generator().manual_seed(numel)
+        fulls = [torch.randn(world * numel, generator=random) * 10.0**scale for scale in range(-1, world - 1)]
+        for full in fulls:
+            full[:: max(1, numel // 5)] *= 2.0**-20  # subnormal in fp16
+        if numel > 1:
+            for position, value in enumerate((torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max)):
+                fulls[position % world][position::numel] = value
+            fulls[0][3::numel] = torch.finfo(dtype).max
+        fulls = [full.to(dtype) for full in fulls]
+        expected = plain_mean(fulls, comm.rank)
+        shard, own = torch.empty(numel, dtype=dtype), fulls[comm.rank].clone()
+        comm.reduce_scatter_mean(shard, own)
+        torch.testing.assert_close(shard, expected, rtol=0, atol=0, equal_nan=True)
+        everywhere = fulls[comm.rank].clone()
+        comm.all_reduce_mean(everywhere)
+        means = torch.cat([plain_mean(fulls, rank) for rank in range(world)])
+        torch.testing.assert_close(everywhere, means, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mean_has_the_bits_of_an_fp32_sum_in_rank_order(worlds, world, dtype):
+    worlds[world].run(bits_of_a_mean, dtype)
 
 
 # --- order

@@ -277,7 +277,7 @@ def test_the_loops_let_the_interpreter_go(one: HostLoops) -> None:
     """Python switches threads by itself only after the time limit: this one goes on only if a loop lets it."""
     s, grad = State.make(4_000_000), gradient(4_000_000, torch.bfloat16)
     ours(one, s, grad)
-    arrays = [host_loops._array(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
+    arrays = [host_loops.carried(t) for t in (s.master, grad, s.exp_avg, s.exp_avg_sq)]
     numbers = tuple(map(np.float32, (1.0, 1.0, 0.1, 0.9, 0.1, 1.0, 1e-8, 1e-3)))
     started, stop, limit, stopped = threading.Event(), threading.Event(), 30 * PATIENCE, []
 

@@ -68,7 +68,7 @@ def test_gathers_start_where_the_last_call_read(world2: World) -> None:
     # Block 1 is in its slot still.
     assert second == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", head, "forward 2"]
     assert without_head == second, "the call before read the head"
-    assert last == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", "forward 2", head], "the call before did not"
+    assert last == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", "forward 2", head], "which did not"
 
 
 def weights_read_after_a_step() -> tuple[bool, bool]:

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from ftkit.notebook import Interrupted, RankFailed
-from tests import shared_memory
 from tests.notebook.test_ranks import short
 from tests.worlds import PATIENCE
 
@@ -131,7 +130,6 @@ def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path, tmp_path_fac
     kernel = subprocess.Popen(
         [sys.executable, "-c", KERNEL.format(then=then)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
     )
-    before = shared_memory.names()
     pids = [int(pid) for pid in kernel.stdout.readline().split()]
     assert len(pids) == 2
     children = []
@@ -144,7 +142,6 @@ def test_workers_end_with_the_kernel_however_it_ends(how, tmp_path, tmp_path_fac
     try:
         assert gone(pids)
         assert not list(tmp_path.iterdir())
-        assert not shared_memory.stays(before)
     finally:
         for child in children:
             if child.is_running():

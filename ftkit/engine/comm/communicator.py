@@ -3,8 +3,9 @@
 All ranks run the same collectives in the same order. `totals` compares their names since the last comparison, so that ranks
 that run different blocks end before the optimizer uses their gradients. Every wait ends at the timeout of the process group.
 
-gloo moves about 1 GB/s between two CPU ranks of a machine, and a copy moves 25. CPU ranks of one machine exchange large
-tensors through a few MiB of shared memory (`SharedStage`), and gloo carries the barriers.
+gloo moves about 1 GB/s between two CPU ranks of a machine, and a copy moves several times that. CPU ranks of one machine
+exchange large tensors through a few MiB of shared memory (`SharedStage`), and gloo carries the barriers. They gather shards
+that are in memory from `share` in place.
 
 `bytes_sent` counts the bytes of a ring for each operation, as the ZeRO paper does (arXiv:1910.02054, section 7): (W-1)/W of
 the gathered bytes for a gather or a scatter, twice that for an all-reduce.
@@ -90,10 +91,24 @@ class Communicator:
     def _count(self, operation: str, full: Tensor, times: int = 1) -> None:
         self.bytes_sent[operation] += times * full.nbytes * (self.world_size - 1) // self.world_size
 
+    def share(self, size_bytes: int) -> Tensor | None:
+        """Return memory for shards that other ranks can read in place: `size_bytes` zeros, uint8. A collective.
+
+        Args:
+            size_bytes: The same on all ranks: whole pages.
+
+        Returns:
+            None on all ranks if they are not CPU ranks of one machine, or cannot share the memory.
+        """
+        return self._stage.share(self, size_bytes) if self._stage else None
+
     # --- large tensors
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         """Fill `full` (W*S,) with the shards (S,) of all ranks, in rank order. `shard` may be this rank's part of `full`.
+
+        A shard in memory from `share` must have the same place in it on all ranks. It must not be written before the next
+        collective.
 
         Raises:
             RuntimeError: A rank ended, or did not come before the timeout. The other collectives raise the same.

@@ -4,26 +4,31 @@ Each rank owns two buffers of `STAGE_BYTES`. For one piece of a tensor it writes
 barrier, and reads the others' buffers. The next piece uses the other buffer. A rank that writes a buffer again has passed
 the barrier of the piece in between, and so has every reader of the earlier content: one barrier per piece is enough.
 
+Shards in memory from `share` are gathered in place, after one barrier. Nothing waits for the reads to end, so a rank must
+not write its shard between a gather and the next collective. A step writes after the collective of the gradient norm.
+Loading a checkpoint or a folder of weights begins with a barrier.
+
 Shapes: W ranks, S elements per shard.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
-from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftkit.engine.comm.shared_memory import machine, map_shared
+from ftkit.engine.kernels.host_loops import carried
+
 if TYPE_CHECKING:
     from ftkit.engine.comm.communicator import Communicator
 
-STAGE_BYTES = 4 << 20
-"""Bytes of one buffer: large enough that a barrier costs little beside the copy, small enough for the L3 cache."""
+STAGE_BYTES = 16 << 20
+"""Bytes of one buffer: large enough that a barrier, 0.3 ms, costs little beside the copy."""
 
 
 class SharedStage:
@@ -32,13 +37,35 @@ class SharedStage:
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
         self.buffers = torch.frombuffer(memory, dtype=torch.uint8).view(2, world_size, STAGE_BYTES)
-        # Every sum uses this memory: page faults of new memory would take half as long as the sum.
-        self.total = torch.empty(STAGE_BYTES // 2 // world_size, dtype=torch.float32)
+        # Shared shards by the address of this rank's. Tensors keep their mapping, and it ends with the last one.
+        self.shared: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         self.turn = 0
+
+    def share(self, comm: Communicator, size_bytes: int) -> Tensor | None:
+        """See `Communicator.share`."""
+        memory = map_shared(comm, self.world_size * size_bytes)
+        if memory is None:
+            return None
+        own = torch.frombuffer(memory, dtype=torch.uint8, offset=self.rank * size_bytes, count=size_bytes)
+        self.shared[own.data_ptr()] = memory
+        return own
+
+    def _in_place(self, shard: Tensor) -> Tensor | None:
+        """Return the shards (W, S) of all ranks if `shard` (S,) is in memory from `share`, else None."""
+        for address, memory in self.shared.items():
+            start = shard.data_ptr() - address
+            if 0 <= start < len(memory) // self.world_size:
+                rows = torch.frombuffer(memory, dtype=torch.uint8).view(self.world_size, -1)
+                return rows[:, start : start + shard.nbytes].view(shard.dtype)
+        return None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See `Communicator.all_gather`."""
         rows = full.view(self.world_size, -1)
+        if (shards := self._in_place(shard)) is not None:
+            self.meet()
+            rows.copy_(shards)
+            return
         if rows[self.rank].data_ptr() != shard.data_ptr():
             rows[self.rank].copy_(shard)
         step = STAGE_BYTES // full.element_size()
@@ -52,23 +79,23 @@ class SharedStage:
                     rows[other, start:stop].copy_(stage[other, : stop - start])
 
     def reduce_scatter_mean(self, shard: Tensor, full: Tensor) -> None:
-        """See `Communicator.reduce_scatter_mean`. The sum is made in rank order, in fp32."""
+        """See `Communicator.reduce_scatter_mean`. The sum is made in rank order, in fp32, and rounded once."""
+        from ftkit.engine.kernels import numba_loops  # imported late: it takes a second, and many runs reduce nothing here
+
         rank, world = self.rank, self.world_size
         rows = full.view(world, -1)
-        step = STAGE_BYTES // full.element_size() // world
+        step = STAGE_BYTES // full.element_size() // (world - 1)  # a buffer has the pieces of the other ranks
         for start in range(0, shard.numel(), step):
             stop = min(start + step, shard.numel())
-            stage = self._next(full.dtype)[:, : step * world].view(world, world, step)
+            stage = self._next(full.dtype)
             for other in range(world):
                 if other != rank:
-                    stage[rank, other, : stop - start].copy_(rows[other, start:stop])
+                    first = (other - (other > rank)) * step
+                    stage[rank, first : first + stop - start].copy_(rows[other, start:stop])
             self.meet()
-            parts = [rows[rank, start:stop] if r == rank else stage[r, rank, : stop - start] for r in range(world)]
-            total = self.total[: stop - start].copy_(parts[0])
-            for part in parts[1:]:
-                total.add_(part)
-            torch.div(total, world, out=total)
-            shard[start:stop].copy_(total)
+            firsts = [(rank - (rank > r)) * step for r in range(world)]
+            parts = [rows[rank, start:stop] if r == rank else stage[r, firsts[r] :][: stop - start] for r in range(world)]
+            numba_loops.mean(carried(shard[start:stop]), tuple(map(carried, parts)))
 
     def all_reduce_mean(self, full: Tensor) -> None:
         """See `Communicator.all_reduce_mean`. The sum is made in rank order, in fp32."""
@@ -105,28 +132,8 @@ class SharedStage:
 
 
 def open_stage(comm: Communicator) -> SharedStage | None:
-    """Return a stage on all ranks, or None on all if they run on several machines or /dev/shm is full. A collective."""
-    size = 2 * comm.world_size * STAGE_BYTES
-    one_machine = len(set(comm.all(machine()))) == 1
-    path, memory = None, None
-    with ExitStack() as until_mapped:  # removes the file; the mappings keep its memory
-        if comm.rank == 0 and one_machine:
-            with suppress(OSError):
-                file = until_mapped.enter_context(tempfile.NamedTemporaryFile(prefix="ftkit-", dir="/dev/shm"))
-                os.posix_fallocate(file.fileno(), 0, size)  # a write to a full tmpfs would raise SIGBUS
-                path = file.name
-        path = comm.same(path)
-        if path is not None:
-            with suppress(OSError), open(path, "r+b") as shared:
-                memory = mmap.mmap(shared.fileno(), size)
-        everywhere = all(comm.all(memory is not None))
-    return SharedStage(memory, comm.rank, comm.world_size, comm.group) if memory is not None and everywhere else None
-
-
-def machine() -> tuple[str, str]:
-    """Return an identity that ranks share if they can share memory: the booted kernel and its network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip(), os.readlink("/proc/self/ns/net")
-    except OSError:  # not Linux
-        return str(os.getpid()), ""
+    """Return a stage on all ranks, or None on all if they run on several machines or cannot share memory. A collective."""
+    if len(set(comm.all(machine()))) > 1:
+        return None
+    memory = map_shared(comm, 2 * comm.world_size * STAGE_BYTES)
+    return None if memory is None else SharedStage(memory, comm.rank, comm.world_size, comm.group)

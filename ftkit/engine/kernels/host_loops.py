@@ -111,7 +111,7 @@ class HostLoops:
 
         Cost: one read of the tensor.
         """
-        array = _array(gradient)
+        array = carried(gradient)
         block = self._loops.BLOCK_NUMEL
         sums = np.zeros(-(-gradient.numel() // block))
 
@@ -132,7 +132,7 @@ class HostLoops:
 
     def _each(self, loop: Callable[..., None], tensors: tuple[Tensor | None, ...], *numbers: float) -> None:
         """Call a loop on ranges of tensors (n,), some of them None, and with the numbers in fp32."""
-        arrays: list[Any] = [None if tensor is None else _array(tensor) for tensor in tensors]
+        arrays: list[Any] = [None if tensor is None else carried(tensor) for tensor in tensors]
         narrow = tuple(map(np.float32, numbers))
 
         def work(start: int, stop: int) -> None:
@@ -164,6 +164,6 @@ class FlatKernels:
     square_sum: Callable[[Tensor], Tensor]
 
 
-def _array(tensor: Tensor) -> Any:
+def carried(tensor: Tensor) -> Any:
     """Return a NumPy view (n,) of a tensor in its carrier dtype."""
     return tensor.detach().view(-1).view(CARRIERS[tensor.dtype]).numpy()

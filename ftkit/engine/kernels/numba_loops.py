@@ -31,6 +31,9 @@ intrinsic: Any = extending.intrinsic  # its type hints ask the caller for the ty
 BLOCK_NUMEL = 1 << 14
 """Elements whose squares are summed together, so that a sum does not depend on the number of threads."""
 
+SUM_NUMEL = 1 << 8
+"""Elements that `mean` sums together. With longer pieces the reads of the parts and the write do not overlap."""
+
 F32, F16, I32, I16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
 
@@ -158,3 +161,26 @@ def add(into: Any, other: Any, numbers: Any) -> None:
     (scale,) = numbers
     for i in range(into.size):
         into[i] = _narrow(_multiply_add(scale, _widen(other[i]), _widen(into[i])), into)
+
+
+@_compiled()
+def mean(out: Any, parts: Any) -> None:
+    """Set `out` (n,) to the mean of a tuple of arrays (n,): the fp32 sum in their order, divided, and rounded once.
+
+    `out` may be one of the parts. The sum of a block stays in the L1 cache.
+    """
+    total = np.empty(SUM_NUMEL, np.float32)
+    world = np.float32(len(parts))
+    for start in range(0, out.size, SUM_NUMEL):
+        n = min(SUM_NUMEL, out.size - start)
+        for k in range(len(parts)):
+            part = parts[k][start : start + n]
+            if k == 0:
+                for i in range(n):
+                    total[i] = _widen(part[i])
+            else:
+                for i in range(n):
+                    total[i] += _widen(part[i])
+        into = out[start : start + n]
+        for i in range(n):
+            into[i] = _narrow(total[i] / world, into)

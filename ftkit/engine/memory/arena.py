@@ -41,15 +41,19 @@ class Arena:
     Args:
         size_bytes: Bytes of all views together; see `arena_bytes`.
         device: Device that copies from and to the memory. For a CUDA device the memory is pinned.
+        memory: Memory to use instead of a mapping of its own, uint8.
 
     Raises:
         HostMemoryError: The system provides or pins less.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
+    def __init__(self, size_bytes: int, device: torch.device, memory: Tensor | None = None) -> None:
         self.requested_bytes = size_bytes
         self._size_bytes = _whole_pages(size_bytes)
         self._taken_bytes = 0
+        self._memory = self._new(size_bytes, device) if memory is None else memory
+
+    def _new(self, size_bytes: int, device: torch.device) -> Tensor:
         try:
             window = _map(self._size_bytes)
         except OSError as error:
@@ -59,7 +63,7 @@ class Arena:
             ) from error
         if device.type == "cuda" and self._size_bytes:
             _pin(window)
-        self._memory = torch.frombuffer(window, dtype=torch.uint8)
+        return torch.frombuffer(window, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a view (numel,) of zeros on whole pages of its own. `arena_bytes` has counted it."""

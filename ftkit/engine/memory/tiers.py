@@ -10,7 +10,8 @@
 A `Store` is one shard of one kind. In memory it is a tensor, read and written in place. In a file it is read and written
 in pieces. Code that iterates over `pieces` works for all tiers.
 
-On a CPU rank device and host are the same memory.
+On a CPU rank device and host are the same memory. Parameters on the device tier are in memory that the ranks of a machine
+share (`Communicator.share`), so that a gather reads them in place.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy, decided
-from ftkit.spec.tiers import HOST, NVME, Tier
+from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
 
 
 class MemoryStore:
@@ -99,23 +100,27 @@ class Tiers:
         device: Device that the rank computes on.
         strategy: Names the tier of each kind.
         disk: Disk of the NVMe tier if the strategy uses it.
+        comm: The ranks with which CPU ranks share their parameters. None: no ranks.
     """
 
-    def __init__(self, device: torch.device, strategy: Strategy, disk: Disk | None = None) -> None:
+    def __init__(
+        self, device: torch.device, strategy: Strategy, disk: Disk | None = None, comm: Communicator | None = None
+    ) -> None:
         self.device = device
         self.strategy = strategy
         self.disk = disk
+        self.comm = comm
         self.arenas: dict[str, Arena] = {}
 
     @classmethod
     def open(cls, comm: Communicator, strategy: Strategy, nvme_dir: str | Path | None = None) -> Tiers:
         """Open the tiers that a strategy uses. A collective."""
         if not strategy.uses_nvme:
-            return cls(comm.device, strategy)
+            return cls(comm.device, strategy, comm=comm)
         if nvme_dir is None:
             raise UserError("the NVMe tier needs a folder: set memory.nvme_dir")
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs may have the same seed
-        return cls(comm.device, strategy, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"))
+        return cls(comm.device, strategy, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"), comm)
 
     def arena(self, size_bytes: int) -> Arena:
         """Return new host memory for shards or staging; see `Arena`."""
@@ -146,24 +151,31 @@ class Tiers:
         return tiers
 
     def reserve(self, kind: str, sizes: Sequence[tuple[int, torch.dtype]], tier: Tier | None = None) -> None:
-        """Reserve the host memory for all stores of a kind: one arena of exact size.
+        """Reserve the memory for all stores of a kind in host memory, or of parameters that CPU ranks share: one arena.
+
+        A collective for parameters.
 
         Args:
             kind: One of `ftkit.spec.tiers.KINDS`.
             sizes: (elements, dtype) of each store.
-            tier: Tier of the stores; None takes the strategy's. Other tiers than the host reserve nothing.
+            tier: Tier of the stores; None takes the strategy's. Other stores reserve nothing.
         """
-        if sizes and (tier or self.tier(kind)) == HOST:
+        tier = tier or self.tier(kind)
+        if sizes and tier == HOST:
             self.arenas[kind] = self.arena(arena_bytes(sizes))
+        if sizes and tier == DEVICE and kind == "parameters" and self.comm is not None:
+            shared = self.comm.share(arena_bytes(sizes))
+            if shared is not None:
+                self.arenas[kind] = Arena(len(shared), self.device, shared)
 
     def make(self, kind: str, name: str, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Store:
         """Return a new store (numel,) of zeros. Its memory was reserved. Its name is unique on this rank."""
         tier = tier or self.tier(kind)
-        if tier == HOST:
-            return MemoryStore(self.arenas[kind].take(numel, dtype))
         if tier == NVME:
             assert self.disk is not None
             return FileStore(self.disk.file(name, numel, dtype))
+        if kind in self.arenas:
+            return MemoryStore(self.arenas[kind].take(numel, dtype))
         if kind == "state" and self.device.type == "cpu":  # an arena takes no memory before the first step
             return MemoryStore(self.arena(arena_bytes([(numel, dtype)])).take(numel, dtype))
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))

@@ -1,0 +1,44 @@
+"""Memory that all CPU ranks of one machine have mapped.
+
+Rank 0 makes an anonymous file (memfd), and the others open it through /proc. /dev/shm is not used: a container has 64 MiB
+there. The memory is freed with the last tensor that refers to it, also when a rank is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftkit.engine.comm.communicator import Communicator
+
+
+def map_shared(comm: Communicator, size_bytes: int) -> mmap.mmap | None:
+    """Return zeros that all ranks have mapped, or None on all ranks if one of them cannot map them. A collective."""
+    memory, path = None, None
+    with ExitStack() as until_mapped:  # closes the file; the mappings keep its memory
+        if comm.rank == 0:
+            with suppress(OSError):
+                file = os.memfd_create("ftkit", os.MFD_CLOEXEC)
+                until_mapped.callback(os.close, file)
+                # No posix_fallocate: it would touch every page now, on rank 0's NUMA node. No file system limits a memfd, so
+                # a page that cannot be had ends the process as a page of private memory does, and raises no SIGBUS.
+                os.ftruncate(file, size_bytes)
+                path = f"/proc/{os.getpid()}/fd/{file}"
+        path = comm.same(path)
+        if path is not None:
+            with suppress(OSError), open(path, "r+b") as shared:
+                memory = mmap.mmap(shared.fileno(), size_bytes)
+        everywhere = all(comm.all(memory is not None))
+    return memory if everywhere else None
+
+
+def machine() -> tuple[str, ...]:
+    """Return an identity that ranks share if they can share memory: the booted kernel, its network and pid namespaces."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip(), os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return (str(os.getpid()),)
