@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ftkit.plan.schedule import Rates
+from ftkit.plan.speed import Rates
 from ftkit.spec.update_rules import ADAMW
 
 HALF = 2

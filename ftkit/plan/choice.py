@@ -16,9 +16,9 @@ from ftkit.plan.candidates import larger, order
 from ftkit.plan.limits import Limits, Shortage, shortages
 from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memory, widest_states_bytes
 from ftkit.plan.refusal import DoesNotFit, check_disk, refusal
-from ftkit.plan.schedule import Rates, Speed
 from ftkit.plan.search import fastest
 from ftkit.plan.shape import Shape
+from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import AUTO, OPEN, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 

@@ -44,19 +44,19 @@ def curve(plan: Plan) -> list[Instant]:
     recomputed = blocks - strategy.graphs(blocks)
     first, last = plan.speed.step
     timeline = plan.speed.timeline
-    found, held = [], 0
+    found, stored = [], 0
     for event, start, end in zip(timeline.events, timeline.starts, timeline.ends):
         if event.stream != "compute" or end <= first or start >= last or end <= start:
             continue
         what, _, number = event.name.partition(" ")
         block = int(number) if number.isdigit() else None
-        own = {"loss": head, "backward": graph}.get(what, 0)
-        if block is not None and what == "backward":
+        own = head if what == "loss" else 0
+        if block is not None and what in ("recompute", "backward"):
             own = graph if block < recomputed else 0
-        found.append(Instant(max(start, first) - first, static, held + own))
-        found.append(Instant(min(end, last) - first, static, held + own))
-        if block is not None:
+        found.append(Instant(max(start, first) - first, static, stored + own))
+        found.append(Instant(min(end, last) - first, static, stored + own))
+        if block is not None and what != "recompute":
             size = kept if block < recomputed else graph
-            held = held + size if what == "forward" else max(held - size, 0)
-            found.append(Instant(min(end, last) - first, static, held))
+            stored = stored + size if what == "forward" else max(stored - size, 0)
+            found.append(Instant(min(end, last) - first, static, stored))
     return found

@@ -18,7 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ftkit.errors import UserError
 from ftkit.plan.memory import GIB
-from ftkit.plan.schedule import Rates
+from ftkit.plan.speed import Rates
 
 DEVICE_RESERVE = (6, 100)
 """Share of a GPU's memory that is never granted: fragments of torch's allocator. Measured on no V100 yet."""

@@ -5,7 +5,8 @@
     parameters       S or W*S of each line, compute dtype            on their tier
     gradients        S (or W*S where they are reduced late)          on their tier
     master, moments  S of each trained line, fp32, one and two       on the state's tier
-    slots            two of the widest block's weights, one of its gradient; all weights where they are held    device
+    slots            two of the widest block's weights, one of its gradient; all weights if they stay gathered;
+                     a buffer of the widest gradient shard on its way to host or NVMe                           device
     staging          host buffers between tiers: reading weights ahead, offloading gradients, updating pieces     host
     activations      of recomputed blocks, from forward to backward  on their tier
     workspace        the widest block's graph; the graphs of blocks whose activations are kept                  device
@@ -16,8 +17,9 @@
 
 The permanent bytes are exact: tests compare them with the engine's own storages. Activations, logits and runtime are
 estimates, calibrated against measured runs (benchmarks/plan_against_runs.py). The phases are four: load, train, save,
-resume. Within train the worst of four instants counts: at the loss, inside a block's backward, at the embedding's gradient,
-in the update. On a CPU the worst of each purpose counts, because malloc gives little back between them.
+resume. Within train the worst of five instants counts: the last block's forward beside the head, the loss, a block's
+backward, the embedding's gradient, the update. On a CPU the worst of each purpose counts, because malloc gives little back
+between them.
 
 It knows no torch and no model: a `Shape` and a `Strategy` in, integers out.
 """
@@ -47,7 +49,7 @@ DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
 ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
-STAGE_BYTES = 16 * MIB  # comm.STAGE_BYTES
+STAGE_BYTES = 8 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 ACTIVATIONS = "activations"
@@ -55,6 +57,10 @@ ACTIVATIONS = "activations"
 LOGIT_BYTES = 12
 """Of one logit at the loss's backward, whatever the compute dtype: log-softmax, the gradient of the picked ones and that
 of the logits, fp32 each (torch's cross entropy on `logits.float()`, as transformers computes it)."""
+
+FORWARD_SHARE = (1, 2)
+"""Share of a block's graph that a forward without a graph needs at a time. Derived, not measured: three tensors of the inner
+width and three of the hidden one, of those that the graph keeps (`Shape.block_elements`)."""
 
 BACKWARD_SHARE = (1, 3)
 """Of a block's graph, that its backward needs on top, while most of the graph still lives."""
@@ -125,7 +131,7 @@ def memory(shape: Shape, strategy: Strategy, *, cpu: bool) -> Memory:
         strategy: how it is held and trained.
         cpu: the rank computes on the host: device and host are then one memory, and everything is counted as host.
     """
-    items = [*_weights(shape, strategy), *_state(shape, strategy, cpu=cpu), *_slots(shape, strategy)]
+    items = [*_weights(shape, strategy), *_state(shape, strategy, cpu=cpu), *_slots(shape, strategy, cpu=cpu)]
     items += [*_staging(shape, strategy, cpu=cpu), *_instants(shape, strategy, cpu=cpu)]
     items += [*_files(shape), *_runtime(shape, cpu=cpu)]
     if cpu:
@@ -217,12 +223,16 @@ def own_master(placed: Placed, strategy: Strategy, world_size: int, *, cpu: bool
     return cpu or tier == NVME or (tier == DEVICE) == updated_on_device
 
 
-def _slots(shape: Shape, strategy: Strategy) -> Iterator[Item]:
-    """Two weight slots and a gradient slot as wide as the widest block; a buffer for each block whose weights are held."""
+def _slots(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
+    """Yield two weight slots, the gradient slot, the buffer of gradient offload, and buffers for weights that stay."""
     weights = [(_slot_bytes(shape, strategy, lines, gradients=False), count) for lines, count in shape.groups]
     gradients = max((_slot_bytes(shape, strategy, lines, gradients=True) for lines, _ in shape.groups), default=0)
     yield Item("slots", DEVICE, 2 * max((size for size, _ in weights), default=0))
     yield Item("slots", DEVICE, gradients, ("train", "save"))
+    if strategy.gradients != DEVICE and not cpu:  # a CPU rank sums from this rank's part of the slot
+        owners = strategy.owners(shape.world_size)
+        roots = [x.shard_numel(owners) * strategy.slot_itemsize(x.itemsize) for x in shape.roots if x.trained]
+        yield Item("slots", DEVICE, max(gradients // owners, *roots, 0), ("train", "save"))
     if not strategy.reshard_after_forward and strategy.stage == 3:
         yield Item("slots", DEVICE, sum(size * count for size, count in weights), ("train",))
 
@@ -339,7 +349,7 @@ def _instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
 
 
 def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[dict[str, int]]:
-    """Yield what lives only at the loss, inside a block's backward, at the embedding's gradient, and in the update."""
+    """Yield the bytes that are needed only in the last forward, at the loss, in a backward, and in the update."""
     world, owners = shape.world_size, strategy.owners(shape.world_size)
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     logits = tokens * strategy.parts * shape.vocabulary
@@ -362,6 +372,9 @@ def _step_instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[d
     yield {"root parameters": gradient + copied}
 
     graph = graph_bytes(shape, strategy)
+    if not strategy.graphs(len(shape.blocks)):  # the head is gathered beside the last block's forward
+        part, whole = FORWARD_SHARE
+        yield {"workspace": graph * part // whole, "root parameters": head}
     part, whole = BACKWARD_SHARE
     # Attention's backward comes when that of the layers after it is over, and what that needed is free again.
     needed = attention_bytes(shape, strategy) if shape.attention is not None and not cpu else 0

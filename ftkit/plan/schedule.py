@@ -1,205 +1,64 @@
-"""Seconds: the engine's step as events, in the order in which the engine asks for them, and how long that takes on a box.
+"""The schedule: a training step as events, in the order and on the streams on which the engine issues them.
 
-[Note: a step]   one rank of equal ones; u: a block, in the order of execution
+[Note: a step]   one of W equal ranks; blocks 0 to L-1, in order of execution
 
-    forward    gather u+1 while u computes; a gather waits for the slot of u-1, and for its own update where that is
-               deferred; what a slot still has of the pass before is not gathered again
-    loss       head and loss together
-    backward   gather u-1 while u is computed again and walked back; its gradient is collected in the slot, reduced on the
-               collectives' stream and added to that of the micro-batches before; the next block's backward waits for the
-               reduction, because it has the same gradient slot
-    norm       what stages 0 and 1 reduce late, a pass over the gradients and one small collective; whatever reads state
-               waits for it
-    update     block by block in forward order: gradient down, AdamW over host memory, weight up (state on the host); what
-               lies on NVMe read before and written after; or on the device
-    next       begins at once: its gathers (stages 1 and 2: of whole copies, once a step) wait for their own updates
-               (deferred), or its first event for all of them
+    forward    gather embedding, gather 0, [gather 1, forward 0], [gather 2, forward 1], ..., [gather head, forward L-1].
+               A gather waits for the last reader of its slot. A slot that still has a block's weights is not gathered again.
+               In the first micro-batch after a deferred update, gather u+1 is issued after forward u, because it waits for
+               the update of block u+1.
+    loss       the head's products, forward and backward; then the head's gradient is reduced
+    backward   gather u-1, recompute u, backward u, reduce u. Only backward u writes to the gradient slot, so only it waits
+               for the reduction of block u+1. A block that keeps its graph has no recomputation. Offloaded gradients are
+               reduced to a buffer; the next reduction waits until the buffer is copied to the host.
+               At stages 0 and 1, blocks are reduced in the backward of the last micro-batch.
+    norm       reductions of what is still full, a pass over the gradients, one small collective; the update waits for it
+    update     block by block in forward order: gradient down, AdamW in host memory, weights up (state on the host), with
+               reads before it and writes after it (state on NVMe); or on the device
+    next step  starts at once. With deferred updates each gather (stages 1 and 2: of full copies, once per step) waits for
+               its own update, otherwise the first event waits for all updates.
 
-Three steps in a row are simulated and the last one counts: a step's end overlaps with the next one's beginning. Rates are
-those of a profile (hardware.yaml), each with its source. What is not in the model: kernel launches, what NCCL takes of a
-GPU's multiprocessors, the first touch of memory. It knows no torch.
+Weights in host memory are copied to the slot on the stream `up` before their all-gather. On CPU ranks everything runs in
+this order, on the stream `compute`.
+
+`speed` simulates three steps in a row and measures the last one, because the end of a step overlaps with the start of the
+next. The model has no kernel launches, no multiprocessors that NCCL occupies, and no first touch of memory. This file needs
+no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
 
-from ftkit.plan.events import Event, Script, Timeline, simulate
+from ftkit.plan.events import Event, Script, simulate
 from ftkit.plan.shape import Line, Placed, Shape
+from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import FlatKind, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 STEPS = 3
-"""The first has nothing before it, the last is measured between the ends of the last two."""
+"""Simulated steps. The duration of a step is the time between the ends of the last two."""
 
 NORM_S = 1e-3
-"""The collective for norm and overflow, and the host's wait for it."""
+"""Seconds of the collective for norm and overflow, and of the host's wait for it."""
 
 COPY_TRAFFIC = 1
-"""Bytes of host memory for a byte that a device copies from or to it."""
+"""Bytes of host memory traffic per byte that a device copies from or to it."""
 
-
-
-STREAMS = {
-    "compute": "the GPUs' arithmetic",
-    "collectives": "collectives between GPUs",
-    "up": "PCIe to the GPUs",
-    "down": "PCIe from the GPUs",
-    "host update": "the update in host memory",
-    "nvme read": "reading state from NVMe",
-    "nvme write": "writing state to NVMe",
-    "nvme fetch": "reading weights and activations from NVMe",
-    "nvme offload": "writing gradients and activations to NVMe",
-}
-"""What a stream is called for the eye."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a step takes.
-
-    Args:
-        seconds: duration of a step.
-        tokens: tokens of all ranks in a step.
-        operations: operations of a rank in a step, recomputation counted.
-        busy: share of a step that each stream works.
-        timeline: timeline of the three steps.
-        step: (start, end) of the last one.
-        round_s: seconds that a further round of micro-batches takes; 0 where a step has one round.
-    """
-
-    seconds: float
-    tokens: int
-    operations: float
-    busy: Mapping[str, float]
-    timeline: Timeline
-    step: tuple[float, float]
-    round_s: float = 0.0
-
-    def longer(self, rounds: int, more: int) -> Speed:
-        """Return the speed of a step with `more` rounds like its last one; its timeline shows the first ones.
-
-        Args:
-            rounds: rounds of micro-batches of this step.
-            more: rounds that are added.
-        """
-        return replace(
-            self,
-            seconds=self.seconds + more * self.round_s,
-            tokens=self.tokens + more * self.tokens // rounds,
-            operations=self.operations + more * self.operations / rounds,
-        )
-
-    def without_timeline(self) -> Speed:
-        """Return it without its events, which are many."""
-        return replace(self, timeline=Timeline((), (), ()))
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all ranks together."""
-        return self.tokens / self.seconds
-
-    @property
-    def tflops(self) -> float:
-        """Of a GPU, with recomputation and attention counted (Megatron's convention)."""
-        return self.operations / self.seconds / 1e12
-
-    @property
-    def binds(self) -> str:
-        """The stream that is busy most."""
-        return max(self.busy, key=lambda stream: self.busy[stream])
-
-    def as_dict(self) -> dict[str, object]:
-        """Return it as an object for JSON."""
-        return {
-            "step_seconds": self.seconds,
-            "step_tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_s,
-            "tflops_per_gpu": self.tflops,
-            "binds": self.binds,
-            "busy": dict(self.busy),
-            "measured": False,
-        }
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one rank has for itself while all of its box work, per second.
-
-    Args:
-        compute: operations, by hidden size.
-        link: bytes of a collective (bus bandwidth).
-        pcie: bytes each way.
-        dram: bytes of host memory.
-        hbm: bytes of device memory.
-        nvme_read: bytes read from NVMe; 0 where there is none.
-        nvme_write: bytes written to NVMe; 0 where there is none.
-        collective_s: latency of a collective, in seconds.
-        itemsize: bytes of an element that `compute` is of.
-        in_order: collectives and updates take turns with the arithmetic, as on CPU ranks, which have no streams.
-    """
-
-    compute: Mapping[int, float]
-    link: float
-    pcie: float
-    dram: float
-    hbm: float
-    nvme_read: float = 0.0
-    nvme_write: float = 0.0
-    collective_s: float = 20e-6
-    itemsize: int = 2
-    in_order: bool = False
-
-    def operations(self, hidden: int) -> float:
-        """Return the rate of matrix products in blocks of a hidden size: between those that are known, by straight lines."""
-        known = sorted(self.compute)
-        below = max((size for size in known if size <= hidden), default=known[0])
-        above = min((size for size in known if size >= hidden), default=known[-1])
-        share = (hidden - below) / (above - below) if above > below else 0.0
-        return self.compute[below] + share * (self.compute[above] - self.compute[below])
-
-    def all(self, hidden: int) -> dict[str, float]:
-        """Return the rate of every resource, for a model of a hidden size."""
-        return {**self.resources, "compute": self.operations(hidden)}
-
-    def know(self, shape: Shape, strategy: Strategy) -> bool:
-        """Whether a step of this can be simulated; see `missing`."""
-        return self.missing(shape, strategy) is None
-
-    def missing(self, shape: Shape, strategy: Strategy) -> str | None:
-        """Say what these rates lack to simulate a step; None if nothing.
-
-        On CPU ranks with a drive its threads and the arithmetic share cores, of which the schedule knows nothing.
-        """
-        if shape.itemsize != self.itemsize:
-            return f"the rates are of {8 * self.itemsize}-bit arithmetic, and this run computes in {8 * shape.itemsize} bits"
-        if not strategy.uses_nvme:
-            return None
-        if self.in_order:
-            return "on CPU ranks a drive's threads and the arithmetic share cores, which is not simulated"
-        return None if self.nvme_read else "the rates of the drive are missing"
-
-    @cached_property
-    def resources(self) -> dict[str, float]:
-        """Rates by the names that events use, but for compute."""
-        names = ("link", "dram", "hbm", "nvme_read", "nvme_write")
-        shared = {name: getattr(self, name) for name in names if getattr(self, name)}
-        return {**shared, "up": self.pcie, "down": self.pcie}
+OUTSIDE = -1
+"""Number of the parameters outside blocks, among the numbers of blocks."""
 
 
 def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None = None) -> Speed:
-    """Return what a step takes.
+    """Return the duration of a step.
 
     Args:
-        shape: the model and what is asked of it.
-        strategy: how it is held and trained.
-        rates: what one rank has for itself.
-        rounds: times that all blocks are passed in a step; None takes the strategy's.
+        shape: The model and its data.
+        strategy: A strategy without "auto".
+        rates: Rates of one rank.
+        rounds: Passes over all blocks per step. None: the strategy's.
 
     Raises:
-        ValueError: if the strategy needs a resource for which `rates` has none.
+        ValueError: The strategy needs a resource for which `rates` has no rate.
     """
     rounds = rounds or strategy.rounds
     step = _Step(shape, strategy, rounds, rates.collective_s, in_order=rates.in_order)
@@ -209,13 +68,14 @@ def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None 
     first, last = marks[-2], marks[-1]
     tokens = shape.world_size * strategy.sequences * rounds * shape.sequence_tokens
     operations = sum([event.work.get("compute", 0.0) for event in step.script.events]) / STEPS
-    before, after = step.ends[-2:] if rounds > 1 else [(), ()]
+    back = 2 + strategy.reduced_late("block", shape.world_size)  # the last round reduces what earlier ones summed
+    before, after = step.ends[-back:][:2] if rounds >= back else [(), ()]
     round_s = max([timeline.ends[b] - timeline.ends[a] for a, b in zip(before, after)], default=0.0)
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last), round_s)
 
 
 def script(shape: Shape, strategy: Strategy, steps: int = 1, *, in_order: bool = False) -> Script:
-    """Return the events of some steps in a row: what `speed` simulates, and what tests compare the engine with."""
+    """Return the events of consecutive steps: those that `speed` simulates, and that tests compare with the engine."""
     step = _Step(shape, strategy, strategy.rounds, 0.0, in_order=in_order)
     for _ in range(steps):
         step.add()
@@ -225,123 +85,145 @@ def script(shape: Shape, strategy: Strategy, steps: int = 1, *, in_order: bool =
 def parts_of_step(
     shape: Shape, strategy: Strategy, *, in_order: bool = False
 ) -> tuple[Sequence[Event], Sequence[Event], Sequence[Event]]:
-    """Return the events of a step's first round of micro-batches, of each further round, and of its update."""
+    """Return the events of a step's first round of micro-batches, of each further round, and of its end.
+
+    Reductions that only the last round has, those of full gradients, belong to the end.
+    """
     step = _Step(shape, strategy, 2, 0.0, in_order=in_order)
     step.add()
     first, second = (number + 1 for number in step.until)
     events = step.script.events
-    return events[:first], events[first:second], events[second:]
+    late = strategy.reduced_late("block", shape.world_size)
+    once = {n for n in range(first, second) if late and events[n].name.startswith("reduce ")}
+    further = [events[n] for n in range(first, second) if n not in once]
+    return events[:first], further, [*(events[n] for n in sorted(once)), *events[second:]]
 
 
 class _Step:
-    """Writes steps into a script, one after the other.
+    """Appends steps to a script.
 
     Args:
-        shape: the model and what is asked of it.
-        strategy: how it is held and trained.
-        rounds: see `speed`.
-        collective_s: see `Rates`.
-        in_order: see `Rates`.
+        shape: The model and its data.
+        strategy: A strategy without "auto".
+        rounds: See `speed`.
+        collective_s: See `Rates`.
+        in_order: See `Rates`.
     """
 
     def __init__(self, shape: Shape, strategy: Strategy, rounds: int, collective_s: float, *, in_order: bool) -> None:
         self.shape, self.strategy, self.rounds, self.collective_s = shape, strategy, rounds, collective_s
         self.script = Script()
+        self.in_order = in_order
         self.beside = "compute" if in_order else "collectives"
         self.world = shape.world_size
         self.owners = strategy.owners(self.world)
         self.tokens = strategy.sequences * shape.sequence_tokens
-        self.written: dict[int, int] = {}  # block to the event with which its update is done; -1: what is outside blocks
-        self.computed: list[int] = []  # the last computations
-        self.ends: list[tuple[int, ...]] = []  # the last computation of each round, and the last move of a gradient
+        self.embedding, self.head = shape.embedding, shape.head
+        self.written: dict[int, int] = {}  # block to the event after which its updated weights are complete
+        self.computed: int | None = None  # the last computation
+        self.ends: list[tuple[int, ...]] = []  # the last computation of each round, and the last offload of a gradient
         self.until: list[int] = []  # the last event of each round
         self.slots: dict[int, int] = {}  # slot to the block whose weights it has
-        self.reduced: int | None = None
-        self.offloaded: int | None = None
-        self.stored: dict[str, int] = {}  # line to the event with which its state lies on NVMe again
-        self.left = 0  # bytes of host memory for lines of a state on NVMe
+        self.readers: dict[int, int] = {}  # slot to the last computation that reads it
+        self.reduced: int | None = None  # the last reduction that reads the gradient slot
+        self.copied: int | None = None  # the last copy out of the offload buffer
+        self.offloaded: int | None = None  # the last event of the last offload
+        self.stored: dict[str, int] = {}  # flat parameters to the event after which their state is on NVMe again
+        self.left = 0  # bytes of host memory for the part of an NVMe state that stays there
 
     def add(self) -> list[int]:
-        """Add a step; return its last computation: what the next one cannot begin before."""
+        """Append a step. Return its last events, before which the next step cannot start."""
         if not self.strategy.deferred and self.written:
             self._wait_for_all()
-        for round_ in range(self.rounds):
-            self._forward(first=round_ == 0)
-            self._loss()
-            self._backward(first=round_ == 0)
-            self.ends.append((self.computed[-1],) if self.offloaded is None else (self.computed[-1], self.offloaded))
+        for number in range(self.rounds):
+            first, last = number == 0, number == self.rounds - 1
+            self._loss(self._forward(first=first), first=first)
+            self._backward(first=first, last=last)
+            end = self._last()
+            self.ends.append((end,) if self.offloaded is None else (end, self.offloaded))
             self.until.append(len(self.script.events) - 1)
-        end = self.computed[-1]
         self._update()
         return [end] if self.strategy.deferred else [end, *self.written.values()]
 
     # --- forward and backward
 
-    def _forward(self, *, first: bool) -> None:
-        blocks = self.shape.blocks
+    def _forward(self, *, first: bool) -> int | None:
+        """Append a forward pass of all blocks. Return the gather of the head."""
+        count = len(self.shape.blocks)
+        updated = self._updated(OUTSIDE) if first else None
+        before = [updated, self._gather_roots("embedding", self.embedding, updated)]
+        head: int | None = None
         gathered = [self._gather(0, first=first)]
-        for number in range(len(blocks)):
-            if number + 1 < len(blocks):
+        for number in range(count):
+            later = first and self.strategy.deferred and number + 1 in self.written
+            if number + 1 == count:
+                head = self._gather_roots("head", self.head, updated)
+            elif not later:
                 gathered.append(self._gather(number + 1, first=first))
-            outside = self._outside() if first and number == 0 else []
-            self._compute(f"forward {number}", self._operations(number, forward=True), [gathered[number], *outside])
+            operations, _ = self._operations(number)
+            self._compute(f"forward {number}", operations, [gathered[number], *(before if number == 0 else [])])
+            self.readers[number % 2] = self._last()
             self._keep("keep", "down", number)
+            if later and number + 1 < count:
+                gathered.append(self._gather(number + 1, first=first))
+        return head
 
-    def _loss(self) -> None:
-        """Embedding and head: three products of the head a token (its own gradient only where it is trained); one of them
-        twice where the loss is made by chunks.
+    def _loss(self, gathered: int | None, *, first: bool) -> None:
+        """Append the head and the loss.
+
+        A token takes three products with the head: two if the head is frozen, one more if the loss is made by chunks.
         """
         shape = self.shape
-        products = 2 + any(line.trained for line in shape.roots) + shape.chunked_loss
-        outside = [line for line in shape.roots if self._is_gathered("root")]
-        gathered = self._collective("gather head", sum(self._moved(line) for line in outside), [self.computed[-1]])
+        products = 2 + any(flat.trained for flat in shape.roots) + shape.chunked_loss
         self._compute("loss", 2.0 * products * shape.vocabulary * shape.hidden * self.tokens, [gathered])
+        self._collect("head", "root", self.head, first=first)
 
-    def _backward(self, *, first: bool) -> None:
+    def _backward(self, *, first: bool, last: bool) -> None:
         blocks = self.shape.blocks
-        count = len(blocks)
-        again = self.strategy.reshard_after_forward and (self._is_gathered("block") or self.strategy.parameters != DEVICE)
-        gathered: dict[int, int | None] = {}
-        if again:
-            gathered[count - 1] = self._gather(count - 1, first=False)
+        count, parts = len(blocks), self.strategy.parts
+        again = self.strategy.reshard_after_forward and not self.strategy.resident("block", self.world)
+        gathered = self._gather(count - 1, first=False) if again else None
         brought: int | None = None
         for number in reversed(range(count)):
-            if again and number:
-                gathered[number - 1] = self._gather(number - 1, first=False)
-            name, operations = f"backward {number}", self._operations(number, forward=False)
-            self._compute(name, operations, [gathered.get(number), self.reduced, brought])
+            ready = [gathered, brought]
+            gathered = self._gather(number - 1, first=False) if again and number else None
+            forward, backward = self._operations(number)
+            if self._recomputed(number):  # of several micro-batches, only the first needs no gradient slot
+                self._compute(f"recompute {number}", forward / parts, ready)
+                backward += forward * (parts - 1) / parts
+            self._compute(f"backward {number}", backward, [*ready, self.reduced])
             brought = self._keep("bring", "up", number - 1) if number else None
-            self._collect(name, "block", blocks[number], first=first)
-        self._collect("outside", "root", self.shape.roots, first=first)
+            self._collect(f"backward {number}", "block", blocks[number], first=first, last=last)
+            self.readers[number % 2] = self._last()
+        first = first and not self.shape.tied  # a tied embedding's gradient is added to the head's
+        self._collect("embedding", "root", self.embedding, first=first)
+
+    def _last(self) -> int:
+        assert self.computed is not None
+        return self.computed
 
     def _compute(self, name: str, operations: float, after: Sequence[int | None]) -> None:
-        self.computed.append(self.script.add(name, "compute", {"compute": operations}, after))
-
-    def _pass(self, name: str, size: float) -> None:
-        """Let the last computation end with so many bytes of device memory read and written."""
-        if size:
-            self.computed[-1] = self.script.add(name, "compute", {"hbm": size}, [self.computed[-1]])
+        self.computed = self.script.add(name, "compute", {"compute": operations}, after)
 
     def _recomputed(self, number: int) -> bool:
-        """Whether a block's forward is computed again in its backward."""
+        """Return whether a block's forward is recomputed in its backward."""
         blocks = len(self.shape.blocks)
         return number < blocks - self.strategy.graphs(blocks)
 
-    def _operations(self, number: int, *, forward: bool) -> float:
-        """Return the operations of a block on a rank's micro-batch (Megatron's count, arXiv:2104.04473)."""
-        lines = self.shape.blocks[number]
-        numel = sum(line.numel for line in lines)
-        trained = sum(line.numel for line in lines if line.trained)
-        once = 2.0 * numel + 4.0 * self.shape.sequence_tokens * self.shape.hidden
-        back = once + 2.0 * trained + 4.0 * self.shape.sequence_tokens * self.shape.hidden
-        recomputed = once if self._recomputed(number) else 0.0
-        return self.tokens * (once if forward else back + recomputed)
+    def _operations(self, number: int) -> tuple[float, float]:
+        """Return a block's operations in forward, and in backward without recomputation (arXiv:2104.04473)."""
+        flats = self.shape.blocks[number]
+        numel = sum(flat.numel for flat in flats)
+        trained = sum(flat.numel for flat in flats if flat.trained)
+        attention = 4.0 * self.shape.sequence_tokens * self.shape.hidden
+        forward = 2.0 * numel + attention
+        return self.tokens * forward, self.tokens * (forward + 2.0 * trained + attention)
 
     def _keep(self, what: str, direction: str, number: int) -> int | None:
-        """Move a block's activations away, or back, once the last computation is done; nothing where they stay."""
+        """Offload a block's activations after the last computation, or fetch them. None if they stay."""
         if self.strategy.activation_offload == DEVICE or not self._recomputed(number):
             return None
-        after = self.computed[-1]
+        after = self.computed
         size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
         if self.strategy.activation_offload == NVME and direction == "up":
             after = self.script.add(f"{what} from nvme", "nvme fetch", {"nvme_read": size}, [after])
@@ -350,25 +232,14 @@ class _Step:
             return self.script.add(f"{what} on nvme", "nvme offload", {"nvme_write": size}, [moved])
         return moved
 
-    # --- weights and gradients
+    # --- weights
 
-    def _is_gathered(self, kind: str) -> bool:
-        return self.strategy.stage == 3 and self.owners > 1 and kind in ("block", "root")
+    def _moved(self, flat: Line) -> float:
+        """Return the bytes that a rank sends to gather a flat parameter."""
+        return 0.0 if self.owners == 1 else self._sent(flat, flat.itemsize)
 
-    def _moved(self, line: Line) -> float:
-        """Return the bytes that a rank sends to gather a line."""
-        return 0.0 if self.owners == 1 else self._sent(line, line.itemsize)
-
-    def _reduced(self, line: Line, itemsize: int) -> float:
-        """Return the bytes that a rank sends to reduce a line's gradient; all sums to every rank where each has the line."""
-        return self._sent(line, itemsize) * (2 if self.owners == 1 else 1)
-
-    def _sent(self, line: Line, itemsize: int) -> float:
-        return line.padded_numel(self.world) * itemsize * (self.world - 1) / self.world
-
-    def _summed(self, line: Line) -> int:
-        """Return the bytes of an element of a line's gradient where micro-batches' are summed."""
-        return self.strategy.gradient_itemsize(line.itemsize)
+    def _sent(self, flat: Line, itemsize: int) -> float:
+        return flat.padded_numel(self.world) * itemsize * (self.world - 1) / self.world
 
     def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
         if not size:
@@ -376,108 +247,178 @@ class _Step:
         return self.script.add(name, self.beside, {"link": size}, after, latency_s=self.collective_s)
 
     def _gather(self, number: int, *, first: bool) -> int | None:
-        """Bring a block's weights, from their tier and from all ranks; in the first forward of a step after their update."""
-        if first and number == 0:
-            self.slots.clear()  # they have the weights of before the update
-        held = not self.strategy.reshard_after_forward  # in a buffer of its own, until its backward
-        if self.slots.get(number % 2) == number and not held:
+        """Gather a block's weights unless they are there; in the first forward of a step, after their update.
+
+        Returns:
+            The event after which the weights can be read. None: they can be read already.
+        """
+        slot = number % 2
+        updated = self._updated(number) if first else None
+        own = not self.strategy.reshard_after_forward  # a buffer of the block's own, until its backward
+        there = self.slots.get(slot) == number and updated is None and not own
+        if there or self.strategy.resident("block", self.world):
+            return updated
+        self.slots[slot] = number
+        return self._fill(str(number), self.shape.blocks[number], [updated, None if own else self.readers.get(slot)])
+
+    def _gather_roots(self, name: str, flats: Sequence[Line], updated: int | None) -> int | None:
+        """Gather root parameters into new memory. None: every rank has them."""
+        if self.strategy.resident("root", self.world) or not flats:
             return None
-        self.slots[number % 2] = number
-        updated = self.written.get(number) if first else None
-        lines = self.shape.blocks[number]
-        free = self.computed[-2] if len(self.computed) > 1 and not held else None
+        return self._fill(name, flats, [updated, self.computed])
+
+    def _fill(self, name: str, flats: Sequence[Line], after: Sequence[int | None]) -> int | None:
+        """Copy shards from their tier, and gather them. Return the event after which all weights can be read.
+
+        Args:
+            name: Number of the block, or name of the root parameters.
+            flats: The flat parameters.
+            after: The event of the update, and that after which the memory may be written.
+        """
         fetched: int | None = None
         if self.strategy.parameters != DEVICE:
-            size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
-            after = [free, updated]
+            size = float(sum(flat.shard_numel(self.owners) * flat.itemsize for flat in flats))
+            read: int | None = None
             if self.strategy.parameters == NVME:
-                after.append(self.script.add(f"read weights {number}", "nvme fetch", {"nvme_read": size}, [updated]))
-            fetched = self.script.add(f"fetch {number}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, after)
-        if not self._is_gathered("block"):
-            refreshed = self._refresh(str(number), [Placed(line, "block") for line in lines], updated)
-            return next((each for each in (refreshed, fetched, updated) if each is not None), None)
-        return self._collective(f"gather {number}", sum(map(self._moved, lines)), [free, updated, fetched])
+                read = self.script.add(f"read weights {name}", "nvme fetch", {"nvme_read": size}, after[:1])
+            work = {"up": size, "dram": COPY_TRAFFIC * size}
+            fetched = self.script.add(f"fetch {name}", "up", work, [*after, read])
+        if self.owners == 1:
+            return fetched
+        return self._collective(f"gather {name}", sum(map(self._moved, flats)), [*after, fetched])
 
-    def _refresh(self, name: str, lines: Sequence[Placed], updated: int | None) -> int | None:
-        """Gather whole copies of lines whose shards were updated."""
+    def _updated(self, number: int) -> int | None:
+        """Return the event after which the weights of a block (or `OUTSIDE`) are updated and full copies are gathered."""
+        return self._refresh(number) if self.strategy.deferred else self.written.get(number)
+
+    def _refresh(self, number: int) -> int | None:
+        """Gather the full copies of a block (or `OUTSIDE`) after its update, if it has one."""
+        updated = self.written.get(number)
         if updated is None:
             return None
-        stale = (each.line for each in lines if each.line.trained and self.strategy.resident(each.kind, self.world))
-        return self._collective(f"refresh {name}", sum(map(self._moved, stale)), [updated])
+        if number == OUTSIDE:
+            placed = [Placed(flat, "root") for flat in self.shape.roots]
+            placed += [Placed(flat, "replicated") for flat in self.shape.replicated]
+        else:
+            placed = [Placed(flat, "block") for flat in self.shape.blocks[number]]
+        stale = (each.line for each in placed if each.line.trained and self.strategy.resident(each.kind, self.world))
+        name = "outside" if number == OUTSIDE else str(number)
+        refreshed = self._collective(f"refresh {name}", sum(map(self._moved, stale)), [updated])
+        return updated if refreshed is None else refreshed
 
-    def _outside(self) -> list[int | None]:
-        """Return what the first block of a step waits for: parameters outside blocks, updated and whole again."""
-        lines = [Placed(line, "root") for line in self.shape.roots] + [
-            Placed(line, "replicated") for line in self.shape.replicated
-        ]
-        updated = self.written.get(-1)
-        return [updated, self._refresh("outside", lines, updated)]
+    def _wait_for_all(self) -> None:
+        """Start a step after all updates, and gather full copies at once."""
+        self.computed = self.script.add("wait", "compute", {}, list(self.written.values()))
+        for number in self.written:
+            self.written[number] = self.computed
+            self.written[number] = self._refresh(number) or self.computed
 
-    def _collect(self, name: str, kind: FlatKind, lines: Sequence[Line], *, first: bool) -> None:
-        """Put a gradient where it is summed: whole, until the end of the step, or in the slot, and reduced at once."""
-        trained = [line for line in lines if line.trained]
-        late = [each for each in trained if self.strategy.reduced_late(kind, self.world)]
-        soon = [each for each in trained if each not in late]
+    # --- gradients
+
+    def _reduction(self, flat: Line, itemsize: int) -> float:
+        """Return the bytes that a rank sends to reduce a gradient: an all-reduce at stage 0."""
+        return self._sent(flat, itemsize) * (2 if self.owners == 1 else 1)
+
+    def _summed(self, flat: Line) -> int:
+        """Return the bytes per element in which micro-batches are summed."""
+        return self.strategy.gradient_itemsize(flat.itemsize)
+
+    def _collect(self, name: str, kind: FlatKind, flats: Sequence[Line], *, first: bool, last: bool = False) -> None:
+        """Collect a gradient in the slot and reduce it; or in full, to be reduced at the end of the step.
+
+        Args:
+            name: Name of the computation that made the gradient.
+            kind: Kind of its flat parameters.
+            flats: Its flat parameters.
+            first: It is the first of a step.
+            last: The computation is a block's in the last micro-batch of a step, so full gradients are reduced too.
+        """
+        trained = [flat for flat in flats if flat.trained]
+        if not trained:
+            return
+        late = self.strategy.reduced_late(kind, self.world)
+        itemsizes = [self._summed(flat) if late else self.strategy.slot_itemsize(flat.itemsize) for flat in trained]
         parts = self.strategy.parts if kind == "block" else 1  # root parameters get the gradient of all parts at once
-        size = sum(_collected(each, self.strategy.slot_itemsize(each.itemsize), 1, parts - 1) for each in soon)
-        for each in late:
-            size += _collected(each, self._summed(each), int(first), parts - first)
-        self._pass(f"collect {name}", size)
-        if soon:
-            self.reduced = self._reduce(name, soon, first=first)
+        copies = int(first or not late)
+        size = sum(_collected(flat, itemsize, copies, parts - copies) for flat, itemsize in zip(trained, itemsizes))
+        self.computed = self.script.add(f"collect {name}", "compute", {"hbm": size}, [self.computed])
+        if not late:
+            self._reduce(name, kind, trained, first=first)
+        elif last:
+            sent = sum(self._reduction(flat, itemsize) for flat, itemsize in zip(trained, itemsizes))
+            self._collective(f"reduce {name}", sent, [self.computed])
 
-    def _reduce(self, name: str, trained: Sequence[Line], *, first: bool) -> int | None:
-        """Reduce a gradient, and add this rank's part to those of the micro-batches before, or move it to its tier."""
-        slots = [(each, self.strategy.slot_itemsize(each.itemsize)) for each in trained]
-        reduced = self._collective(f"reduce {name}", sum(self._reduced(*each) for each in slots), [self.computed[-1]])
-        added = float(sum(line.shard_numel(self.owners) * (size + 2 * self._summed(line)) for line, size in slots))
-        if self.strategy.gradients == DEVICE and not first:
-            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, [reduced, self.computed[-1]])
+    def _reduce(self, name: str, kind: FlatKind, trained: Sequence[Line], *, first: bool) -> None:
+        """Reduce a gradient, and add this rank's part to those of earlier micro-batches, on its tier."""
+        slots = [(flat, self.strategy.slot_itemsize(flat.itemsize)) for flat in trained]
+        buffer = None if self.in_order else self.copied
+        reduced = self._collective(f"reduce {name}", sum(self._reduction(*each) for each in slots), [self.computed, buffer])
+        added = float(sum(flat.shard_numel(self.owners) * (size + 2 * self._summed(flat)) for flat, size in slots))
+        after = [reduced, self.computed]
         if self.strategy.gradients != DEVICE:
-            size = float(sum(line.shard_numel(self.owners) * itemsize for line, itemsize in slots))
-            kept = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in trained))
-            after = [reduced, self.computed[-1]]
-            self.offloaded = self.script.add(f"offload {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
-            if not first:
-                work = {"dram": added} | ({"nvme_read": kept} if self.strategy.gradients == NVME else {})
-                self.offloaded = self.script.add(f"sum {name}", "host update", work, [self.offloaded])
-            if self.strategy.gradients == NVME:
-                after = [self.offloaded]
-                self.offloaded = self.script.add(f"write gradient {name}", "nvme offload", {"nvme_write": kept}, after)
-        return reduced
+            self.copied = self._offload(name, slots, added, after, first=first)
+        elif not first:
+            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, after)
+        if kind == "block":
+            self.reduced = reduced
+
+    def _offload(
+        self, name: str, slots: Sequence[tuple[Line, int]], added: float, after: Sequence[int | None], *, first: bool
+    ) -> int:
+        """Copy a reduced gradient to the host, and sum or write it there; return the copy.
+
+        Args:
+            name: Name of the computation that made the gradient.
+            slots: Its flat parameters, with the bytes per element of the reduced gradient.
+            added: Bytes of memory traffic if the gradient is added to the sum.
+            after: Events that the copy waits for.
+            first: It is the first of a step.
+        """
+        size = float(sum(flat.shard_numel(self.owners) * itemsize for flat, itemsize in slots))
+        kept = float(sum(flat.shard_numel(self.owners) * self._summed(flat) for flat, _ in slots))
+        copied = self.script.add(f"offload {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
+        self.offloaded = copied
+        if not first:
+            work = {"dram": added} | ({"nvme_read": kept} if self.strategy.gradients == NVME else {})
+            self.offloaded = self.script.add(f"sum {name}", "host update", work, [self.offloaded])
+        if self.strategy.gradients == NVME:
+            after = [self.offloaded]
+            self.offloaded = self.script.add(f"write gradient {name}", "nvme offload", {"nvme_write": kept}, after)
+        return copied
 
     # --- the update
 
     def _update(self) -> None:
         norm = self.script.add("norm", self.beside, self._norm_work(), self._finish(), latency_s=NORM_S)
-        outside = [line for line in (*self.shape.roots, *self.shape.replicated) if line.trained]
+        outside = [flat for flat in (*self.shape.roots, *self.shape.replicated) if flat.trained]
         self.left = decided(self.strategy.state_host_bytes)
-        self.written = {-1: self._update_of("outside", outside, norm)}
-        for number, lines in enumerate(self.shape.blocks):
-            trained = [line for line in lines if line.trained]
+        self.written = {OUTSIDE: self._update_of("outside", outside, norm)}
+        for number, flats in enumerate(self.shape.blocks):
+            trained = [flat for flat in flats if flat.trained]
             if trained:
                 self.written[number] = self._update_of(str(number), trained, norm)
 
     def _finish(self) -> list[int | None]:
-        """Reduce what is whole until the end of the step; return what the norm waits for."""
+        """Reduce the full gradients outside blocks. Return the events that the norm waits for, beside reductions."""
         moved = 0.0
         for placed, count in self.shape.counted:
-            if placed.line.trained and self.strategy.reduced_late(placed.kind, self.world):
-                moved += count * self._reduced(placed.line, self._summed(placed.line))
-        late = self._collective("reduce whole", moved, [self.computed[-1]])
-        return [self.reduced, self.offloaded, late, self.computed[-1]]
+            if placed.line.trained and placed.kind != "block" and self.strategy.reduced_late(placed.kind, self.world):
+                moved += count * self._reduction(placed.line, self._summed(placed.line))
+        self._collective("finish gradients", moved, [self.computed])
+        return [self.offloaded, self.computed]
 
     def _norm_work(self) -> dict[str, float]:
-        """Return what the norm reads: shards on the device; elsewhere it was taken on the way there."""
+        """Return the work of the norm: it reads shards on the device. On other tiers the offload has computed it."""
         if self.strategy.gradients != DEVICE:
             return {}
         trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
-        return {"hbm": float(sum(n * line.shard_numel(self.owners) * self._summed(line) for line, n in trained))}
+        return {"hbm": float(sum(n * flat.shard_numel(self.owners) * self._summed(flat) for flat, n in trained))}
 
-    def _update_of(self, name: str, lines: Sequence[Line], norm: int) -> int:
-        numel = float(sum(line.shard_numel(self.owners) for line in lines))
-        size = float(sum(line.shard_numel(self.owners) * line.itemsize for line in lines))
-        gradient = float(sum(line.shard_numel(self.owners) * self._summed(line) for line in lines))
+    def _update_of(self, name: str, flats: Sequence[Line], norm: int) -> int:
+        """Update flat parameters; return the event after which their weights are complete."""
+        numel = float(sum(flat.shard_numel(self.owners) for flat in flats))
+        size = float(sum(flat.shard_numel(self.owners) * flat.itemsize for flat in flats))
+        gradient = float(sum(flat.shard_numel(self.owners) * self._summed(flat) for flat in flats))
         state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
         if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
@@ -485,7 +426,7 @@ class _Step:
         if self.strategy.gradients == DEVICE:
             work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
             before.append(self.script.add(f"down {name}", "down", work, [norm]))
-        stays = self.strategy.state != NVME or state <= self.left  # whole lines, as `Tiers.state_tiers` has it
+        stays = self.strategy.state != NVME or state <= self.left  # all or nothing, as in `Tiers.state_tiers`
         if self.strategy.state == NVME and stays:
             self.left -= int(state)
         if self.strategy.gradients == NVME:
@@ -503,11 +444,7 @@ class _Step:
             return done
         return self.script.add(f"up {name}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [done])
 
-    def _wait_for_all(self) -> None:
-        """Let the next step begin when everything is written."""
-        self.computed.append(self.script.add("wait", "compute", {}, list(self.written.values())))
 
-
-def _collected(line: Line, itemsize: int, copies: int, sums: int) -> float:
-    """Return the bytes that move when a line's gradients are copied, and then added, to elements of `itemsize` bytes."""
-    return float(line.numel * (copies * (line.itemsize + itemsize) + sums * (line.itemsize + 2 * itemsize)))
+def _collected(flat: Line, itemsize: int, copies: int, sums: int) -> float:
+    """Return the bytes moved when gradients of a flat parameter are copied, then added, to elements of `itemsize` bytes."""
+    return float(flat.numel * (copies * (flat.itemsize + itemsize) + sums * (flat.itemsize + 2 * itemsize)))

@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from ftkit.plan.events import Event, alone
-from ftkit.plan.schedule import Rates, Speed, parts_of_step, speed
+from ftkit.plan.schedule import parts_of_step, speed
 from ftkit.plan.shape import Shape
+from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, KINDS, NVME
 

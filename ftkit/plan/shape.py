@@ -118,6 +118,26 @@ class Shape:
         return tuple(found.items())
 
     @cached_property
+    def _wide_roots(self) -> list[int]:
+        """Numbers of the root parameters that have a row for each token of the vocabulary."""
+        return [number for number, flat in enumerate(self.roots) if flat.numel >= self.vocabulary * self.hidden]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head and the embedding are one root parameter."""
+        return len(self._wide_roots) == 1
+
+    @property
+    def head(self) -> list[Line]:
+        """The root parameter that the loss reads; none if there is no wide one."""
+        return [self.roots[number] for number in self._wide_roots[-1:]]
+
+    @property
+    def embedding(self) -> list[Line]:
+        """The root parameters that are read before the first block, a tied head included."""
+        return [flat for number, flat in enumerate(self.roots) if self.tied or number not in self._wide_roots[-1:]]
+
+    @cached_property
     def numel(self) -> int:
         """All parameters."""
         return sum(placed.line.numel * count for placed, count in self.counted)

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from ftkit.engine.trace import Span, Trace
 from ftkit.hf.models.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
-from ftkit.plan.schedule import Speed
+from ftkit.plan.speed import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
 from ftkit.report.page import rewrite
 from ftkit.report.simulated import of_speed

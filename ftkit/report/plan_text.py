@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB, PHASES
-from ftkit.plan.schedule import STREAMS, Speed
+from ftkit.plan.speed import STREAMS, Speed
 from ftkit.plan.what_if import Answer
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftkit.plan.schedule import Speed
+from ftkit.plan.speed import Speed
 from ftkit.report.timeline import Part, Timeline
 
 

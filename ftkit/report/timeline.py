@@ -21,7 +21,7 @@ WIDTH, LEFT, RIGHT, ROW, HEIGHT = 1080, 128, 12, 34, 24
 
 WORDS = (
     ("forward",),
-    ("backward",),
+    ("backward", "recompute"),
     ("gather", "refresh", "read", "fetch"),
     ("reduce", "finish", "norm", "offload", "down"),
     ("update", "adam", "up", "write"),
@@ -112,7 +112,9 @@ def with_loss(timeline: Timeline) -> Timeline:
     loss = [
         Part("compute", "head and loss", before.end_s, after.start_s)
         for before, after in pairwise(own)
-        if before.name.startswith("forward") and after.name.startswith("backward") and after.start_s > before.end_s
+        if before.name.startswith("forward")
+        and after.name.startswith(("recompute", "backward"))
+        and after.start_s > before.end_s
     ]
     return replace(timeline, parts=[*timeline.parts, *loss])
 

@@ -221,6 +221,8 @@ def train(plan: Plan, units: ShardedModel, optimizer: ShardedOptimizer, *, packe
     optimizer.zero_grad()
     if reduced:
         units.transfer.gradient_slot()
+    if units.offload is not None:
+        units.offload.device_buffer()
     passes = PASSES if reduced and plan.strategy.gradients == DEVICE else 1
     steps = 1 if plan.strategy.rounds > 1 else passes
     rows, tokens = plan.strategy.sequences, plan.shape.sequence_tokens
@@ -381,7 +383,9 @@ def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tup
     for state in optimizer.states.values():
         yield "optimizer state", of(state.master, *state.moments.values())
     yield "slots", units.transfer.buffers()
-    yield "staging", [] if units.offload is None else units.offload.buffers
+    if units.offload is not None:
+        yield "slots", [units.offload.device_buffer()]
+        yield "staging", units.offload.buffers
     yield "staging", [buffer for slot in optimizer.updater.slots for buffer in slot.buffers.values()]
 
 

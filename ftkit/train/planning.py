@@ -34,7 +34,7 @@ from ftkit.plan.hardware import Box, box_with
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import GIB
-from ftkit.plan.schedule import Rates
+from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.spec.update_rules import rule_of

@@ -10,8 +10,9 @@ import torch
 
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.trace import Span, Trace
-from ftkit.plan.schedule import STREAMS, script
+from ftkit.plan.schedule import script
 from ftkit.plan.shape import Line, Shape
+from ftkit.plan.speed import STREAMS
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model

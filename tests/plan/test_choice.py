@@ -11,7 +11,7 @@ from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapte
 from ftkit.plan.choice import make_plan, wear
 from ftkit.plan.hardware import box
 from ftkit.plan.limits import Limits, shortages
-from ftkit.plan.memory import GIB, MIB, memory
+from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.strategy import Strategy
@@ -306,6 +306,30 @@ def test_just_above_the_limit_is_refused():
 def test_a_full_checkpoint_disk_is_refused():
     with pytest.raises(DoesNotFit, match=r"checkpoint disk: .* needed"):
         make_plan(replace(SMALL, checkpoints=2), replace(cpu(100), disk_bytes=50 * MIB))
+
+
+def test_offloaded_gradients_leave_through_a_buffer_on_a_gpu():
+    """It is as wide as the widest shard, of a block or of a root parameter."""
+    host, device = (Strategy.of(state="host", gradients=tier) for tier in ("host", "device"))
+    block = LLAMA_13B.blocks[0][0]
+    root = replace(block, numel=4 * block.numel)
+    for shape, widest in ((LLAMA_13B, block), (replace(LLAMA_13B, roots=(root,)), root)):
+        slots = [memory(shape, each, cpu=False).purposes("device")["slots"] for each in (host, device)]
+        assert slots[0] - slots[1] == widest.shard_numel(8) * 2
+    slots = [memory(LLAMA_13B, each, cpu=True).purposes("host")["slots"] for each in (host, device)]
+    assert slots[0] == slots[1]
+
+
+def test_the_head_is_gathered_beside_the_last_blocks_forward():
+    """With a wide frozen head and a loss by chunks, no other instant needs as much."""
+    wide = llama(5120, 13824, 40, 131072, sequence=1024)
+    frozen = tuple(replace(line, trained=False) for line in wide.roots)
+    shape = replace(wide, roots=frozen, chunked_loss=True, block_elements=60 * wide.hidden)
+    strategy = Strategy.of()
+    found = memory(shape, strategy, cpu=False).purposes("device")
+    head = 8 * frozen[0].shard_numel(8) * 2
+    assert found["root parameters"] == head
+    assert found["workspace"] == graph_bytes(shape, strategy) // 2
 
 
 def test_a_loss_by_chunks_has_no_logits():

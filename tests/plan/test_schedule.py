@@ -8,8 +8,9 @@ import pytest
 
 from ftkit.plan.choice import make_plan
 from ftkit.plan.hardware import boxes
-from ftkit.plan.schedule import Rates, Speed, script, speed
+from ftkit.plan.schedule import parts_of_step, script, speed
 from ftkit.plan.shape import Line, Shape
+from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import ADAMW
 from tests.plan.test_choice import LLAMA_13B, llama, on
@@ -50,12 +51,14 @@ def test_a_host_update_that_no_forward_hides() -> None:
 
 
 def test_10b_at_16k_tokens() -> None:
-    """Reductions that the next block's backward waits for cost 2.5 %, less if all micro-batches pass each block together;
-    the goal of 5.6K tokens/s is reached with some blocks' graphs kept."""
+    """Reductions run beside the next block's recomputation and cost less than 0.5 %. They are fewer if all micro-batches
+    pass each block together. With some blocks' graphs kept, the goal of 5.6K tokens/s is exceeded."""
     made = took(replace(HOST, micro_batch=4), 4, GPT_10B)
     together = took(replace(HOST, micro_batch=4, accumulate_in="unit", accumulation=4), 1, GPT_10B)
     kept = took(replace(HOST, micro_batch=4, activations=9), 4, GPT_10B)
-    assert kept.tokens_per_s > 5600 > together.tokens_per_s > made.tokens_per_s > 5400
+    assert kept.tokens_per_s > 5700 > together.tokens_per_s > made.tokens_per_s > 5500
+    free = took(replace(HOST, micro_batch=4), 4, GPT_10B, link=1e15, collective_s=0.0)
+    assert made.tokens_per_s > 0.995 * free.tokens_per_s
     assert made.operations * 8 / made.tokens == pytest.approx(85.1e9, rel=0.01)
 
 
@@ -192,5 +195,63 @@ def test_every_rank_of_stage_0_updates_all() -> None:
 def test_one_rank_fetches_weights_from_the_host_twice() -> None:
     alone = replace(LLAMA_13B, world_size=1)
     events = script(alone, replace(HOST, parameters="host"), 1).events
-    fetched = [event for event in events if event.name.startswith("fetch")]
-    assert len(fetched) == 2 * len(alone.blocks) - 2, "the last two are still in their slots when backward begins"
+    fetched = [event.name for event in events if event.name.startswith("fetch")]
+    blocks = [name for name in fetched if name[-1].isdigit()]
+    assert len(blocks) == 2 * len(alone.blocks) - 2, "the last two are still in their slots when backward begins"
+    assert [name for name in fetched if name not in blocks] == ["fetch embedding", "fetch head"]
+
+
+EVEN = replace(LLAMA_13B, blocks=((Line(8 * 4096, 2, trained=True),),) * 4, replicated=())
+
+
+def waits(strategy: Strategy, name: str, steps: int = 1, *, in_order: bool = False) -> set[str]:
+    """Return the names of the events that the last event called `name` waits for."""
+    events = script(EVEN, strategy, steps, in_order=in_order).events
+    return {events[number].name for number in [each for each in events if each.name == name][-1].after}
+
+
+def test_only_a_backward_waits_for_the_gradient_slot() -> None:
+    assert waits(Strategy.of(), "recompute 1") == {"gather 1"}
+    assert waits(Strategy.of(), "backward 1") == {"gather 1", "reduce backward 2"}
+    assert waits(Strategy.of(activations=3), "backward 1") == {"gather 1", "reduce backward 2"}
+
+
+def test_a_gather_waits_for_the_last_reader_of_its_slot() -> None:
+    assert waits(Strategy.of(), "gather 3") == {"forward 1"}
+    assert waits(Strategy.of(), "gather 1") == {"collect backward 3"}
+    host = replace(HOST, parameters="host")
+    assert waits(host, "fetch 3", 2) == {"forward 1", "adam 3"}
+    assert waits(host, "gather 3", 2) == {"forward 1", "adam 3", "fetch 3"}
+
+
+def test_a_reduction_waits_until_the_offload_buffer_is_copied() -> None:
+    host = replace(HOST, gradients="host")
+    assert waits(host, "reduce backward 1") == {"collect backward 1", "offload backward 2"}
+    assert waits(host, "backward 1") == {"gather 1", "reduce backward 2"}, "not for the copy"
+    assert waits(host, "reduce backward 1", in_order=True) == {"collect backward 1"}, "a CPU has no buffer"
+
+
+def test_the_head_is_gathered_beside_the_last_block() -> None:
+    assert waits(Strategy.of(), "gather head") == {"forward 2"}
+    assert waits(Strategy.of(), "loss") == {"gather head"}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_blocks_are_reduced_in_the_last_backward_of_a_step(stage: int) -> None:
+    strategy = Strategy.of(stage=stage, accumulation=3)
+    names = [event.name for event in script(EVEN, strategy).events]
+    reduced = [number for number, name in enumerate(names) if name.startswith("reduce backward")]
+    assert [names[number] for number in reduced] == [f"reduce backward {block}" for block in (3, 2, 1, 0)]
+    assert reduced[0] > [number for number, name in enumerate(names) if name == "loss"][2]
+    assert waits(strategy, "backward 1") == set(), "each block has memory of its own"
+    first, further, end = parts_of_step(EVEN, strategy)
+    assert not any(event.name.startswith("reduce") for event in (*first, *further))
+    assert sum(event.name.startswith("reduce backward") for event in end) == 4
+
+
+def test_more_rounds_are_like_those_before_the_last() -> None:
+    """The last one also reduces the gradients of all blocks, once in a step."""
+    slow = replace(V100, link=1e9, in_order=True)
+    strategy = Strategy.of(stage=1, accumulation=6)
+    whole = speed(EVEN, strategy, slow)
+    assert speed(EVEN, strategy, slow, rounds=3).longer(3, 3).seconds == pytest.approx(whole.seconds)

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from ftkit.engine.trace import Trace
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.schedule import Rates, speed
+from ftkit.plan.schedule import speed
 from ftkit.plan.shape import Line, Shape
+from ftkit.plan.speed import Rates
 from ftkit.report import live
 from ftkit.report.live import RunReport
 from ftkit.report.timeline import from_chrome

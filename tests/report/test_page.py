@@ -88,7 +88,7 @@ def test_a_run_that_ended(tmp_path):
     answers = [{"question": "3+1?", "before": "<b>", "after": "4", "expected": "4"}]
     summary = {"eval_loss_before": 4.0, "eval_loss_after": 3.0, "seconds": 90.0, "steps": 20, "tokens": 200, "plan": PLAN}
     peaks = {"peaks_per_rank": [{"device_bytes": 0, "host_bytes": 2 << 30}] * 2, "answers": answers, "world_size": 2}
-    parts = [Part("compute", "forward 0", 0.0, 0.1), Part("compute", "backward 0", 0.3, 0.4)]
+    parts = [Part("compute", "forward 0", 0.0, 0.1), Part("compute", "recompute 0", 0.3, 0.4)]
     trace = as_chrome(Timeline(parts, 0.5, 3, "cpu"))
     standing = {"status": "ended", "started": "2026-01-01T10:00:00+00:00", "steps": 20}
     folder = run_folder(

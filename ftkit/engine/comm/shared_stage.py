@@ -27,7 +27,7 @@ from ftkit.engine.kernels.host_loops import carried
 if TYPE_CHECKING:
     from ftkit.engine.comm.communicator import Communicator
 
-STAGE_BYTES = 16 << 20
+STAGE_BYTES = 8 << 20
 """Bytes of one buffer: large enough that a barrier, 0.3 ms, costs little beside the copy."""
 
 

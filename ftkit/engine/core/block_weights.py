@@ -55,11 +55,14 @@ class BlockWeights:
             graph: A backward follows.
         """
         self.transfer.refresh(self.resident)
-        if not self.gathered:
-            return
-        if self.stay and graph and self._own is None:
+        if self.gathered:
+            self.reserve(graph=graph)
+            self.transfer.gather(self.slot, self.gathered, self.number)
+
+    def reserve(self, *, graph: bool) -> None:
+        """Allocate the block's own buffer, if it gets one. Arguments as `fetch`'s."""
+        if self.gathered and self.stay and graph and self._own is None:
             self._own = self.transfer.lend(self.gathered)
-        self.transfer.gather(self.slot, self.gathered, self.number)
 
     def enter(self, *, graph: bool, neighbour: BlockWeights | None = None, beyond: BlockWeights | None = None) -> None:
         """Make the weights usable, and start gathering the neighbour's: now, or in `leave` if the host has to wait for that.
@@ -84,6 +87,7 @@ class BlockWeights:
             self.transfer.take(self.slot, self.gathered, self.number)
         if neighbour is not None and self.transfer.prefetch:
             if neighbour.updating:
+                neighbour.reserve(graph=graph)  # memory that the computation of this block does not use
                 self._next = partial(neighbour.fetch, graph=graph)
             else:
                 neighbour.fetch(graph=graph)

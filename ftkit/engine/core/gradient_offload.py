@@ -111,12 +111,16 @@ class GradientOffload:
         """Bytes of the staging buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def place(self, gradient: OffloadedGradient, dtype: torch.dtype) -> Tensor:
-        """Return the part (S,) of the device buffer for a gradient. Allocates the buffer at the first call."""
+    def device_buffer(self) -> Tensor:
+        """Return the device buffer. Allocates it at the first call: evaluation needs none."""
         if self._buffer is None:
             self._buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer
+
+    def place(self, gradient: OffloadedGradient, dtype: torch.dtype) -> Tensor:
+        """Return the part (S,) of the device buffer for a gradient."""
         start = self._starts[gradient]
-        return self._buffer[start : start + gradient.flat.layout.shard_numel * dtype.itemsize].view(dtype)
+        return self.device_buffer()[start : start + gradient.flat.layout.shard_numel * dtype.itemsize].view(dtype)
 
     def send(self, gradient: OffloadedGradient, part: Tensor, reduced: Event, *, add: bool) -> None:
         """Put a reduced gradient into its store, or add it there. Waits if both staging buffers are in use.

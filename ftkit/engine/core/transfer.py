@@ -116,8 +116,10 @@ class Transfer:
     # --- weights
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
-        """Allocate a slot for one unit."""
-        return WeightSlot(_slot_bytes(_weight_sizes(flats)), self.comm.device)
+        """Allocate a slot for one unit. It may be written after the computation issued so far."""
+        slot = WeightSlot(_slot_bytes(_weight_sizes(flats)), self.comm.device)
+        slot.read = self.streams.now()
+        return slot
 
     def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Start gathering weights into a slot, if they are not there.

@@ -109,6 +109,8 @@ class Updater:
         if self.thread is None:
             self._run(updates, saving)
             self.settle()
+            for step in steps:
+                step.flat.settle()
         else:
             self.running = self.thread.submit(self._run, updates, saving)
 
