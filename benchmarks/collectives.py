@@ -1,7 +1,7 @@
 """`make bench-collectives`: the rates of collectives of CPU ranks beside a plain copy, in GB/s of the full tensor.
 
-Every round runs each operation once, one after the other, so that a disturbance meets all of them. Reported are medians
-over rounds of the slowest rank, and the best round. The result is also written as JSON to runs/bench/.
+Every round runs each operation once, one after the other, so that a disturbance affects all of them alike. The table gives
+the slowest rank's rate: the median over rounds, and the best round. The result is also written as JSON to runs/bench/.
 """
 
 from __future__ import annotations

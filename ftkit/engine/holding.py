@@ -39,6 +39,7 @@ def hold(units: ShardedModel) -> Iterator[None]:
         yield
         return
     units.freshen()
+    units.running.drop()
     with ExitStack() as stack:
         blocks = [unit.weights for unit in units.units if unit.weights.gathered]
         for index, weights in enumerate(blocks):

@@ -158,6 +158,7 @@ class ShardedModel:
             gradient.zero()
         for unit in self.units:
             unit.forget()
+        self.running.drop()
 
     def finish_gradients(self) -> None:
         """Complete the step's mean gradients. Cost: one reduction per deferred gradient that is not reduced yet."""

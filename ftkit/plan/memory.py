@@ -49,7 +49,7 @@ DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
 ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
-STAGE_BYTES = 8 * MIB  # comm.STAGE_BYTES
+STAGE_BYTES = 16 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 ACTIVATIONS = "activations"
@@ -420,7 +420,7 @@ def _files(shape: Shape) -> Iterator[Item]:
 
 
 def _runtime(shape: Shape, *, cpu: bool) -> Iterator[Item]:
-    shared = 2 * shape.world_size * STAGE_BYTES if shape.world_size > 1 else 0  # comm.SharedStage
+    shared = 2 * STAGE_BYTES if shape.world_size > 1 else 0  # this rank's buffers of comm.SharedStage
     yield Item("runtime", HOST, RUNTIME["cpu"] + shared if cpu else RUNTIME["cuda"])
     if not cpu:
         yield Item("runtime", DEVICE, DEVICE_RUNTIME)

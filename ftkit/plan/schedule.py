@@ -5,13 +5,14 @@
     forward    gather embedding, gather 0, [gather 1, forward 0], [gather 2, forward 1], ..., [gather head, forward L-1].
                A gather waits for the last reader of its slot. A slot that still has a block's weights is not gathered again.
                In the first micro-batch after a deferred update, gather u+1 is issued after forward u, because it waits for
-               the update of block u+1.
-    loss       the head's products, forward and backward; then the head's gradient is reduced
+               the update of block u+1. The head's is issued after forward L-1.
+    loss       the head's products, forward and backward; then the head's gradient is reduced, and the next block waits
     backward   gather u-1, recompute u, backward u, reduce u. Only backward u writes to the gradient slot, so only it waits
                for the reduction of block u+1. A block that keeps its graph has no recomputation. Offloaded gradients are
                reduced to a buffer; the next reduction waits until the buffer is copied to the host.
                At stages 0 and 1, blocks are reduced in the backward of the last micro-batch.
-    norm       reductions of what is still full, a pass over the gradients, one small collective; the update waits for it
+    norm       reductions of the remaining full gradients, a pass over the gradients, one small collective, for which the
+               update waits
     update     block by block in forward order: gradient down, AdamW in host memory, weights up (state on the host), with
                reads before it and writes after it (state on NVMe); or on the device
     next step  starts at once. With deferred updates each gather (stages 1 and 2: of full copies, once per step) waits for
@@ -21,8 +22,7 @@ Weights in host memory are copied to the slot on the stream `up` before their al
 this order, on the stream `compute`.
 
 `speed` simulates three steps in a row and measures the last one, because the end of a step overlaps with the start of the
-next. The model has no kernel launches, no multiprocessors that NCCL occupies, and no first touch of memory. This file needs
-no torch.
+next. Not modelled: kernel launches, multiprocessors that NCCL occupies, the first touch of memory. This file needs no torch.
 """
 
 from __future__ import annotations
@@ -156,9 +156,10 @@ class _Step:
         gathered = [self._gather(0, first=first)]
         for number in range(count):
             later = first and self.strategy.deferred and number + 1 in self.written
-            if number + 1 == count:
+            late_head = first and self.strategy.deferred and updated is not None
+            if number + 1 == count and not late_head:
                 head = self._gather_roots("head", self.head, updated)
-            elif not later:
+            elif not later and number + 1 < count:
                 gathered.append(self._gather(number + 1, first=first))
             operations, _ = self._operations(number)
             self._compute(f"forward {number}", operations, [gathered[number], *(before if number == 0 else [])])
@@ -166,6 +167,8 @@ class _Step:
             self._keep("keep", "down", number)
             if later and number + 1 < count:
                 gathered.append(self._gather(number + 1, first=first))
+            if late_head and number + 1 == count:
+                head = self._gather_roots("head", self.head, updated)
         return head
 
     def _loss(self, gathered: int | None, *, first: bool) -> None:
@@ -361,6 +364,8 @@ class _Step:
             reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, after)
         if kind == "block":
             self.reduced = reduced
+        elif reduced is not None:  # the next block reuses the memory of the full gradient
+            self.computed = self.script.add(f"await {name}", "compute", {}, [self.computed, reduced])
 
     def _offload(
         self, name: str, slots: Sequence[tuple[Line, int]], added: float, after: Sequence[int | None], *, first: bool

@@ -25,7 +25,7 @@ STREAMS = {
     "nvme fetch": "reading weights and activations from NVMe",
     "nvme offload": "writing gradients and activations to NVMe",
 }
-"""Names of streams, and how a report calls them."""
+"""Names of streams, and their labels in reports."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Speed:
         busy: Share of a step during which each stream works.
         timeline: Timeline of the simulated steps.
         step: (start, end) of the last simulated step, in seconds.
-        round_s: Seconds of one more round of micro-batches. 0 if a step has one round.
+        round_s: Seconds of one more round of micro-batches. 0 if a step has fewer than two rounds, or fewer
+            than three where blocks are reduced late.
     """
 
     seconds: float

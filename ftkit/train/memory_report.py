@@ -121,18 +121,18 @@ def make_report(alarm: Alarm, seats: Sequence[Seat], *, outcome: str, step: int,
 
 
 def _rank(seat: Seat) -> dict[str, Any]:
-    rss, tenants = _rss(seat.pid), dict(seat.tenants)
+    resident, tenants = _pss(seat.pid), dict(seat.tenants)
     return {
         "rank": seat.rank,
         "pid": seat.pid,
         "counted_at_step": seat.step,
-        "rss_bytes": rss,
+        "rss_bytes": resident,
         "tenants_bytes": tenants,
-        "unexplained_bytes": max(0, rss - sum(tenants.values())),
+        "unexplained_bytes": max(0, resident - sum(tenants.values())),
     }
 
 
-def _rss(pid: int) -> int:
+def _pss(pid: int) -> int:
     """Return the resident bytes of a rank. Memory that ranks share counts once among them (PSS)."""
     try:
         info = psutil.Process(pid).memory_full_info()

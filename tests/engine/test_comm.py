@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -251,10 +252,9 @@ def refused(reason: str) -> Iterator[None]:
 
 
 def without_shared_memory(reason: str) -> bool:
-    """Return whether a communicator has no stage, and shares nothing."""
+    """Return whether a communicator has no stage."""
     with refused(reason):
-        comm = Communicator(CPU)
-    return comm._stage is None and comm.share(PAGE_BYTES) is None
+        return Communicator(CPU)._stage is None
 
 
 @pytest.mark.parametrize("reason", ["no file", "no mapping", "elsewhere"])
@@ -284,6 +284,29 @@ def test_shards_that_cannot_be_shared_are_gathered_through_the_stage(world2, rea
 # --- shards in shared memory
 
 
+def writes_while_a_rank_reads() -> Tensor:
+    """Gather in place, slowly on rank 1, and write the shards at once. Return what was gathered."""
+    comm = connect("shared memory")
+    tiers = Tiers.open(comm, Strategy.of())
+    tiers.reserve("parameters", [(1, torch.float32)])
+    shard = tiers.make("parameters", "a", 1, torch.float32).tensor.fill_(comm.rank)
+    full, meet = torch.empty(comm.world_size), stage_module.SharedStage.meet
+
+    def slow(stage: SharedStage) -> None:
+        meet(stage)
+        time.sleep(0.2 * (comm.rank == 1))
+
+    with mock.patch.object(stage_module.SharedStage, "meet", slow):
+        comm.all_gather(full, shard)
+    comm.await_readers()
+    shard.fill_(9)
+    return full
+
+
+def test_a_writer_waits_for_the_readers_of_its_shard(world2):
+    assert [full.tolist() for full in world2.run(writes_while_a_rank_reads)] == [[0, 1], [0, 1]]
+
+
 def gathers_in_place(dtype: torch.dtype) -> None:
     """Gather shards of several sizes from shared memory, write them after a collective, and gather them again."""
     comm = connect("shared memory")
@@ -297,7 +320,6 @@ def gathers_in_place(dtype: torch.dtype) -> None:
         for shard in shards:
             assert comm._stage._in_place(shard) is not None
             full = torch.full((comm.world_size * shard.numel(),), torch.nan, dtype=dtype)
-            time.sleep(0.02 * (comm.rank == turn))  # the others' writes come after the reads of a rank without a barrier
             comm.all_gather(full, shard)
             staged = torch.full_like(full, torch.nan)
             comm.all_gather(staged, shard.clone())

@@ -1,4 +1,4 @@
-"""Reads of a root parameter share a gather, get its gradient in any order, and find a gather that started early."""
+"""Reads of a root parameter share a gather and add to one gradient, and a gather may start before the read."""
 
 from __future__ import annotations
 
@@ -65,14 +65,15 @@ def test_gathers_start_where_the_last_call_read(world2: World) -> None:
     first, second, without_head, last = world2.run(gathers_of_calls)[0]
     embedding, head = "gather model.embed_tokens.weight", "gather lm_head.weight"
     assert first == ["gather 0", embedding, "gather 1", "forward 0", "gather 2", "forward 1", "forward 2", head]
-    # Block 1 is in its slot still.
+    # Block 1 is still in its slot.
     assert second == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", head, "forward 2"]
-    assert without_head == second, "the call before read the head"
-    assert last == [embedding, "gather 0", "forward 0", "gather 2", "forward 1", "forward 2", head], "which did not"
+    assert without_head == second, "the previous call read the head"
+    without_early_head = [embedding, "gather 0", "forward 0", "gather 2", "forward 1", "forward 2", head]
+    assert last == without_early_head, "the previous call did not"
 
 
 def weights_read_after_a_step() -> tuple[bool, bool]:
-    """Return whether a head read after a step is that of before, and whether it is that of after."""
+    """Read the head after a step. Return whether it equals the weights before the step, and those after it."""
     units = shard_model(families.build("llama"), Strategy.of())
     optimizer = ShardedAdamW(units, lr=1e-2)
     rows = families.batch("llama", 0)

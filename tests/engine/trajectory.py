@@ -244,7 +244,7 @@ def _run_sharded(
             losses = _tuple(loss_of(model, own, tokens))
             if early_zero_grad and micro == 0:
                 optimizer.zero_grad()
-            # Rows with prefetch name the last backward, as the Trainer does. The others are plain loops.
+            # Rows with prefetch use `last_backward`, as the Trainer does. The others reduce at the step.
             last = row.prefetch and micro == row.accumulation - 1 and len(losses) == 1
             with units.last_backward() if last else nullcontext():
                 for loss in losses:

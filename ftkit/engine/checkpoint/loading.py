@@ -57,7 +57,7 @@ def load_checkpoint(
     if units.saving is not None:
         with suppress(UserError):  # its caller learns of the error from `poll`
             units.saving.wait()
-    units.comm.barrier("the weights before a load")  # other ranks may still read shared shards (shared_stage.py)
+    units.comm.await_readers()
     with all_ranks(units.comm, BrokenCheckpoint), ExitStack() as stack:
         (optimizer or units).settle()
         manifest = read_manifest(folder)

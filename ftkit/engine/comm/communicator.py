@@ -4,7 +4,7 @@ All ranks run the same collectives in the same order. `totals` compares their na
 that run different blocks end before the optimizer uses their gradients. Every wait ends at the timeout of the process group.
 
 gloo moves about 1 GB/s between two CPU ranks of a machine, and a copy moves several times that. CPU ranks of one machine
-exchange large tensors through a few MiB of shared memory (`SharedStage`), and gloo carries the barriers. They gather shards
+exchange large tensors through shared memory (`SharedStage`), and gloo carries the barriers. They gather shards
 that are in memory from `share` in place.
 
 `bytes_sent` counts the bytes of a ring for each operation, as the ZeRO paper does (arXiv:1910.02054, section 7): (W-1)/W of
@@ -102,13 +102,18 @@ class Communicator:
         """
         return self._stage.share(self, size_bytes) if self._stage else None
 
+    def await_readers(self) -> None:
+        """Wait until no rank reads shared shards. A collective. Cost: a barrier if they were gathered since the last."""
+        if self._stage is not None and self._stage.reading:
+            with self._collective("barrier", "the readers of shards"):
+                self._stage.meet()
+
     # --- large tensors
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         """Fill `full` (W*S,) with the shards (S,) of all ranks, in rank order. `shard` may be this rank's part of `full`.
 
-        A shard in memory from `share` must have the same place in it on all ranks. It must not be written before the next
-        collective.
+        A shard in memory from `share` must have the same place in it on all ranks. Call `await_readers` before writing it.
 
         Raises:
             RuntimeError: A rank ended, or did not come before the timeout. The other collectives raise the same.

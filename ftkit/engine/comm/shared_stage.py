@@ -4,9 +4,8 @@ Each rank owns two buffers of `STAGE_BYTES`. For one piece of a tensor it writes
 barrier, and reads the others' buffers. The next piece uses the other buffer. A rank that writes a buffer again has passed
 the barrier of the piece in between, and so has every reader of the earlier content: one barrier per piece is enough.
 
-Shards in memory from `share` are gathered in place, after one barrier. Nothing waits for the reads to end, so a rank must
-not write its shard between a gather and the next collective. A step writes after the collective of the gradient norm.
-Loading a checkpoint or a folder of weights begins with a barrier.
+Shards in memory from `share` are gathered in place, after one barrier. A gather does not wait for the other ranks' reads to
+end: the next barrier does. Writers of shards (the step, a load) call `Communicator.await_readers` first.
 
 Shapes: W ranks, S elements per shard.
 """
@@ -27,8 +26,8 @@ from ftkit.engine.kernels.host_loops import carried
 if TYPE_CHECKING:
     from ftkit.engine.comm.communicator import Communicator
 
-STAGE_BYTES = 8 << 20
-"""Bytes of one buffer: large enough that a barrier, 0.3 ms, costs little beside the copy."""
+STAGE_BYTES = 16 << 20
+"""Bytes of one buffer: large enough that a barrier costs little beside the copy."""
 
 
 class SharedStage:
@@ -40,6 +39,7 @@ class SharedStage:
         # Shared shards by the address of this rank's. Tensors keep their mapping, and it ends with the last one.
         self.shared: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         self.turn = 0
+        self.reading = False  # whether ranks may still read shared shards
 
     def share(self, comm: Communicator, size_bytes: int) -> Tensor | None:
         """See `Communicator.share`."""
@@ -64,6 +64,7 @@ class SharedStage:
         rows = full.view(self.world_size, -1)
         if (shards := self._in_place(shard)) is not None:
             self.meet()
+            self.reading = True
             rows.copy_(shards)
             return
         if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -122,8 +123,9 @@ class SharedStage:
                 piece.add_(stage[other])
 
     def meet(self) -> None:
-        """Wait until every rank has written its piece."""
+        """Wait until every rank has come here: it has written its piece, and has read shared shards."""
         dist.barrier(group=self.group)
+        self.reading = False
 
     def _next(self, dtype: torch.dtype) -> Tensor:
         """Return the buffers of the next piece, shape (W, elements)."""

@@ -65,7 +65,7 @@ class BlockWeights:
             self._own = self.transfer.lend(self.gathered)
 
     def enter(self, *, graph: bool, neighbour: BlockWeights | None = None, beyond: BlockWeights | None = None) -> None:
-        """Make the weights usable, and start gathering the neighbour's: now, or in `leave` if the host has to wait for that.
+        """Make the weights usable, and start gathering the neighbour's. If the host had to wait, `start_next` does that.
 
         Args:
             graph: A backward follows this use.
@@ -80,6 +80,7 @@ class BlockWeights:
                 f"{self.name} was used for training while all weights are gathered for generation: leave that context, or "
                 "compute under torch.no_grad()"
             )
+        self._next = None
         self.fetch(graph=graph)
         for flat in self.resident:
             self.transfer.streams.wait(flat.refreshed)
@@ -94,14 +95,17 @@ class BlockWeights:
         if beyond is not None:
             self.transfer.read_ahead([beyond.gathered])
 
+    def start_next(self) -> None:
+        """Start the gather that `enter` postponed, once the computation is issued."""
+        start, self._next = self._next, None
+        if start is not None:
+            start()
+
     def leave(self) -> None:
         """Reshard the weights after the computation. A buffer of the block's own stays while a backward needs it."""
         if self.gathered:
             self.transfer.free(self.slot, self.gathered, for_good=self._own is None)
         self._drop_unneeded()
-        start, self._next = self._next, None
-        if start is not None:
-            start()
 
     def expect_backward(self) -> None:
         """Count a backward that will use the weights."""
@@ -117,5 +121,6 @@ class BlockWeights:
         self._drop_unneeded()
 
     def _drop_unneeded(self) -> None:
-        if self.backwards == 0:
+        if self.backwards == 0 and self._own is not None:
+            self.transfer.streams.wait(self._own.filled)  # a gather that nothing read may still write there
             self._own = None

@@ -221,7 +221,7 @@ class FlatParameter:
     def fetch(self, full: Tensor, read: Tensor | None = None) -> None:
         """Copy this rank's weights from host memory or NVMe to its part of `full`.
 
-        On a CPU a collective reads host memory itself, so nothing is copied on several ranks.
+        With several CPU ranks nothing is copied: the collective reads host memory itself.
 
         Args:
             full: Receives this rank's weights, shape (W*S,).

@@ -5,7 +5,7 @@
     form         a backward writes to               reduced             the optimizer reads
     reduced      the gradient slot (W*S,)           after each backward `memory` (S,) on the device
     offloaded    the gradient slot (W*S,)           after each backward a store (S,) on host or NVMe (gradient_offload.py)
-    deferred     `memory` (W*S,), on every rank     once, at the step   this rank's part of `memory`
+    deferred     `memory` (W*S,), on every rank     once per step       this rank's part of `memory`
 
 Each is the mean over ranks, summed over the micro-batches of a step. `Transfer.gradients` opens a unit's gradients with
 places in the slot, and reduces them after the unit's backward; in between, hooks of autograd call `add`. A use outside
@@ -191,8 +191,8 @@ class ReducedGradient(Gradient):
             full[:numel].copy_(gradient.reshape(-1))
             full[numel:].zero_()
             self.touched[index] = True
-        reduce(flat.name, [self], [full], self.streams)
-        self.streams.collectives.uses(full)
+        # The wait lets the memory of `full` be reused by the next block, which would otherwise need it on top.
+        self.streams.wait(reduce(flat.name, [self], [full], self.streams))
 
     @property
     def free(self) -> Event:
@@ -214,7 +214,7 @@ class ReducedGradient(Gradient):
         self.there = True
 
     def leave(self, reduced: Event) -> None:
-        """Start to move what `reduce` made off the device after the event `reduced`, unless it stays."""
+        """Start copying the reduced part to its tier after the event `reduced`. Do nothing if it stays on the device."""
 
     def _destination(self, full: Tensor) -> Tensor:
         """Return where to reduce `full`: the first micro-batch goes straight to `memory`, others to this rank's part."""
@@ -249,7 +249,7 @@ class DeferredGradient(Gradient):
         if self.there and self.flat.comm.world_size > 1:
             raise RuntimeError(
                 f"a backward reached {self.flat.name} after its gradient was reduced: call zero_grad() between a step and "
-                "the next backward, and backward() once in a training_step"
+                "the next backward, and backward() once in a training_step, or set ftkit={'stage': 2}"
             )
         self.there = False
         self._change()
@@ -287,9 +287,9 @@ class DeferredGradient(Gradient):
 class DeferredReductions:
     """Reduces the deferred gradients of a model.
 
-    All ranks reduce the blocks in the same order, the last block first, whichever blocks have a gradient on a rank. In the
-    last backward of a step, a block is reduced when its backward and the reductions of all later blocks are issued. The
-    others are reduced at the step, and so are all without `last_backward`.
+    In the last backward of a step, a block is reduced when its backward and the reductions of all later blocks are issued.
+    Blocks without a gradient on this rank hold that up until the end of the backward, so all ranks reduce in the same order.
+    Gradients outside blocks are reduced at the step, and so are all without `last_backward`.
 
     Args:
         blocks: For each block, in order of execution, its deferred gradients.
@@ -309,11 +309,12 @@ class DeferredReductions:
         self._next = len(self.blocks) - 1
         try:
             yield
+            self._reduce_ready([0] * len(self.blocks))
         finally:
             self._missing = None
 
     def added(self, number: int) -> None:
-        """Note a gradient of a tensor of block `number`, which plain autograd computes: it gives each tensor one."""
+        """Count a tensor of block `number` whose gradient is complete. Plain autograd calls this once per tensor."""
         if self._missing is not None:
             self._missing[number] -= 1
             self._reduce_ready(self._missing)
@@ -325,9 +326,9 @@ class DeferredReductions:
             self._reduce_ready(self._missing)
 
     def finish(self) -> None:
-        """Reduce what is not reduced. Afterwards the computing stream waits for all reductions."""
+        """Reduce the remaining gradients. Afterwards the computing stream waits for all reductions."""
         with self.streams.collectives.run("finish gradients", self.streams.now()):
-            for gradient in (*chain.from_iterable(reversed(self.blocks)), *self.others):
+            for gradient in (*chain.from_iterable(self.blocks), *self.others):
                 gradient.finish()
         self.streams.wait(self.streams.collectives.mark())
 

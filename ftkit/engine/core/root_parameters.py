@@ -31,7 +31,7 @@ BEFORE_UNITS = -1
 
 
 class Running:
-    """Whether the model runs, so that all ranks make the same reads, and how far."""
+    """Whether the model runs, and which unit began last. Both are equal on all ranks, so all ranks make the same reads."""
 
     def __init__(self) -> None:
         self.depth = 0  # nested calls of the model
@@ -46,15 +46,22 @@ class Running:
 
     def begin(self) -> None:
         """Begin a call, before its first unit."""
-        for root in self.roots:
-            root.drop()
+        self.drop()
         self.enter(BEFORE_UNITS)
 
+    def drop(self) -> None:
+        """Drop gathers that started early and that no read has taken."""
+        for root in self.roots:
+            root.drop()
+
     def enter(self, number: int) -> None:
-        """Note that unit `number` begins, and start the gathers of parameters that the last call read after it."""
+        """Note that unit `number` begins, and start the gathers of parameters that the last call read after it.
+
+        A parameter that is being updated is gathered when it is read: the host would wait before it launches the unit.
+        """
         self.position = number
         for root in self.roots:
-            if root.read_after == number:
+            if root.read_after == number and root.flat.update is None:
                 root.start()
 
     @contextmanager
@@ -161,7 +168,7 @@ class RootParameter:
             self._coming = self.read_after = None
 
     def _take(self) -> Tensor:
-        """Return the whole parameter, which may be on its way already. A collective otherwise."""
+        """Return the full parameter. A collective, unless its gather started early."""
         coming, self._coming = self._coming, None
         if coming is None or coming[0] != self.flat.version:
             coming = (self.flat.version, *self.transfer.gather_root(self.flat))

@@ -1,6 +1,8 @@
 """Streams: what runs beside the computation.
 
-On CUDA, a rank has three streams beside the computing one: `collectives`, `up` (host to device) and `down` (device to host).
+On CUDA, a rank has three streams beside the computing one: `collectives`, `up` (weights from the host) and `down` (gradients
+to the host). Activation offload and deferred updates have a stream each of their own.
+
 Work on a stream runs in the order of issue, and all ranks issue their collectives in the same order. Events order streams
 among each other. On a CPU the same calls run in program order, and every event is None.
 
@@ -13,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from ftkit.engine.trace import Trace
 
@@ -50,11 +51,6 @@ class SideStream:
     def mark(self) -> Event:
         """Return an event after the work issued on this stream so far."""
         return None if self.stream is None else self.stream.record_event()
-
-    def uses(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` until the work issued on this stream so far is done, also if it is freed before."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
 
 
 class Streams:

@@ -216,7 +216,8 @@ class Transfer:
                 flat.refreshed = self.streams.collectives.mark()
 
     def settle(self) -> None:
-        """Make the computing stream wait for all collectives issued so far."""
+        """Make the computing stream wait for all gathers and reductions issued so far."""
+        self.streams.wait(self.streams.up.mark())
         self.streams.wait(self.streams.collectives.mark())
 
     # --- gradients

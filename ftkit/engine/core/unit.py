@@ -16,7 +16,8 @@ Variants of this path:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -119,20 +120,13 @@ class Unit:
         with Autocast(self.device).restored():
             if self.transfer.whole is not None:
                 return function(*args, **kwargs)
-            self._enter_forward(graph=False)
-            try:
+            with self._gathered(graph=False):
                 return function(*args, **kwargs)
-            finally:
-                self.weights.leave()
 
     def _plain(self, function: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        self._enter_forward(graph=True)
         trace = self.transfer.trace
-        try:
-            with trace.span("compute", f"forward {self.number}"):
-                result = function(*arguments[0], **arguments[1])
-        finally:
-            self.weights.leave()
+        with self._gathered(graph=True), trace.span("compute", f"forward {self.number}"):
+            result = function(*arguments[0], **arguments[1])
         if trace.recording:
             inputs: list[Tensor] = []
             outputs: list[Tensor] = []
@@ -141,11 +135,17 @@ class Unit:
             trace.watch_backward("compute", f"backward {self.number}", outputs, inputs)
         return result
 
-    def _enter_forward(self, *, graph: bool) -> None:
-        """Make the weights usable. The next two blocks follow; after the last one, the head, and backward starts."""
+    @contextmanager
+    def _gathered(self, *, graph: bool) -> Iterator[None]:
+        """Make the weights usable in the body, a forward. The next two blocks follow, or the head and then the backward."""
         beyond = self.after.after if self.after is not None else self.before if graph else None
         self.weights.enter(graph=graph, neighbour=_weights(self.after), beyond=_weights(beyond))
         self.running.enter(self.number)
+        try:
+            yield
+        finally:
+            self.weights.leave()
+        self.weights.start_next()
 
     def _enter_backward(self) -> None:
         """Make the weights usable, and start fetching what the previous block needs."""
@@ -177,9 +177,8 @@ class _Use(torch.autograd.Function):
         ctx.graphs = []
         results: list[list[Tensor]] = []
         autocast = Autocast(unit.device)
-        unit._enter_forward(graph=True)
-        unit.weights.expect_backward()
-        try:
+        with unit._gathered(graph=True):
+            unit.weights.expect_backward()
             with unit.transfer.trace.span("compute", f"forward {unit.number}"):
                 for number in range(call.parts):
                     inputs = call.part(tensors, number)
@@ -189,8 +188,6 @@ class _Use(torch.autograd.Function):
                         results.append(call.run(inputs))
                     if unit.keep:
                         ctx.graphs.append((inputs, results[-1]))
-        finally:
-            unit.weights.leave()
         ctx.handles = []
         if not unit.keep:
             ctx.handles = unit.inputs.keep(tensors)

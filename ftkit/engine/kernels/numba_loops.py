@@ -32,7 +32,7 @@ BLOCK_NUMEL = 1 << 14
 """Elements whose squares are summed together, so that a sum does not depend on the number of threads."""
 
 SUM_NUMEL = 1 << 8
-"""Elements that `mean` sums together. With longer pieces the reads of the parts and the write do not overlap."""
+"""Elements that `mean` sums together: their partial sum stays in the L1 cache."""
 
 F32, F16, I32, I16 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(16)
 
@@ -167,7 +167,7 @@ def add(into: Any, other: Any, numbers: Any) -> None:
 def mean(out: Any, parts: Any) -> None:
     """Set `out` (n,) to the mean of a tuple of arrays (n,): the fp32 sum in their order, divided, and rounded once.
 
-    `out` may be one of the parts. The sum of a block stays in the L1 cache.
+    `out` may be one of the parts. See `SUM_NUMEL`.
     """
     total = np.empty(SUM_NUMEL, np.float32)
     world = np.float32(len(parts))

@@ -267,6 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.step_was_skipped:
             noted = self.plain_groups()  # schedulers change the groups right after a step
             steps = [self._flat_step(gradient, noted, factor) for gradient in self.units.gradients]
+            self.units.comm.await_readers()
             self.updater.submit([step for step in steps if step is not None], self.units.saving)
             self.units.updated()
         self._norm = None

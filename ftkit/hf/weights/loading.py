@@ -480,8 +480,8 @@ def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | N
                 narrowing.check(span.segment.name, out)
             bytes_read += span.numel * (0 if stored is None else stored.itemsize)
 
+    units.comm.await_readers()
     (optimizer or units).settle()
-    units.comm.barrier("the weights before a load")  # other ranks may still read shared shards (shared_stage.py)
     for flat in units.flats:
         fill_weights(flat, read)
         if optimizer is not None and flat.name in optimizer.states:

@@ -137,16 +137,16 @@ FAULTS = (
     _fault(
         "held weights are let go before their backward",
         "ftkit/engine/core/block_weights.py",
-        "        if self.backwards == 0:\n            self._own = None\n",
-        "        self._own = None\n",
+        "        if self.backwards == 0 and self._own",
+        "        if self._own",
         _BYTES + "test_held_weights_are_gathered_once",
     ),
     _fault(
         "the second contribution to a tied weight is dropped",
         "ftkit/engine/core/gradient.py",
-        "            self.touched[index] = True\n        reduce(flat.name,",
-        "            if self.touched[index]:\n                return\n"
-        "            self.touched[index] = True\n        reduce(flat.name,",
+        "            full[numel:].zero_()\n            self.touched[index] = True\n",
+        "            full[numel:].zero_()\n            if self.touched[index]:\n                return\n"
+        "            self.touched[index] = True\n",
         f"{_TRAINS}_in_all_settings[tied by hand-{_RECOMPUTE}",
     ),
     _fault(
@@ -1003,11 +1003,18 @@ FAULTS = (
         "tests/engine/test_uses.py::test_blocks_are_reduced_in_one_order_although_a_rank_skips_one[1-recompute]",
     ),
     _fault(
-        "what the last backward left is reduced in another order than the other ranks'",
+        "blocks without a gradient are reduced later than on other ranks",
         "ftkit/engine/core/gradient.py",
-        "chain.from_iterable(reversed(self.blocks))",
-        "chain.from_iterable(self.blocks)",
+        "            self._reduce_ready([0] * len(self.blocks))\n",
+        "",
         "tests/engine/test_uses.py::test_blocks_are_reduced_in_one_order_although_a_rank_skips_one[1-recompute]",
+    ),
+    _fault(
+        "a shard is written while another rank gathers it in place",
+        "ftkit/engine/comm/shared_stage.py",
+        "            self.reading = True\n",
+        "",
+        "tests/engine/test_comm.py::test_a_writer_waits_for_the_readers_of_its_shard",
     ),
     _fault(
         "blocks of stages 0 and 1 are reduced in every micro-batch's backward",
