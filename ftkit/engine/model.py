@@ -118,7 +118,7 @@ class ShardedModel:
     # --- the step
 
     def begin_call(self) -> None:
-        """Refresh weights outside blocks, and start gathering those that the call needs first.
+        """Refresh weights outside blocks, and start reading the first units from NVMe.
 
         Raises:
             RuntimeError: Weights that are gathered for generation are out of date.
@@ -129,7 +129,11 @@ class ShardedModel:
             return
         self._refresh_outside()
         self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
-        self.running.begin()
+
+    def begin_forward(self) -> None:
+        """Start gathering the weights that a call needs first. Its forward pre-hooks have run."""
+        if self.transfer.whole is not None or not self.running.begin():
+            return
         if self.units and self.transfer.prefetch and not self.units[0].weights.updating:
             self.units[0].weights.fetch(graph=torch.is_grad_enabled())
 

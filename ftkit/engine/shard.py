@@ -330,8 +330,11 @@ def _running(units: ShardedModel, own: Callable[..., Any], *, nested: bool) -> C
         if units.running.depth == 0:
             units.begin_call()
         elif not nested:
+            units.begin_forward()
             return own(self, *args, **kwargs)
         with units.running.call():
+            if not nested:
+                units.begin_forward()
             return own(self, *args, **kwargs)
 
     return method

@@ -35,6 +35,7 @@ class Running:
 
     def __init__(self) -> None:
         self.depth = 0  # nested calls of the model
+        self.begun = False  # whether the forward of the outermost call has begun
         self.reading = 0  # nested `read_by_all` contexts
         self.position = BEFORE_UNITS  # number of the last unit that began in this call
         self.roots: list[RootParameter] = []
@@ -44,10 +45,13 @@ class Running:
         """Whether reading a root parameter gathers it."""
         return self.depth > 0 or self.reading > 0
 
-    def begin(self) -> None:
-        """Begin a call, before its first unit."""
-        self.drop()
-        self.enter(BEFORE_UNITS)
+    def begin(self) -> bool:
+        """Begin a call's forward, before its first unit. Return False if it has begun already."""
+        begun, self.begun = self.begun, True
+        if not begun:
+            self.drop()
+            self.enter(BEFORE_UNITS)
+        return not begun
 
     def drop(self) -> None:
         """Drop gathers that started early and that no read has taken."""
@@ -72,6 +76,7 @@ class Running:
             yield
         finally:
             self.depth -= 1
+            self.begun = self.begun and self.depth > 0
 
     @contextmanager
     def read_by_all(self) -> Iterator[None]:
