@@ -91,7 +91,7 @@ bench-host: setup  ## the host's AdamW against a stream with the same reads and 
 bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
 	$(BIN)/python -m benchmarks.disk
 
-bench-collectives: setup  ## collectives of CPU ranks beside a plain copy
+bench-collectives: setup  ## collectives between CPU ranks, compared with a plain copy
 	$(BIN)/python -m benchmarks.collectives
 
 bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed ZeRO-3, their memory, export of 3B in 3 GiB (40 GB)

@@ -1,4 +1,4 @@
-"""`make bench-collectives`: the rates of collectives of CPU ranks beside a plain copy, in GB/s of the full tensor.
+"""`make bench-collectives`: rates of collectives between CPU ranks, compared with a plain copy, in GB/s.
 
 Every round runs each operation once, one after the other, so that a disturbance affects all of them alike. The table gives
 the slowest rank's rate: the median over rounds, and the best round. The result is also written as JSON to runs/bench/.
@@ -43,19 +43,20 @@ def operations(comm: Communicator, numel: int, dtype: torch.dtype) -> dict[str, 
     result = {
         "copy": lambda: copy.copy_(full),
         "all-gather, staged": lambda: comm.all_gather(copy, private),
-        "reduce-scatter": lambda: comm.reduce_scatter_mean(private, full),
+        "reduce-scatter, staged": lambda: comm.reduce_scatter_mean(private, full),
         "all-reduce": lambda: comm.all_reduce_mean(copy),
     }
-    row = comm.share(private.nbytes)
-    if row is not None:
-        shared = row.view(dtype)
-        shared.fill_(1)
-        result["all-gather, in place"] = lambda: comm.all_gather(copy, shared)
+    shared = comm.share(full.nbytes)
+    if shared is not None:
+        in_place = shared.view(dtype).copy_(full)
+        result["all-gather, in place"] = lambda: comm.all_gather(copy, in_place[: private.numel()])
+        result["reduce-scatter, in place"] = lambda: comm.reduce_scatter_mean(private, in_place)
     return result
 
 
 def measure(comm: Communicator, numel: int, rounds: int) -> list[dict[str, object]]:
     """Return the rates of all operations in all dtypes. The first round is not counted: it compiles and touches memory."""
+    numel -= numel % comm.world_size
     results: list[dict[str, object]] = []
     for name, dtype in DTYPES.items():
         cases = operations(comm, numel, dtype)

@@ -97,6 +97,7 @@ _DEEPSPEED = {"peer": True, "environment": {"DS_ACCELERATOR": "cpu"}}
 ENGINES = {
     "ftkit": Engine(_ours(), ours=True),
     "ftkit-zero3": Engine(_ours(**_LEAN), ours=True),
+    "floor": Engine(lambda folder: {}),  # forward and backward alone: `worker.floor`
     "ddp": Engine(lambda folder: {"ddp_find_unused_parameters": False}),
     "fsdp2": Engine(_fsdp2),
     "deepspeed-zero3": Engine(_zero3, **_DEEPSPEED),

@@ -1,7 +1,7 @@
 """`make bench`: ftkit beside DDP, FSDP2 and DeepSpeed ZeRO-3, one after the other, in turns, on the same work.
 
 Each round runs every engine once, in a fresh set of rank processes; reported are medians over rounds, and ratios. Memory is
-a rank's peak PSS (pages that ranks share count once for all of them), on a GPU the most that PyTorch allocated there. The
+a rank's peak resident size (memory that ranks share is divided among them), on a GPU the most that PyTorch allocated. The
 machine should be otherwise idle: the share of CPU time that went to others is measured and printed with each run.
 DeepSpeed lives in an environment of its own (.venv-peers, made at first use, which needs a C++ compiler and the package
 index); `--engines` leaves it out. The result is also written as JSON, with the date, to runs/bench/.
@@ -179,7 +179,7 @@ def report(runs: list[dict], console: Console) -> list[dict]:
     medians = []
     for model in dict.fromkeys(run["model"] for run in runs):
         table = Table(title=f"Llama {model}: medians over rounds (ratio: the first / engine; below 1: the first is better)")
-        for column in ("engine", "step s", "ratio", "PSS GB a rank", "ratio", "ratio zero3", "start-up s", "ratio", "loss"):
+        for column in ("engine", "step s", "ratio", "peak GB a rank", "ratio", "ratio zero3", "start-up s", "ratio", "loss"):
             table.add_column(column, justify="left" if column == "engine" else "right")
         rows = {}
         for name in dict.fromkeys(run["engine"] for run in runs if run["model"] == model):
@@ -214,7 +214,7 @@ def main() -> None:
             for name in names:
                 run = run_once(name, model, options)
                 runs.append(run)
-                figures = "{step_s:.3f} s a step, {peak_gb:.2f} GB PSS, start {startup_s:.1f} s"
+                figures = "{step_s:.3f} s a step, {peak_gb:.2f} GB, start {startup_s:.1f} s"
                 others = " (others' CPU {foreign_cpu_share:.0%})"
                 said = run.get("error") or (figures + others).format(**run)
                 console.print(f"round {number + 1}  {model}  {name}: {said}", highlight=False)

@@ -1,7 +1,7 @@
 """One rank of one benchmark run: build a Llama, train a few steps through the Trainer, write what was measured as JSON.
 
 Started by `benchmarks.run`. All engines get the same model, data, dtype, batch and optimizer; only `engines.py` differs.
-Memory is the peak of the process's proportional set size (PSS), sampled: pages that ranks share count once for all of them.
+Memory is the process's peak resident size. Memory that ranks share is divided among them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
 STARTED = float(os.environ["BENCH_STARTED"])
 SPEC = json.loads(os.environ["BENCH_SPEC"])
-SAMPLE_SECONDS = 0.3
 
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
 
@@ -29,29 +27,11 @@ from transformers import LlamaForCausalLM, TrainerCallback  # noqa: E402  (as ab
 from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
 
 
-def pss_bytes() -> int:
-    """Return this process's PSS: its resident bytes, each page divided by the number of processes that have mapped it."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
-
-
-class PeakMemory(threading.Thread):
-    """Samples the PSS until `stop`, and notes the largest."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.size_bytes = pss_bytes()
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.wait(SAMPLE_SECONDS):
-            self.size_bytes = max(self.size_bytes, pss_bytes())
-
-    def stop(self) -> int:
-        """Return the largest PSS."""
-        self.ended.set()
-        self.join()
-        return self.size_bytes
+def peak_bytes() -> int:
+    """Return this process's peak resident size, without the other ranks' part of shared memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.endswith("kB")}
+    return 1024 * (kib["VmHWM"] - kib["RssShmem"] * (SPEC["world"] - 1) // SPEC["world"])
 
 
 class Clock(TrainerCallback):
@@ -80,8 +60,34 @@ def random_tokens(rows: int, tokens: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+def floor() -> None:
+    """Run forward and backward alone, as often as the engines do: no collectives, no optimizer."""
+    torch.manual_seed(42)
+    model = LlamaForCausalLM(llama(SPEC["model"]))
+    steps, began, losses = [], time.time(), []
+    for row in random_tokens(SPEC["warmup"] + SPEC["steps"], SPEC["tokens"]):
+        start = time.time()
+        batch = {name: tensor.expand(SPEC["batch"], -1) for name, tensor in row.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=SPEC["dtype"] == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        steps.append(time.time() - start)
+        losses.append(loss.item())
+    write({"startup_s": began - STARTED, "steps_s": steps[SPEC["warmup"] :], "losses": losses, "wrapped": "none"})
+
+
+def write(result: dict) -> None:
+    """Write this rank's results to `rank<r>.json`."""
+    result["peak_bytes"] = peak_bytes()
+    result["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if torch.cuda.is_available():
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    Path(SPEC["folder"], f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+
+
 def main() -> None:
-    """Run, and write `rank<r>.json`."""
+    """Train through the Trainer, and write the results."""
     if ENGINE.ours:
         from ftkit import Trainer, TrainingArguments
     else:
@@ -104,8 +110,6 @@ def main() -> None:
         "dataloader_pin_memory": False,
         **ENGINE.arguments(SPEC["folder"]),
     }
-    memory = PeakMemory()
-    memory.start()
     arguments = TrainingArguments(**keywords)
     torch.manual_seed(42)
     model = LlamaForCausalLM(llama(SPEC["model"]))
@@ -114,22 +118,17 @@ def main() -> None:
     trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows, SPEC["tokens"]), callbacks=[clock])
     trainer.train()
     steps = [end - begin for begin, end in zip([clock.first_step_begins, *clock.ends], clock.ends)]
-    result = {
+    write({
         "startup_s": clock.first_step_begins - STARTED,
         "first_step_s": steps[0],
         "steps_s": steps[SPEC["warmup"] :],
-        "peak_bytes": memory.stop(),
         "losses": clock.losses,
         "wrapped": type(trainer.model_wrapped).__name__,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    if torch.cuda.is_available():
-        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
-    Path(SPEC["folder"], f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
+    })
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    floor() if SPEC["engine"] == "floor" else main()
     sys.stdout.flush()

@@ -211,7 +211,7 @@ def test_the_end_at_once_is_resumable_if_this_run_saved(tmp_path):
     assert json.loads((tmp_path / "guard.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-4")
     stop.folder = RunFolder(tmp_path / "gone")
     stop.end_at_once(alarm)
-    assert "RSS" in str(left[2])
+    assert "PSS" in str(left[2])
     assert "guard.json could not be written: FileNotFoundError" in str(left[2])
 
 
@@ -258,5 +258,5 @@ def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
         # fp32: weights serve as their master, so that the state is two moments of the same size.
         assert held["state"] == pytest.approx(2 * held["parameters"], rel=0.1)
         assert held["slots"] > 0
-        assert 0 < sum(held.values()) + rank["unexplained_bytes"] == rank["rss_bytes"]
+        assert 0 < sum(held.values()) + rank["unexplained_bytes"] == rank["pss_bytes"]
     assert text == others == text_of(report)

@@ -173,11 +173,12 @@ def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
         return {"link": 1e12, "collective_s": 0.0}  # nothing is sent
 
     def pair(numel: int) -> Callable[[], None]:
-        full = torch.zeros(world * numel, dtype=dtype, device=comm.device)
         shard = torch.zeros(numel, dtype=dtype, device=comm.device)
+        shared = comm.share(world * shard.nbytes)  # CPU ranks read slots and shards in place
+        full = torch.zeros(world * numel, dtype=dtype, device=comm.device) if shared is None else shared.view(dtype)
 
         def once() -> None:
-            comm.all_gather(full, shard)
+            comm.all_gather(full, full[comm.rank * numel : (comm.rank + 1) * numel])
             comm.reduce_scatter_mean(shard, full)
 
         return once

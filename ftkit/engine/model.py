@@ -150,7 +150,7 @@ class ShardedModel:
             yield
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Return a context for the last backward before the step: gradients of stages 0 and 1 are reduced in it.
+        """Return a context for the last backward before the step. At stages 0 and 1, blocks are reduced in it.
 
         Without it they are reduced at the step. All ranks use it in the same steps. Its body runs one backward.
         """
@@ -162,7 +162,7 @@ class ShardedModel:
             gradient.zero()
         for unit in self.units:
             unit.forget()
-        self.running.drop()
+        self.running.drop()  # a head that was not read would stay until the next call
 
     def finish_gradients(self) -> None:
         """Complete the step's mean gradients. Cost: one reduction per deferred gradient that is not reduced yet."""
@@ -179,6 +179,7 @@ class ShardedModel:
         if not self.strategy.deferred:
             self.transfer.refresh(self.trainable)
             self._refresh_outside()
+            self.comm.await_readers()  # callbacks may edit resident weights now
 
     def rewritten(self) -> None:
         """Record that shards were loaded, and refresh resident weights. Cost: one all-gather for each."""

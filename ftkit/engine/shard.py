@@ -20,7 +20,7 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.block_weights import BlockWeights
 from ftkit.engine.core.exact_weights import ExactWeights
 from ftkit.engine.core.flat_parameter import FlatParameter
-from ftkit.engine.core.gradient import DeferredGradient, DeferredReductions, ReducedGradient, reduced_at_once
+from ftkit.engine.core.gradient import DeferredGradient, DeferredReductions, Gradient, ReducedGradient, reduced_at_once
 from ftkit.engine.core.gradient_offload import GradientOffload, OffloadedGradient
 from ftkit.engine.core.instance_class import specialise
 from ftkit.engine.core.partition import Binding, bindings_of, names_of, partition
@@ -95,8 +95,8 @@ def shard(
             units.flats.append(flat)
             units.places.update({id(p): (flat, index) for index, p in enumerate(flat.parameters)})
             (owners[group.owner] if group.kind == "block" else others).append(flat)
-        _make_gradients(units, owners)
-        _make_units(units, blocks, owners, arguments, split)
+        gradients = _make_gradients(units, owners)
+        _make_units(units, blocks, list(owners.values()), gradients, arguments, split)
         for flat in others:
             _add_outside(units, flat, bindings)
         _allocate(units)
@@ -181,8 +181,12 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                 place.module.register_parameter(place.attribute, new)
 
 
-def _make_gradients(units: ShardedModel, owners: dict[str, list[FlatParameter]]) -> None:
-    """Make the gradients of trained flat parameters, and the stores of those that leave the device."""
+def _make_gradients(units: ShardedModel, owners: dict[str, list[FlatParameter]]) -> list[list[Gradient]]:
+    """Make the gradients of trained flat parameters, and the stores of those that leave the device.
+
+    Returns:
+        The gradients of each block.
+    """
     tiers, strategy = units.tiers, units.strategy
     reduced = OffloadedGradient if tiers.tier("gradients") != DEVICE else ReducedGradient
     for flat in units.flats:
@@ -191,29 +195,31 @@ def _make_gradients(units: ShardedModel, owners: dict[str, list[FlatParameter]])
             units.gradient_of[flat] = (DeferredGradient if late else reduced)(flat, strategy, units.streams)
     blocks = [[units.gradient_of[flat] for flat in flats if flat.trainable] for flats in owners.values()]
     of_blocks = {id(gradient) for block in blocks for gradient in block}
-    others = [gradient for gradient in units.gradients if id(gradient) not in of_blocks]
-    deferred = [[each for each in block if isinstance(each, DeferredGradient)] for block in blocks]
-    units.deferred = DeferredReductions(deferred, others, units.streams)
-    groups = [[each for each in group if isinstance(each, OffloadedGradient)] for group in (*blocks, *([o] for o in others))]
+    by_use = [*blocks, *([each] for each in units.gradients if id(each) not in of_blocks)]
+    deferred = [[each for each in group if isinstance(each, DeferredGradient)] for group in by_use]
+    others = [each for group in deferred[len(blocks) :] for each in group]
+    units.deferred = DeferredReductions(deferred[: len(blocks)], others, units.streams)
     leaving = [each for each in units.gradient_of.values() if isinstance(each, OffloadedGradient)]
     tiers.reserve("gradients", [(each.flat.layout.shard_numel, each.dtype) for each in leaving])
     if leaving:
+        groups = [[each for each in group if isinstance(each, OffloadedGradient)] for group in by_use]
         units.offload = GradientOffload(groups, tiers, units.host_loops(torch.get_num_threads()), units.streams)
         for each in leaving:
             store = tiers.make("gradients", f"{each.flat.name}.gradient", each.flat.layout.shard_numel, each.dtype)
             each.connect(units.offload, store)
+    return blocks
 
 
 def _make_units(
     units: ShardedModel,
     blocks: Sequence[tuple[str, nn.Module]],
-    owners: dict[str, list[FlatParameter]],
+    flats: Sequence[Sequence[FlatParameter]],
+    gradients: Sequence[Sequence[Gradient]],
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]],
     split: Split | None,
 ) -> None:
     """Make the units of the blocks, and the slots that they share."""
-    strategy, flats = units.strategy, list(owners.values())
-    gradients = [[units.gradient_of[flat] for flat in group if flat.trainable] for group in flats]
+    strategy = units.strategy
     reduced = [reduced_at_once(group) for group in gradients]
     units.transfer = transfer = Transfer(
         flats, reduced, units.comm, units.tiers, units.streams, prefetch=strategy.prefetch, debug=strategy.debug
@@ -257,6 +263,8 @@ def _allocate(units: ShardedModel) -> None:
     """Allocate all shards on their tiers, copy the model's values, and make resident weights equal on all ranks."""
     home = units.comm.device if units.tiers.tier("state") == DEVICE else torch.device("cpu")
     units.tiers.reserve("parameters", [(f.layout.shard_numel, f.dtype) for f in units.flats if not f.resident])
+    gathered_once = [f for f in units.flats if f.resident and f.owners > 1]
+    units.tiers.reserve("full parameters", [(f.layout.padded_numel, f.dtype) for f in gathered_once], DEVICE)
     for flat in units.flats:
         exact = ExactWeights(flat, home) if ExactWeights.needed(flat) else None
         flat.allocate(units.tiers)

@@ -4,7 +4,7 @@
                                               measure the work and not its launch.
     with trace.span(..., host=True):          a span of a host thread, also on CUDA.
 
-The streams have the names of the plan's simulation (plan/schedule.py), so measurement and simulation can be compared. Spans
+The streams have the names of the plan's simulation (plan/speed.py), so measurement and simulation can be compared. Spans
 may begin in any thread. A span that is open when the recording starts or stops is left out.
 """
 

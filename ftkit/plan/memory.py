@@ -49,7 +49,7 @@ DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
 ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
-STAGE_BYTES = 16 * MIB  # comm.STAGE_BYTES
+STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
 
 ACTIVATIONS = "activations"
@@ -59,8 +59,8 @@ LOGIT_BYTES = 12
 of the logits, fp32 each (torch's cross entropy on `logits.float()`, as transformers computes it)."""
 
 FORWARD_SHARE = (1, 2)
-"""Share of a block's graph that a forward without a graph needs at a time. Derived, not measured: three tensors of the inner
-width and three of the hidden one, of those that the graph keeps (`Shape.block_elements`)."""
+"""Peak bytes of a forward without a graph, as a share of the block's graph. Derived, not measured: three tensors of the
+inner width and three of the hidden width, of all those in the graph (`Shape.block_elements`)."""
 
 BACKWARD_SHARE = (1, 3)
 """Of a block's graph, that its backward needs on top, while most of the graph still lives."""

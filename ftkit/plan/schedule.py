@@ -5,18 +5,19 @@
     forward    gather embedding, gather 0, [gather 1, forward 0], [gather 2, forward 1], ..., [gather head, forward L-1].
                A gather waits for the last reader of its slot. A slot that still has a block's weights is not gathered again.
                In the first micro-batch after a deferred update, gather u+1 is issued after forward u, because it waits for
-               the update of block u+1. The head's is issued after forward L-1.
+               the update of block u+1. The head's is issued after forward L-1, as always if it is on NVMe.
     loss       the head's products, forward and backward; then the head's gradient is reduced, and the next block waits
     backward   gather u-1, recompute u, backward u, reduce u. Only backward u writes to the gradient slot, so only it waits
                for the reduction of block u+1. A block that keeps its graph has no recomputation. Offloaded gradients are
                reduced to a buffer; the next reduction waits until the buffer is copied to the host.
                At stages 0 and 1, blocks are reduced in the backward of the last micro-batch.
-    norm       reductions of the remaining full gradients, a pass over the gradients, one small collective, for which the
-               update waits
-    update     block by block in forward order: gradient down, AdamW in host memory, weights up (state on the host), with
-               reads before it and writes after it (state on NVMe); or on the device
-    next step  starts at once. With deferred updates each gather (stages 1 and 2: of full copies, once per step) waits for
-               its own update, otherwise the first event waits for all updates.
+    norm       reductions of the remaining full gradients, a pass over the gradients, one small collective. The update
+               waits for the collective.
+    update     block by block in forward order. State on the device: one event. State on the host: the gradient is copied
+               down, AdamW runs in host memory, and the weights are copied up. State on NVMe: the state is also read before
+               AdamW and written after it.
+    next step  starts at once. If updates are deferred, each gather waits for the update of its own block (stages 1 and 2
+               gather full copies, once per step). Otherwise the first event waits for all updates.
 
 Weights in host memory are copied to the slot on the stream `up` before their all-gather. On CPU ranks everything runs in
 this order, on the stream `compute`.
@@ -45,7 +46,7 @@ COPY_TRAFFIC = 1
 """Bytes of host memory traffic per byte that a device copies from or to it."""
 
 OUTSIDE = -1
-"""Number of the parameters outside blocks, among the numbers of blocks."""
+"""Stands for the parameters outside blocks where a block's number is expected."""
 
 
 def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None = None) -> Speed:
@@ -68,14 +69,14 @@ def speed(shape: Shape, strategy: Strategy, rates: Rates, *, rounds: int | None 
     first, last = marks[-2], marks[-1]
     tokens = shape.world_size * strategy.sequences * rounds * shape.sequence_tokens
     operations = sum([event.work.get("compute", 0.0) for event in step.script.events]) / STEPS
-    back = 2 + strategy.reduced_late("block", shape.world_size)  # the last round reduces what earlier ones summed
+    back = 2 + strategy.reduced_late("block", shape.world_size)  # only the last round reduces full gradients
     before, after = step.ends[-back:][:2] if rounds >= back else [(), ()]
     round_s = max([timeline.ends[b] - timeline.ends[a] for a, b in zip(before, after)], default=0.0)
     return Speed(last - first, tokens, operations, timeline.busy(first, last), timeline, (first, last), round_s)
 
 
 def script(shape: Shape, strategy: Strategy, steps: int = 1, *, in_order: bool = False) -> Script:
-    """Return the events of consecutive steps: those that `speed` simulates, and that tests compare with the engine."""
+    """Return the events of consecutive steps. `speed` simulates them, and tests compare them with the engine."""
     step = _Step(shape, strategy, strategy.rounds, 0.0, in_order=in_order)
     for _ in range(steps):
         step.add()
@@ -87,7 +88,7 @@ def parts_of_step(
 ) -> tuple[Sequence[Event], Sequence[Event], Sequence[Event]]:
     """Return the events of a step's first round of micro-batches, of each further round, and of its end.
 
-    Reductions that only the last round has, those of full gradients, belong to the end.
+    Full gradients are reduced only in the last round. Their reductions are part of the end.
     """
     step = _Step(shape, strategy, 2, 0.0, in_order=in_order)
     step.add()
@@ -156,7 +157,7 @@ class _Step:
         gathered = [self._gather(0, first=first)]
         for number in range(count):
             later = first and self.strategy.deferred and number + 1 in self.written
-            late_head = first and self.strategy.deferred and updated is not None
+            late_head = self.strategy.parameters == NVME or (first and self.strategy.deferred and updated is not None)
             if number + 1 == count and not late_head:
                 head = self._gather_roots("head", self.head, updated)
             elif not later and number + 1 < count:
@@ -174,7 +175,7 @@ class _Step:
     def _loss(self, gathered: int | None, *, first: bool) -> None:
         """Append the head and the loss.
 
-        A token takes three products with the head: two if the head is frozen, one more if the loss is made by chunks.
+        A token needs two matrix products with the head, a third if the head is trained, and one more for a loss in chunks.
         """
         shape = self.shape
         products = 2 + any(flat.trained for flat in shape.roots) + shape.chunked_loss
@@ -194,7 +195,8 @@ class _Step:
             if self._recomputed(number):  # of several micro-batches, only the first needs no gradient slot
                 self._compute(f"recompute {number}", forward / parts, ready)
                 backward += forward * (parts - 1) / parts
-            self._compute(f"backward {number}", backward, [*ready, self.reduced])
+            trained = any(flat.trained for flat in blocks[number])
+            self._compute(f"backward {number}", backward, [*ready, self.reduced if trained else None])
             brought = self._keep("bring", "up", number - 1) if number else None
             self._collect(f"backward {number}", "block", blocks[number], first=first, last=last)
             self.readers[number % 2] = self._last()
@@ -276,7 +278,7 @@ class _Step:
         Args:
             name: Number of the block, or name of the root parameters.
             flats: The flat parameters.
-            after: The event of the update, and that after which the memory may be written.
+            after: The event after the update, and the event after which the memory may be written.
         """
         fetched: int | None = None
         if self.strategy.parameters != DEVICE:
@@ -327,14 +329,14 @@ class _Step:
         return self.strategy.gradient_itemsize(flat.itemsize)
 
     def _collect(self, name: str, kind: FlatKind, flats: Sequence[Line], *, first: bool, last: bool = False) -> None:
-        """Collect a gradient in the slot and reduce it; or in full, to be reduced at the end of the step.
+        """Collect a gradient in the slot and reduce it, or sum it in full until the last micro-batch or the norm reduces it.
 
         Args:
             name: Name of the computation that made the gradient.
             kind: Kind of its flat parameters.
             flats: Its flat parameters.
             first: It is the first of a step.
-            last: The computation is a block's in the last micro-batch of a step, so full gradients are reduced too.
+            last: It is a block's backward in the last micro-batch of a step. Full gradients are then reduced too.
         """
         trained = [flat for flat in flats if flat.trained]
         if not trained:
@@ -356,6 +358,8 @@ class _Step:
         slots = [(flat, self.strategy.slot_itemsize(flat.itemsize)) for flat in trained]
         buffer = None if self.in_order else self.copied
         reduced = self._collective(f"reduce {name}", sum(self._reduction(*each) for each in slots), [self.computed, buffer])
+        if reduced is None:  # one rank copies its gradient to the buffer
+            reduced = buffer
         added = float(sum(flat.shard_numel(self.owners) * (size + 2 * self._summed(flat)) for flat, size in slots))
         after = [reduced, self.computed]
         if self.strategy.gradients != DEVICE:

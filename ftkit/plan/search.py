@@ -112,7 +112,8 @@ def _kind(strategy: Strategy) -> Strategy:
 def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
     """Return what a step takes.
 
-    Of many rounds of micro-batches all after the first two are alike: they are counted, not simulated. (Not where gradients
+    Of many rounds of micro-batches all after the first two are alike, apart from the last one at stages 0 and 1, which also
+    reduces full gradients: they are counted, not simulated. (Not where gradients
     go to NVMe: what has not been written yet by the end of a round grows from round to round. Where they are summed in host
     memory it takes some rounds until they are alike, which is about a thousandth.)
     """

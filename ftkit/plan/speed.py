@@ -1,4 +1,4 @@
-"""Rates and speed: what a rank's resources give per second, and how long a step takes with them.
+"""Rates of one rank's hardware, and the speed of a step at those rates.
 
 `Rates` come from a profile (hardware.yaml) or from measurement (`ftkit doctor --measure`). `Speed` is the result of a
 simulation (schedule.py). This file needs no torch.
@@ -39,8 +39,8 @@ class Speed:
         busy: Share of a step during which each stream works.
         timeline: Timeline of the simulated steps.
         step: (start, end) of the last simulated step, in seconds.
-        round_s: Seconds of one more round of micro-batches. 0 if a step has fewer than two rounds, or fewer
-            than three where blocks are reduced late.
+        round_s: Seconds of one more round of micro-batches. 0 if the step has fewer than two rounds (three if blocks are
+            reduced once per step).
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class Speed:
     round_s: float = 0.0
 
     def longer(self, rounds: int, more: int) -> Speed:
-        """Return the speed of a step with more rounds like its last one. The timeline still shows the first ones.
+        """Return the speed of a step with more rounds like those before its last. The timeline still shows the first ones.
 
         Args:
             rounds: Rounds of micro-batches of this step.

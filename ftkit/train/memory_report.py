@@ -1,11 +1,11 @@
 """What the memory guard leaves: guard.json, and the same as text.
 
     limit       bytes, used, free, and whose it is
-    ranks       of this node: process, RSS, the tenants of host memory with their bytes, and what they do not explain
+    ranks       of this node: process, PSS, the tenants of host memory with their bytes, and what they do not explain
     others      the largest other processes that the same limit covers: name and RSS, never their arguments
     ways_out    what would make the run fit
 
-Tenants are what the engine counts itself; the rest of a rank's RSS is Python and torch with their libraries, activations,
+Tenants are what the engine counts itself; the rest of a rank's PSS is Python and torch with their libraries, activations,
 logits, batches and what the allocator keeps. GPU allocations are not counted.
 
 It is made when memory is nearly gone: a process that has ended meanwhile is left out. Cost: a look at every process of
@@ -126,7 +126,7 @@ def _rank(seat: Seat) -> dict[str, Any]:
         "rank": seat.rank,
         "pid": seat.pid,
         "counted_at_step": seat.step,
-        "rss_bytes": resident,
+        "pss_bytes": resident,
         "tenants_bytes": tenants,
         "unexplained_bytes": max(0, resident - sum(tenants.values())),
     }
@@ -232,12 +232,12 @@ def _ending(report: Mapping[str, Any]) -> str:
 
 def _table(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line a rank; of more than `SHOWN_RANKS` those that use most."""
-    heads = ("rank", "RSS", *TENANTS, "unexplained")
-    shown = sorted(sorted(ranks, key=lambda rank: -rank["rss_bytes"])[:SHOWN_RANKS], key=lambda rank: rank["rank"])
+    heads = ("rank", "PSS", *TENANTS, "unexplained")
+    shown = sorted(sorted(ranks, key=lambda rank: -rank["pss_bytes"])[:SHOWN_RANKS], key=lambda rank: rank["rank"])
     rows = [
         (
             str(rank["rank"]),
-            _mib(rank["rss_bytes"]),
+            _mib(rank["pss_bytes"]),
             *(_mib(rank["tenants_bytes"].get(kind, 0)) for kind in TENANTS),
             _mib(rank["unexplained_bytes"]),
         )

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.hf.models.fp32_search import widens_inputs
 from ftkit.hf.sharding import units_of
 from ftkit.output.run_folder import RunFolder, append_line
@@ -38,9 +39,13 @@ def peak_device_bytes() -> int:
 
 
 def peak_host_bytes() -> int:
-    """Return the most bytes of host memory that this process ever had resident."""
+    """Return the most bytes of host memory that this process had resident.
+
+    CPU ranks read each other's parameters in place. The other ranks' part of that memory is subtracted.
+    """
     unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes - of_other_ranks(ranks)
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def read(side: Side, kind: str, used: bool, frozen: bool, folder: str) -> Log:
 
 
 def on_disk(folder: str | Path) -> dict[str, Tensor]:
-    """Return what a checkpoint's files hold, by "tensor/kind" as `whole_tensors` names it, read by safetensors itself."""
+    """Return the tensors in a checkpoint's files, by "tensor/kind" as in `whole_tensors`. Only safetensors reads them."""
     found: dict[str, Tensor] = {}
     for path in Path(folder).glob("*.safetensors"):
         kind = path.name.rsplit(".", 2)[1]

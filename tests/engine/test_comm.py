@@ -45,6 +45,13 @@ def connect(transport: str) -> Communicator:
     return comm
 
 
+def shared(comm: Communicator, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor (n,) in memory that the other ranks read in place."""
+    memory = comm.share(tensor.nbytes)
+    assert memory is not None
+    return memory.view(tensor.dtype).copy_(tensor)
+
+
 def drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a rank, which every rank can make; exact in every dtype."""
     return (torch.arange(numel).mul_(rank + 7).add_(13 * rank).remainder_(251).to(torch.float32).sub_(125) / 16).to(dtype)
@@ -284,27 +291,36 @@ def test_shards_that_cannot_be_shared_are_gathered_through_the_stage(world2, rea
 # --- shards in shared memory
 
 
-def writes_while_a_rank_reads() -> Tensor:
-    """Gather in place, slowly on rank 1, and write the shards at once. Return what was gathered."""
+def writes_while_a_rank_reads(operation: str) -> list[float]:
+    """Read shared memory in place, slowly on rank 1, and write it at once. Return what was read."""
     comm = connect("shared memory")
-    tiers = Tiers.open(comm, Strategy.of())
-    tiers.reserve("parameters", [(1, torch.float32)])
-    shard = tiers.make("parameters", "a", 1, torch.float32).tensor.fill_(comm.rank)
-    full, meet = torch.empty(comm.world_size), stage_module.SharedStage.meet
+    full = shared(comm, torch.full((comm.world_size,), float(comm.rank)))
+    shard, meet = shared(comm, torch.tensor([float(comm.rank)])), SharedStage.meet
+    result = torch.empty(1 if operation == "reduce" else comm.world_size)
 
     def slow(stage: SharedStage) -> None:
         meet(stage)
         time.sleep(0.2 * (comm.rank == 1))
 
-    with mock.patch.object(stage_module.SharedStage, "meet", slow):
-        comm.all_gather(full, shard)
+    with mock.patch.object(SharedStage, "meet", slow):
+        if operation == "gather shards":
+            comm.all_gather(result, shard)
+        elif operation == "gather full tensors":
+            comm.all_gather(full, full[comm.rank : comm.rank + 1])
+            result.copy_(full)
+        else:
+            comm.reduce_scatter_mean(result, full)
     comm.await_readers()
+    full.fill_(9)
     shard.fill_(9)
-    return full
+    return result.tolist()
 
 
-def test_a_writer_waits_for_the_readers_of_its_shard(world2):
-    assert [full.tolist() for full in world2.run(writes_while_a_rank_reads)] == [[0, 1], [0, 1]]
+@pytest.mark.parametrize(
+    ("operation", "read"), [("gather shards", [0, 1]), ("gather full tensors", [0, 1]), ("reduce", [0.5])]
+)
+def test_a_writer_waits_for_the_readers_of_its_memory(world2, operation, read):
+    assert world2.run(writes_while_a_rank_reads, operation) == [read, read]
 
 
 def gathers_in_place(dtype: torch.dtype) -> None:
@@ -326,6 +342,10 @@ def gathers_in_place(dtype: torch.dtype) -> None:
             assert torch.equal(full, staged)
             expected = [drawn(rank + turn, shard.numel(), dtype) for rank in range(comm.world_size)]
             assert torch.equal(full, torch.cat(expected))
+            whole = shared(comm, torch.full_like(full, torch.nan))
+            own = whole[comm.rank * shard.numel() : (comm.rank + 1) * shard.numel()].copy_(shard)
+            comm.all_gather(whole, own)
+            assert torch.equal(whole, full)
         comm.totals(torch.ones(1))
 
 
@@ -398,8 +418,13 @@ def bits_of_a_mean(dtype: torch.dtype) -> None:
         fulls = [full.to(dtype) for full in fulls]
         expected = plain_mean(fulls, comm.rank)
         shard, own = torch.empty(numel, dtype=dtype), fulls[comm.rank].clone()
-        comm.reduce_scatter_mean(shard, own)
-        torch.testing.assert_close(shard, expected, rtol=0, atol=0, equal_nan=True)
+        for full in (own, shared(comm, own)):
+            shard.fill_(7)
+            comm.reduce_scatter_mean(shard, full)
+            torch.testing.assert_close(shard, expected, rtol=0, atol=0, equal_nan=True)
+        part = full[comm.rank * numel : (comm.rank + 1) * numel]
+        comm.reduce_scatter_mean(part, full)  # in place
+        torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
         everywhere = fulls[comm.rank].clone()
         comm.all_reduce_mean(everywhere)
         means = torch.cat([plain_mean(fulls, rank) for rank in range(world)])

@@ -51,7 +51,7 @@ def test_what_nobody_reads_is_not_gathered() -> None:
 
 
 def gathers_of_calls() -> list[list[str]]:
-    """Return the gathers and forwards of two calls and of one that does not read the head, in order."""
+    """Return the gathers and forwards of four calls, in order. The third does not read the head."""
     units = shard_model(families.build("llama"), Strategy.of())
     rows, found = families.batch("llama", 0), []
     for model in (units.model, units.model, units.model.model, units.model):
@@ -80,7 +80,7 @@ def weights_read_after_a_step() -> tuple[bool, bool]:
     before = units.state_dict()["lm_head.weight"]
     families.token_loss(units.model, rows, families.label_tokens(rows)).backward()
     with torch.no_grad():
-        units.model.model(input_ids=rows["input_ids"])  # gathers the head for a read that does not come
+        units.model.model(input_ids=rows["input_ids"])  # starts a gather of the head that no read uses
     optimizer.step()
     with units.read_by_all(), torch.no_grad():
         found = units.model.lm_head.weight.clone()

@@ -10,8 +10,6 @@ import torch
 
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.trace import Span, Trace
-from ftkit.plan.schedule import script
-from ftkit.plan.shape import Line, Shape
 from ftkit.plan.speed import STREAMS
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
@@ -48,13 +46,6 @@ def test_a_trace_is_what_the_engine_did_in_order(world2: World) -> None:
     found, losses, count, left = world2.run(traced, 3, "recompute", 0)[0]
     assert not left
     assert {span.stream for span in found} <= STREAMS.keys()
-    kinds = ("gather", "forward", "backward", "reduce backward")
-    did = [span.name for span in found if span.name.startswith(kinds) and span.name.split()[-1].isdigit()]
-    line = (Line(4096, 4, trained=True),)
-    shape = Shape((line,) * count, line, line, 32, 97, 100, 100, 8, 4, 2)
-    events = script(shape, Strategy.of(stage=3, accumulation=ROUNDS)).events
-    # On a CPU a neighbour's gather is done before the block that asked for it begins to compute, as the plan has it.
-    assert did == [e.name for e in events if e.name.startswith(kinds) and e.name.split()[-1].isdigit()]
     updates = [span.name for span in found if span.name.startswith("update ")]
     assert len(updates) == len(set(updates)) > count
     assert found[-1].name.startswith("update ") or found[-1].stream == "collectives"

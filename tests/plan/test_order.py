@@ -24,9 +24,9 @@ ROUNDS = 2
 COMPARED = ("fetch", "gather", "forward", "recompute", "backward", "reduce", "finish")
 """First words of the names that are compared.
 
-Left out, because the engine has no span for it: the loss, copies into the gradient slot (`collect`), sums, the wait for an
-update. Left out, because a CPU makes no such copy: `offload`. Left out, because the engine names flat parameters and issues
-it at another time without an overlap: `refresh`, `norm`, `update`.
+Other operations are not compared. The engine has no spans for the loss, copies into the gradient slot (`collect`), sums, and
+the wait for an update. A CPU does not make the copies of `offload`. The engine names `refresh`, `norm` and `update` by flat
+parameter, and issues them at another time if nothing overlaps with them.
 """
 ROOTS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
 HOST = {"parameters": "host", "gradients": "host", "state": "host", "update": "deferred"}

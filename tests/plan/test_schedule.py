@@ -204,9 +204,9 @@ def test_one_rank_fetches_weights_from_the_host_twice() -> None:
 EVEN = replace(LLAMA_13B, blocks=((Line(8 * 4096, 2, trained=True),),) * 4, replicated=())
 
 
-def waits(strategy: Strategy, name: str, steps: int = 1, *, in_order: bool = False) -> set[str]:
+def waits(strategy: Strategy, name: str, steps: int = 1, *, in_order: bool = False, shape: Shape = EVEN) -> set[str]:
     """Return the names of the events that the last event called `name` waits for."""
-    events = script(EVEN, strategy, steps, in_order=in_order).events
+    events = script(shape, strategy, steps, in_order=in_order).events
     return {events[number].name for number in [each for each in events if each.name == name][-1].after}
 
 
@@ -229,6 +229,8 @@ def test_a_reduction_waits_until_the_offload_buffer_is_copied() -> None:
     assert waits(host, "reduce backward 1") == {"collect backward 1", "offload backward 2"}
     assert waits(host, "backward 1") == {"gather 1", "reduce backward 2"}, "not for the copy"
     assert waits(host, "reduce backward 1", in_order=True) == {"collect backward 1"}, "a CPU has no buffer"
+    one_rank = replace(EVEN, world_size=1)
+    assert "offload backward 3" in waits(replace(host, parameters="host"), "backward 1", shape=one_rank), "2 used the buffer"
 
 
 def test_the_head_is_gathered_beside_the_last_block() -> None:

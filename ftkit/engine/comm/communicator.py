@@ -4,8 +4,8 @@ All ranks run the same collectives in the same order. `totals` compares their na
 that run different blocks end before the optimizer uses their gradients. Every wait ends at the timeout of the process group.
 
 gloo moves about 1 GB/s between two CPU ranks of a machine, and a copy moves several times that. CPU ranks of one machine
-exchange large tensors through shared memory (`SharedStage`), and gloo carries the barriers. They gather shards
-that are in memory from `share` in place.
+exchange large tensors through shared memory (`SharedStage`), and gloo carries the barriers. They read
+tensors that are in memory from `share` in place.
 
 `bytes_sent` counts the bytes of a ring for each operation, as the ZeRO paper does (arXiv:1910.02054, section 7): (W-1)/W of
 the gathered bytes for a gather or a scatter, twice that for an all-reduce.
@@ -92,10 +92,10 @@ class Communicator:
         self.bytes_sent[operation] += times * full.nbytes * (self.world_size - 1) // self.world_size
 
     def share(self, size_bytes: int) -> Tensor | None:
-        """Return memory for shards that other ranks can read in place: `size_bytes` zeros, uint8. A collective.
+        """Return memory for tensors that other ranks read in place: `size_bytes` zeros, uint8. A collective.
 
         Args:
-            size_bytes: The same on all ranks: whole pages.
+            size_bytes: The same on all ranks.
 
         Returns:
             None on all ranks if they are not CPU ranks of one machine, or cannot share the memory.
@@ -103,7 +103,7 @@ class Communicator:
         return self._stage.share(self, size_bytes) if self._stage else None
 
     def await_readers(self) -> None:
-        """Wait until no rank reads shared shards. A collective. Cost: a barrier if they were gathered since the last."""
+        """Wait until no rank reads memory from `share`. A collective. Cost: a barrier, if it may be read still."""
         if self._stage is not None and self._stage.reading:
             with self._collective("barrier", "the readers of shards"):
                 self._stage.meet()
@@ -113,7 +113,8 @@ class Communicator:
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         """Fill `full` (W*S,) with the shards (S,) of all ranks, in rank order. `shard` may be this rank's part of `full`.
 
-        A shard in memory from `share` must have the same place in it on all ranks. Call `await_readers` before writing it.
+        If `shard` (or `full`, if `shard` is part of it) is in memory from `share`, it has the same place there on all ranks,
+        and `await_readers` is called before it is written.
 
         Raises:
             RuntimeError: A rank ended, or did not come before the timeout. The other collectives raise the same.
@@ -131,7 +132,7 @@ class Communicator:
     def reduce_scatter_mean(self, shard: Tensor, full: Tensor, of: str = "") -> None:
         """Put the mean over ranks of this rank's part of `full` (W*S,) into `shard` (S,). Overwrites `full`.
 
-        `shard` may be this rank's part of `full`.
+        `shard` may be this rank's part of `full`. For `full` in memory from `share` see `all_gather`.
         """
         if self.world_size == 1:
             if full.data_ptr() != shard.data_ptr():

@@ -23,8 +23,8 @@ def map_shared(comm: Communicator, size_bytes: int) -> mmap.mmap | None:
             with suppress(OSError):
                 file = os.memfd_create("ftkit", os.MFD_CLOEXEC)
                 until_mapped.callback(os.close, file)
-                # No posix_fallocate: it would touch every page now, on rank 0's NUMA node. No file system limits a memfd, so
-                # a page that cannot be had ends the process as a page of private memory does, and raises no SIGBUS.
+                # posix_fallocate would touch every page now, on rank 0's NUMA node. No file system limits a memfd. If memory
+                # runs out, the kernel ends the process as it does for private memory, without SIGBUS.
                 os.ftruncate(file, size_bytes)
                 path = f"/proc/{os.getpid()}/fd/{file}"
         path = comm.same(path)
@@ -33,6 +33,15 @@ def map_shared(comm: Communicator, size_bytes: int) -> mmap.mmap | None:
                 memory = mmap.mmap(shared.fileno(), size_bytes)
         everywhere = all(comm.all(memory is not None))
     return memory if everywhere else None
+
+
+def of_other_ranks(world_size: int) -> int:
+    """Return the bytes of this process's resident shared memory that belong to the other ranks. 0 if it is unknown."""
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("RssShmem:"):
+                return 1024 * int(line.split()[1]) * (world_size - 1) // world_size
+    return 0
 
 
 def machine() -> tuple[str, ...]:

@@ -4,8 +4,9 @@ Each rank owns two buffers of `STAGE_BYTES`. For one piece of a tensor it writes
 barrier, and reads the others' buffers. The next piece uses the other buffer. A rank that writes a buffer again has passed
 the barrier of the piece in between, and so has every reader of the earlier content: one barrier per piece is enough.
 
-Shards in memory from `share` are gathered in place, after one barrier. A gather does not wait for the other ranks' reads to
-end: the next barrier does. Writers of shards (the step, a load) call `Communicator.await_readers` first.
+Tensors in memory from `share` need no stage: after one barrier, each rank reads the other ranks' tensors directly. The ranks
+may still read when an operation returns. The next barrier waits for them, so code that writes such a tensor (the step, a
+load, a block's backward) calls `Communicator.await_readers` first.
 
 Shapes: W ranks, S elements per shard.
 """
@@ -26,7 +27,7 @@ from ftkit.engine.kernels.host_loops import carried
 if TYPE_CHECKING:
     from ftkit.engine.comm.communicator import Communicator
 
-STAGE_BYTES = 16 << 20
+STAGE_BYTES = 4 << 20
 """Bytes of one buffer: large enough that a barrier costs little beside the copy."""
 
 
@@ -36,10 +37,10 @@ class SharedStage:
     def __init__(self, memory: mmap.mmap, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
         self.buffers = torch.frombuffer(memory, dtype=torch.uint8).view(2, world_size, STAGE_BYTES)
-        # Shared shards by the address of this rank's. Tensors keep their mapping, and it ends with the last one.
+        # Shared memory by the address of this rank's part. Tensors keep their mapping, and it ends with the last one.
         self.shared: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         self.turn = 0
-        self.reading = False  # whether ranks may still read shared shards
+        self.reading = False  # whether ranks may still read tensors from `share`
 
     def share(self, comm: Communicator, size_bytes: int) -> Tensor | None:
         """See `Communicator.share`."""
@@ -50,24 +51,28 @@ class SharedStage:
         self.shared[own.data_ptr()] = memory
         return own
 
-    def _in_place(self, shard: Tensor) -> Tensor | None:
-        """Return the shards (W, S) of all ranks if `shard` (S,) is in memory from `share`, else None."""
+    def _in_place(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensors (W, n) of all ranks if `tensor` (n,) is in memory from `share`, else None."""
         for address, memory in self.shared.items():
-            start = shard.data_ptr() - address
+            start = tensor.data_ptr() - address
             if 0 <= start < len(memory) // self.world_size:
                 rows = torch.frombuffer(memory, dtype=torch.uint8).view(self.world_size, -1)
-                return rows[:, start : start + shard.nbytes].view(shard.dtype)
+                return rows[:, start : start + tensor.nbytes].view(tensor.dtype)
         return None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See `Communicator.all_gather`."""
         rows = full.view(self.world_size, -1)
-        if (shards := self._in_place(shard)) is not None:
+        own = rows[self.rank].data_ptr() == shard.data_ptr()
+        shared = self._in_place(full if own else shard)
+        if shared is not None:
             self.meet()
             self.reading = True
-            rows.copy_(shards)
+            for other in range(self.world_size):
+                if not (own and other == self.rank):
+                    rows[other].copy_(shared[other].view(self.world_size, -1)[other] if own else shared[other])
             return
-        if rows[self.rank].data_ptr() != shard.data_ptr():
+        if not own:
             rows[self.rank].copy_(shard)
         step = STAGE_BYTES // full.element_size()
         for start in range(0, shard.numel(), step):
@@ -84,6 +89,12 @@ class SharedStage:
         from ftkit.engine.kernels import numba_loops  # imported late: it takes a second, and many runs reduce nothing here
 
         rank, world = self.rank, self.world_size
+        shared = self._in_place(full)
+        if shared is not None:
+            self.meet()
+            self.reading = True
+            numba_loops.mean(carried(shard), tuple(carried(each.view(world, -1)[rank]) for each in shared))
+            return
         rows = full.view(world, -1)
         step = STAGE_BYTES // full.element_size() // (world - 1)  # a buffer has the pieces of the other ranks
         for start in range(0, shard.numel(), step):
@@ -123,7 +134,7 @@ class SharedStage:
                 piece.add_(stage[other])
 
     def meet(self) -> None:
-        """Wait until every rank has come here: it has written its piece, and has read shared shards."""
+        """Wait until every rank has come here: it has written its piece, and has read the shared tensors."""
         dist.barrier(group=self.group)
         self.reading = False
 

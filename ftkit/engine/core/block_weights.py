@@ -34,7 +34,7 @@ class BlockWeights:
         self.resident = [flat for flat in flats if flat.resident]
         self.stay = stay
         self.transfer = transfer
-        self._next: Callable[[], None] | None = None  # starts a gather that waits for an update on the host
+        self._next: Callable[[], None] | None = None  # starts a gather that blocks the host until an update ends
         self.backwards = 0  # backwards to come since zero_grad; the same on all ranks
         self._own: WeightSlot | None = None
 
@@ -45,7 +45,7 @@ class BlockWeights:
 
     @property
     def updating(self) -> bool:
-        """Whether an update of the weights may be under way, for which `fetch` would make the host wait."""
+        """Whether an update of the weights may be running. If so, `fetch` blocks the host until it ends."""
         return any(flat.update is not None for flat in self.flats)
 
     def fetch(self, *, graph: bool) -> None:
@@ -65,7 +65,7 @@ class BlockWeights:
             self._own = self.transfer.lend(self.gathered)
 
     def enter(self, *, graph: bool, neighbour: BlockWeights | None = None, beyond: BlockWeights | None = None) -> None:
-        """Make the weights usable, and start gathering the neighbour's. If the host had to wait, `start_next` does that.
+        """Make the weights usable, and start gathering the neighbour's. If that would block the host, `start_next` does it.
 
         Args:
             graph: A backward follows this use.
@@ -96,7 +96,7 @@ class BlockWeights:
             self.transfer.read_ahead([beyond.gathered])
 
     def start_next(self) -> None:
-        """Start the gather that `enter` postponed, once the computation is issued."""
+        """Start the gather that `enter` postponed. Call this after the computation is issued."""
         start, self._next = self._next, None
         if start is not None:
             start()

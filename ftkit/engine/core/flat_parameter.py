@@ -30,6 +30,7 @@ from ftkit.engine.core.placeholder import absent, guarded_class, is_absent, plac
 from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
 from ftkit.spec.strategy import FlatKind, Strategy
+from ftkit.spec.tiers import DEVICE
 
 
 class Update(Protocol):
@@ -127,7 +128,9 @@ class FlatParameter:
                 self._placeholders.append(_Placeholder(value, plain, placeholder_class(plain)))
             self.detach()
         else:
-            self.full = full = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.comm.device)
+            full = tiers.make("full parameters", f"{self.name}.full", self.layout.padded_numel, self.dtype, DEVICE).tensor
+            assert full is not None
+            self.full = full
             self.weights = MemoryStore(self.own_part(full))
             for span in self.layout.spans(0, self.layout.numel):
                 self.copy_value(span, full[span.start : span.stop])
@@ -224,7 +227,7 @@ class FlatParameter:
         With several CPU ranks nothing is copied: the collective reads host memory itself.
 
         Args:
-            full: Receives this rank's weights, shape (W*S,).
+            full: Buffer for all weights, shape (W*S,). Only this rank's part is written.
             read: This rank's weights (S,) in host memory if they were read ahead from NVMe. None: read them from their tier.
         """
         self.settle()
@@ -245,7 +248,7 @@ class FlatParameter:
             self.comm.all_gather(full, self.own_part(full) if stored is None else stored, self.name)
 
     def _on_device_of(self, full: Tensor) -> Tensor | None:
-        """Return the stored weights (S,) if a collective into `full` can read them where they are."""
+        """Return the stored weights (S,) if a collective into `full` can read them in place."""
         stored = self.weights.tensor
         return stored if stored is not None and stored.device == full.device else None
 

@@ -68,9 +68,6 @@ class Gradient(ABC):
         if gradient is not None:
             self.add(index, gradient)
 
-    def finish(self) -> None:  # noqa: B027  # only a deferred gradient has work left
-        """Complete the step's mean gradient on this rank's shard. A collective if deferred."""
-
     @property
     @abstractmethod
     def part(self) -> Tensor | None:
@@ -191,7 +188,7 @@ class ReducedGradient(Gradient):
             full[:numel].copy_(gradient.reshape(-1))
             full[numel:].zero_()
             self.touched[index] = True
-        # The wait lets the memory of `full` be reused by the next block, which would otherwise need it on top.
+        # Wait, so that the next block reuses the memory of `full` instead of allocating more.
         self.streams.wait(reduce(flat.name, [self], [full], self.streams))
 
     @property
@@ -249,7 +246,7 @@ class DeferredGradient(Gradient):
         if self.there and self.flat.comm.world_size > 1:
             raise RuntimeError(
                 f"a backward reached {self.flat.name} after its gradient was reduced: call zero_grad() between a step and "
-                "the next backward, and backward() once in a training_step, or set ftkit={'stage': 2}"
+                "the next backward, and backward() once in a training_step (at stages 2 and 3 blocks allow more)"
             )
         self.there = False
         self._change()
@@ -287,17 +284,20 @@ class DeferredGradient(Gradient):
 class DeferredReductions:
     """Reduces the deferred gradients of a model.
 
-    In the last backward of a step, a block is reduced when its backward and the reductions of all later blocks are issued.
-    Blocks without a gradient on this rank hold that up until the end of the backward, so all ranks reduce in the same order.
-    Gradients outside blocks are reduced at the step, and so are all without `last_backward`.
+    In the last backward of a step, a block is reduced after its own backward and after the reductions of all later blocks.
+    A block without a gradient on this rank, and all earlier blocks, are reduced at the end of the backward. All ranks
+    therefore reduce in the same order. Gradients outside blocks are reduced at the step. Without `last_backward`, all
+    gradients are reduced at the step.
 
     Args:
         blocks: For each block, in order of execution, its deferred gradients.
-        others: The gradients outside blocks.
+        others: The deferred gradients outside blocks.
         streams: The streams of this rank.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[DeferredGradient]], others: Sequence[Gradient], streams: Streams) -> None:
+    def __init__(
+        self, blocks: Sequence[Sequence[DeferredGradient]], others: Sequence[DeferredGradient], streams: Streams
+    ) -> None:
         self.blocks, self.others, self.streams = blocks, others, streams
         self._missing: list[int] | None = None  # for each block, tensors without a gradient from the last backward
         self._next = len(blocks) - 1

@@ -1,7 +1,7 @@
 """Root parameters: large parameters outside blocks (embeddings, heads), gathered when they are read.
 
-Their gathers start early: when the model is called, or when the unit begins after which the last call read the parameter.
-So an embedding's gather is issued before the first block's, and a head's runs beside the last block.
+Their gathers start early: when the model's forward begins, or when the unit begins after which the last call read the
+parameter. From the second call on, an embedding's gather is issued before the first block's, and a head's beside the last.
 
 Reading `module.weight` returns the gathered tensor while the model runs: it is the output of an autograd function whose
 backward reduce-scatters its gradient. All reads during the module's own forward share one gather. Other code reads it too
@@ -54,14 +54,14 @@ class Running:
         return not begun
 
     def drop(self) -> None:
-        """Drop gathers that started early and that no read has taken."""
+        """Drop early gathers that no read has used."""
         for root in self.roots:
             root.drop()
 
     def enter(self, number: int) -> None:
         """Note that unit `number` begins, and start the gathers of parameters that the last call read after it.
 
-        A parameter that is being updated is gathered when it is read: the host would wait before it launches the unit.
+        A parameter that is being updated is gathered when it is read. An early gather would block the host before the unit.
         """
         self.position = number
         for root in self.roots:
@@ -116,7 +116,7 @@ class RootParameter:
         self.sharing = False
         self.gathered: Tensor | None = None  # during `once`
         self.read_after: int | None = None  # position of the last read in the last call that read it
-        self._coming: tuple[int, Tensor, Event] | None = None  # version of the shards, tensor, when it is complete
+        self._coming: tuple[int, Tensor, Event] | None = None  # version of the shards, tensor, event of the gather
         running.roots.append(self)
         # An input that requires a gradient, so that autograd calls the backward of `_Gather`.
         self.anchor = torch.zeros((), device=flat.comm.device, requires_grad=True)
@@ -162,12 +162,12 @@ class RootParameter:
         return gathered
 
     def start(self) -> None:
-        """Start to gather the parameter for the next read."""
-        if self._coming is None and self.transfer.prefetch:
+        """Start to gather the parameter for the next read. Not from NVMe: the host would wait for the drive."""
+        if self._coming is None and self.transfer.prefetch and self.transfer.ahead is None:
             self._coming = (self.flat.version, *self.transfer.gather_root(self.flat))
 
     def drop(self) -> None:
-        """Drop a gather that was not read, and do not start another one."""
+        """Drop an early gather that no read has used. Start no other one before the next read."""
         if self._coming is not None:
             self.transfer.streams.wait(self._coming[2])
             self._coming = self.read_after = None

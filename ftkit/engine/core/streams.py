@@ -1,10 +1,10 @@
-"""Streams: what runs beside the computation.
+"""Streams for work that overlaps with the computation.
 
 On CUDA, a rank has three streams beside the computing one: `collectives`, `up` (weights from the host) and `down` (gradients
-to the host). Activation offload and deferred updates have a stream each of their own.
+to the host). Activation offload and deferred updates each have a stream of their own.
 
-Work on a stream runs in the order of issue, and all ranks issue their collectives in the same order. Events order streams
-among each other. On a CPU the same calls run in program order, and every event is None.
+Work on a stream runs in the order of issue, and all ranks issue their collectives in the same order. Events order work
+on different streams. On a CPU the same calls run in program order, and every event is None.
 
 Each piece of work is a span of the trace, under the name of its stream.
 """

@@ -238,17 +238,21 @@ class Transfer:
                 gradient.end()
         self.reduced = reduce(f"backward {number}", gradients, places, self.streams)
         for place in places if self.debug else ():
-            self.streams.wait(self.reduced)
+            self.await_gradient_slot()
             place.fill_(math.nan)
 
     def await_gradient_slot(self) -> None:
-        """Make the computing stream wait until the previous reduction has read the gradient slot."""
+        """Wait on the computing stream until the previous reduction has read the gradient slot. CPU ranks wait here."""
         self.streams.wait(self.reduced)
+        self.comm.await_readers()
 
     def gradient_slot(self) -> Tensor:
-        """Return the gradient slot. Allocates it at the first call: evaluation needs none."""
+        """Return the gradient slot. Allocates it at the first call, on all ranks: evaluation needs none."""
         if self._gradient_slot is None:
-            self._gradient_slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
+            slot = self.comm.share(self.gradient_bytes)
+            if slot is None:
+                slot = torch.empty(self.gradient_bytes, dtype=torch.uint8, device=self.comm.device)
+            self._gradient_slot = slot
             if self.debug:
                 self._gradient_slot.fill_(255)  # NaN in every dtype
         return self._gradient_slot

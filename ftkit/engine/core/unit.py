@@ -137,7 +137,7 @@ class Unit:
 
     @contextmanager
     def _gathered(self, *, graph: bool) -> Iterator[None]:
-        """Make the weights usable in the body, a forward. The next two blocks follow, or the head and then the backward."""
+        """Make the weights usable in the body, which runs a forward. Start fetching the weights that are needed next."""
         beyond = self.after.after if self.after is not None else self.before if graph else None
         self.weights.enter(graph=graph, neighbour=_weights(self.after), beyond=_weights(beyond))
         self.running.enter(self.number)
@@ -218,7 +218,8 @@ class _Use(torch.autograd.Function):
                         recomputing = transfer.trace.span("compute", f"recompute {unit.number}")
                         with recomputing, call.states[number].restored(), torch.enable_grad():
                             results = call.run(inputs)
-                    transfer.await_gradient_slot()
+                    if unit.reduced:
+                        transfer.await_gradient_slot()
                     with transfer.trace.span("compute", f"backward {unit.number}"):
                         found.append(_backward(inputs, results, call.part_of_gradients(gradients, number)))
         finally:

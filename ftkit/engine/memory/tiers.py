@@ -11,7 +11,7 @@ A `Store` is one shard of one kind. In memory it is a tensor, read and written i
 in pieces. Code that iterates over `pieces` works for all tiers.
 
 On a CPU rank device and host are the same memory. Parameters on the device tier are in memory that the ranks of a machine
-share (`Communicator.share`), so that a gather reads them in place.
+share (`Communicator.share`), so that a gather reads them in place. "full parameters" are the full copies of resident ones.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
+
+SHARED = ("parameters", "full parameters")
+"""Kinds that CPU ranks of a machine read in place from each other, on the device tier."""
 
 
 class MemoryStore:
@@ -151,19 +154,19 @@ class Tiers:
         return tiers
 
     def reserve(self, kind: str, sizes: Sequence[tuple[int, torch.dtype]], tier: Tier | None = None) -> None:
-        """Reserve the memory for all stores of a kind in host memory, or of parameters that CPU ranks share: one arena.
+        """Reserve one arena for all stores of a kind, if they are in host memory or are parameters that CPU ranks share.
 
         A collective for parameters.
 
         Args:
-            kind: One of `ftkit.spec.tiers.KINDS`.
+            kind: One of `ftkit.spec.tiers.KINDS`, or "full parameters": resident ones, on the device tier.
             sizes: (elements, dtype) of each store.
             tier: Tier of the stores; None takes the strategy's. Other stores reserve nothing.
         """
         tier = tier or self.tier(kind)
         if sizes and tier == HOST:
             self.arenas[kind] = self.arena(arena_bytes(sizes))
-        if sizes and tier == DEVICE and kind == "parameters" and self.comm is not None:
+        if sizes and tier == DEVICE and kind in SHARED and self.comm is not None:
             shared = self.comm.share(arena_bytes(sizes))
             if shared is not None:
                 self.arenas[kind] = Arena(len(shared), self.device, shared)

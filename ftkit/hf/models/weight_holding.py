@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.holding import gathered_bytes, hold
 from ftkit.errors import UserError
 from ftkit.hf.models.shapes import CPU_SHARE, DEVICE_SHARE, usable_host
@@ -93,8 +94,8 @@ def _on_device(device: torch.device, limits: Limits | None) -> tuple[int, str]:
 def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
     """Return the bytes that this rank may still take of the host, where it computes, and what says so."""
     node = socket.gethostname()
-    told = comm.all((node, psutil.Process().memory_info().rss), "room for all weights")
-    resident = [size for host, size in told if host == node]
+    own = psutil.Process().memory_info().rss - of_other_ranks(comm.world_size)
+    resident = [size for host, size in comm.all((node, own), "free memory for all weights") if host == node]
     usable, source, _ = usable_host(CPU_SHARE)
     free = [(usable, f"host memory ({source})")]
     if limits is not None and limits.host_bytes is not None:

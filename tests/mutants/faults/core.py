@@ -60,8 +60,8 @@ FAULTS = (
     _fault(
         "shards are gathered in place before their owners have written them",
         "ftkit/engine/comm/shared_stage.py",
-        "is not None:\n            self.meet()\n",
-        "is not None:\n",
+        "            self.meet()\n            self.reading = True\n            for other",
+        "            self.reading = True\n            for other",
         _COMM + "test_a_gather_in_place_waits_for_late_writers",
     ),
     _fault(
@@ -135,7 +135,7 @@ FAULTS = (
         _USES + "test_the_neighbour_is_gathered_while_a_block_computes",
     ),
     _fault(
-        "held weights are let go before their backward",
+        "weights that stay gathered are freed before their backward",
         "ftkit/engine/core/block_weights.py",
         "        if self.backwards == 0 and self._own",
         "        if self._own",
@@ -837,8 +837,8 @@ FAULTS = (
     _fault(
         "the plan's backward does not wait for the gradient slot",
         "ftkit/plan/schedule.py",
-        "[*ready, self.reduced])",
-        "ready)",
+        "self.reduced if trained else None",
+        "None",
         "tests/plan/test_schedule.py::test_only_a_backward_waits_for_the_gradient_slot",
     ),
     _fault(
@@ -849,7 +849,7 @@ FAULTS = (
         "tests/plan/test_schedule.py::test_a_gather_waits_for_the_last_reader_of_its_slot",
     ),
     _fault(
-        "a reduction of the plan overwrites what is being copied to the host",
+        "in the plan, a reduction overwrites a buffer while it is copied to the host",
         "ftkit/plan/schedule.py",
         "        buffer = None if self.in_order else self.copied",
         "        buffer = None",
@@ -863,21 +863,21 @@ FAULTS = (
         "tests/plan/test_order.py::test_the_engine_issues_what_the_plan_simulates[stage 1]",
     ),
     _fault(
-        "further rounds reduce full gradients as the last one does",
+        "the plan adds the reductions of full gradients with every further round",
         "ftkit/plan/schedule.py",
         'back = 2 + strategy.reduced_late("block", shape.world_size)',
         "back = 2",
         "tests/plan/test_schedule.py::test_more_rounds_are_like_those_before_the_last",
     ),
     _fault(
-        "the buffer of gradient offload takes no memory",
+        "the plan counts no memory for the buffer of gradient offload",
         "ftkit/plan/memory.py",
         '        yield Item("slots", DEVICE, max(gradients // owners, *roots, 0), ("train", "save"))',
         '        yield Item("slots", DEVICE, 0, ("train", "save"))',
         "tests/plan/test_choice.py::test_offloaded_gradients_leave_through_a_buffer_on_a_gpu",
     ),
     _fault(
-        "the head takes no memory before the loss",
+        "the plan counts no memory for the head before the loss",
         "ftkit/plan/memory.py",
         'yield {"workspace": graph * part // whole, "root parameters": head}',
         'yield {"workspace": graph * part // whole}',
@@ -993,7 +993,7 @@ FAULTS = (
         "ftkit/engine/core/transfer.py",
         'reduce(f"backward {number}", gradients',
         'reduce("", gradients',
-        "tests/engine/test_trace.py::test_a_trace_is_what_the_engine_did_in_order",
+        "tests/plan/test_order.py::test_the_engine_issues_what_the_plan_simulates[stage 3]",
     ),
     _fault(
         "a block is reduced before the later blocks are",
@@ -1012,9 +1012,16 @@ FAULTS = (
     _fault(
         "a shard is written while another rank gathers it in place",
         "ftkit/engine/comm/shared_stage.py",
-        "            self.reading = True\n",
-        "",
-        "tests/engine/test_comm.py::test_a_writer_waits_for_the_readers_of_its_shard",
+        "            self.meet()\n            self.reading = True\n            for other",
+        "            self.meet()\n            for other",
+        "tests/engine/test_comm.py::test_a_writer_waits_for_the_readers_of_its_memory[gather shards-read0]",
+    ),
+    _fault(
+        "the gradient slot is written while another rank reduces it in place",
+        "ftkit/engine/comm/shared_stage.py",
+        "            self.reading = True\n            numba",
+        "            numba",
+        "tests/engine/test_comm.py::test_a_writer_waits_for_the_readers_of_its_memory[reduce-read2]",
     ),
     _fault(
         "blocks of stages 0 and 1 are reduced in every micro-batch's backward",
