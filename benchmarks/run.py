@@ -1,8 +1,9 @@
 """`make bench`: ftkit beside DDP, FSDP2 and DeepSpeed ZeRO-3, one after the other, in turns, on the same work.
 
 Each round runs every engine once, in a fresh set of rank processes; reported are medians over rounds, and ratios. Memory is
-a rank's peak resident size (memory that ranks share is divided among them), on a GPU the most that PyTorch allocated. The
-machine should be otherwise idle: the share of CPU time that went to others is measured and printed with each run.
+a rank's peak resident size (a page of shared memory counts in equal parts for the ranks that use it), on a GPU the most that
+PyTorch allocated. The machine should be otherwise idle: the share of CPU time that went to others is measured and printed
+with each run.
 DeepSpeed lives in an environment of its own (.venv-peers, made at first use, which needs a C++ compiler and the package
 index); `--engines` leaves it out. The result is also written as JSON, with the date, to runs/bench/.
 """

@@ -1,7 +1,7 @@
 """One rank of one benchmark run: build a Llama, train a few steps through the Trainer, write what was measured as JSON.
 
 Started by `benchmarks.run`. All engines get the same model, data, dtype, batch and optimizer; only `engines.py` differs.
-Memory is the process's peak resident size. Memory that ranks share is divided among them.
+Memory is the process's peak resident size. A page of shared memory counts in equal parts for the ranks that use it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
 
 
 def peak_bytes() -> int:
-    """Return this process's peak resident size, without the other ranks' part of shared memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    """Return this process's peak resident size, without the other ranks' part of shared memory at the end."""
+    lines = [line for file in ("status", "smaps_rollup") for line in Path("/proc/self", file).read_text().splitlines()]
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.endswith("kB")}
-    return 1024 * (kib["VmHWM"] - kib["RssShmem"] * (SPEC["world"] - 1) // SPEC["world"])
+    return 1024 * (kib["VmHWM"] - kib["RssShmem"] + kib["Pss_Shmem"])
 
 
 class Clock(TrainerCallback):

@@ -174,7 +174,7 @@ def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
 
     def pair(numel: int) -> Callable[[], None]:
         shard = torch.zeros(numel, dtype=dtype, device=comm.device)
-        shared = comm.share(world * shard.nbytes)  # CPU ranks read slots and shards in place
+        shared = comm.share(world * shard.nbytes)  # as CPU ranks share slots and shards of stage 3
         full = torch.zeros(world * numel, dtype=dtype, device=comm.device) if shared is None else shared.view(dtype)
 
         def once() -> None:

@@ -226,8 +226,8 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         yield Finding("memlock", "warn", told, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
     elif probe.gpus:
         yield Finding("memlock", "ok", "unlimited" if probe.memlock_bytes is None else "enough")
-    if probe.gpus and probe.shm_bytes is not None and probe.shm_bytes < SHM_BYTES:
-        found = f"/dev/shm has {probe.shm_bytes / (1 << 20):.0f} MiB: NCCL exchanges data there"
+    if probe.shm_bytes is not None and probe.shm_bytes < SHM_BYTES:
+        found = f"/dev/shm has {probe.shm_bytes / (1 << 20):.0f} MiB: NCCL and DataLoader workers exchange data there"
         yield Finding("shared memory", "warn", found, "docker run --shm-size=8g, or --ipc=host")
     elif probe.shm_bytes is not None:
         yield Finding("shared memory", "ok", f"{probe.shm_bytes / GIB:.0f} GiB in /dev/shm")

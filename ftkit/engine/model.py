@@ -179,7 +179,7 @@ class ShardedModel:
         if not self.strategy.deferred:
             self.transfer.refresh(self.trainable)
             self._refresh_outside()
-            self.comm.await_readers()  # callbacks may edit resident weights now
+            self.comm.await_readers()  # as in `rewritten`
 
     def rewritten(self) -> None:
         """Record that shards were loaded, and refresh resident weights. Cost: one all-gather for each."""
@@ -188,6 +188,7 @@ class ShardedModel:
             flat.version += 1
         self.transfer.note_update()
         self.transfer.refresh(self.flats)
+        self.comm.await_readers()  # users may edit resident weights now
 
     # --- reading
 

@@ -112,10 +112,9 @@ def _kind(strategy: Strategy) -> Strategy:
 def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
     """Return what a step takes.
 
-    Of many rounds of micro-batches all after the first two are alike, apart from the last one at stages 0 and 1, which also
-    reduces full gradients: they are counted, not simulated. (Not where gradients
-    go to NVMe: what has not been written yet by the end of a round grows from round to round. Where they are summed in host
-    memory it takes some rounds until they are alike, which is about a thousandth.)
+    All rounds of micro-batches after the first two are alike and are counted, not simulated. At stages 0 and 1 the last
+    round also reduces full gradients. If gradients go to NVMe, all rounds are simulated: unfinished writes add up from round
+    to round. If gradients are summed in host memory, some rounds pass until they are alike, an error of about a thousandth.
     """
     if strategy.rounds <= ROUNDS or strategy.gradients == NVME:
         return speed_of(shape, strategy, rates).seconds

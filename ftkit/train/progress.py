@@ -41,11 +41,10 @@ def peak_device_bytes() -> int:
 def peak_host_bytes() -> int:
     """Return the most bytes of host memory that this process had resident.
 
-    CPU ranks read each other's parameters in place. The other ranks' part of that memory is subtracted.
+    CPU ranks read each other's parameters in place. The other ranks' part of that memory, as it is now, is subtracted.
     """
     unit_bytes = 1 if sys.platform == "darwin" else 1024
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes - of_other_ranks(ranks)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes - of_other_ranks()
 
 
 @dataclass(frozen=True)

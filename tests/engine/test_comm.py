@@ -355,21 +355,53 @@ def test_shards_in_shared_memory_are_gathered_in_place(worlds, world, dtype):
     worlds[world].run(gathers_in_place, dtype)
 
 
-def writes_late() -> None:
-    """Write a shard late on one rank after a gather; the gather of the other must wait for it."""
+def writes_late(operation: str) -> None:
+    """Write shared memory late on one rank. What the other rank reads in place must wait for it."""
     comm = connect("shared memory")
-    shard = comm.share(PAGE_BYTES).view(torch.float32)
-    full = torch.empty(comm.world_size * shard.numel())
+    own = comm.share(PAGE_BYTES).view(torch.float32)
+    part = own.view(comm.world_size, -1)[comm.rank]
+    result = torch.empty(part.numel() if operation == "reduce" else comm.world_size * own.numel())
     for turn in range(4):
         time.sleep(0.1 * (comm.rank == turn % 2))
-        shard.fill_(10 * turn + comm.rank)
-        comm.all_gather(full, shard)
-        assert full.view(comm.world_size, -1)[:, 7].tolist() == [10 * turn + rank for rank in range(comm.world_size)]
+        own.fill_(10 * turn + comm.rank)
+        if operation == "gather shards":
+            comm.all_gather(result, own)
+            found, expected = result.view(comm.world_size, -1)[:, 7].tolist(), [10 * turn, 10 * turn + 1]
+        elif operation == "gather full tensors":
+            comm.all_gather(own, part)
+            found, expected = own.view(comm.world_size, -1)[:, 7].tolist(), [10 * turn, 10 * turn + 1]
+        else:
+            comm.reduce_scatter_mean(result, own)
+            found, expected = [result[7].item()], [10 * turn + 0.5]
+        assert found == expected
         comm.totals(torch.ones(1))  # as the norm of a step
 
 
-def test_a_gather_in_place_waits_for_late_writers(world2):
-    world2.run(writes_late)
+@pytest.mark.parametrize("operation", ["gather shards", "gather full tensors", "reduce"])
+def test_readers_in_place_wait_for_late_writers(world2, operation):
+    world2.run(writes_late, operation)
+
+
+def counted(mib: int) -> float:
+    """Gather a tensor of `mib` MiB in shared memory. Return the MiB by which this rank's own shared memory grew."""
+
+    def own() -> float:
+        comm.all(None)  # both ranks have read the other's tensor
+        status = Path("/proc/self/status").read_text()
+        resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssShmem"))
+        size = resident / 1024 - shared_memory.of_other_ranks() / 2**20
+        comm.all(None)  # both ranks have counted
+        return size
+
+    comm = connect("shared memory")
+    before = own()
+    full = comm.share(mib << 20).view(torch.float32).fill_(1)
+    comm.all_gather(full, full.view(comm.world_size, -1)[comm.rank])
+    return own() - before
+
+
+def test_shared_memory_counts_once(world2):
+    assert world2.run(counted, 64) == pytest.approx([64, 64], rel=0.1)
 
 
 def mapped_after_release() -> list[int]:

@@ -6,16 +6,21 @@ with odd results, adapters: each is a case, and each case runs in a handful of s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from ftkit.engine.kernels import numba_loops
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
 from tests.engine import families, nets
@@ -301,6 +306,29 @@ def test_the_neighbour_is_gathered_while_a_block_computes(world2):
     assert world2.run(slots_while_blocks_compute, True) == [expected] * 2
     alone = [(number, [f"blocks.{number}"]) for number, _ in expected]
     assert world2.run(slots_while_blocks_compute, False) == [alone] * 2
+
+
+def parts_of_a_gradient(slow: bool) -> list[Tensor]:
+    """Return this rank's gradients after one backward. `slow`: rank 1 reads gradient slots late."""
+    model = seeded(nets.Net)
+    units = shard_model(model, Strategy.of())
+    mean = numba_loops.mean
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2 * (units.comm.rank == 1))
+        mean(*arguments)
+
+    rows = families.batch("llama", 0)
+    with mock.patch.object(numba_loops, "mean", late) if slow else nullcontext():
+        token_loss(model, rows, families.label_tokens(rows)).backward()
+    units.finish_gradients()
+    return [gradient.part.clone() for gradient in units.gradients]
+
+
+def test_a_backward_waits_for_readers_of_the_gradient_slot(world2):
+    late, expected = (world2.run(parts_of_a_gradient, slow) for slow in (True, False))
+    for found, wanted in zip(chain(*late), chain(*expected), strict=True):
+        assert torch.equal(found, wanted)
 
 
 # --- reductions in the last backward of a step

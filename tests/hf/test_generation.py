@@ -370,7 +370,7 @@ def test_weights_are_held_where_they_fit_on_every_rank(world2):
 def granted() -> str:
     """What a grant by number, less what the ranks take, says to weights that would fit the box."""
     units = ftkit.shard(families.build("llama"), {**SHARDED, "host_gib": 6.0})
-    taken = sum(units.comm.all(room.psutil.Process().memory_info().rss - of_other_ranks(units.comm.world_size)))
+    taken = sum(units.comm.all(room.psutil.Process().memory_info().rss - of_other_ranks()))
     found = room.room_for(units)
     assert found.free_bytes <= (6 * 2**30 - taken + 2**26) // 2
     return found.where

@@ -103,9 +103,9 @@ class Communicator:
         return self._stage.share(self, size_bytes) if self._stage else None
 
     def await_readers(self) -> None:
-        """Wait until no rank reads memory from `share`. A collective. Cost: a barrier, if it may be read still."""
+        """Wait until no rank reads memory from `share`. A collective. Cost: a barrier, if ranks may still read it."""
         if self._stage is not None and self._stage.reading:
-            with self._collective("barrier", "the readers of shards"):
+            with self._collective("barrier", "readers of shared memory"):
                 self._stage.meet()
 
     # --- large tensors
@@ -113,8 +113,8 @@ class Communicator:
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> None:
         """Fill `full` (W*S,) with the shards (S,) of all ranks, in rank order. `shard` may be this rank's part of `full`.
 
-        If `shard` (or `full`, if `shard` is part of it) is in memory from `share`, it has the same place there on all ranks,
-        and `await_readers` is called before it is written.
+        If `shard` (or `full`, if `shard` is part of it) is in memory from `share`, it has the same place there on all ranks.
+        Call `await_readers` before writing it.
 
         Raises:
             RuntimeError: A rank ended, or did not come before the timeout. The other collectives raise the same.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,13 +36,19 @@ def map_shared(comm: Communicator, size_bytes: int) -> mmap.mmap | None:
     return memory if everywhere else None
 
 
-def of_other_ranks(world_size: int) -> int:
-    """Return the bytes of this process's resident shared memory that belong to the other ranks. 0 if it is unknown."""
-    with suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("RssShmem:"):
-                return 1024 * int(line.split()[1]) * (world_size - 1) // world_size
-    return 0
+def of_other_ranks() -> int:
+    """Return the part of this process's resident shared memory that counts for other processes, bytes.
+
+    Each page counts in equal parts for the processes that use it. 0 if the system does not say (smaps_rollup).
+    """
+    kib = {"RssShmem": 0, "Pss_Shmem": 0}
+    with suppress(OSError):
+        for file in ("status", "smaps_rollup"):
+            for line in Path("/proc/self", file).read_text().splitlines():
+                name, _, size = line.partition(":")
+                if name in kib:
+                    kib[name] = int(size.split()[0])
+    return 1024 * max(kib["RssShmem"] - kib["Pss_Shmem"], 0) if kib["Pss_Shmem"] else 0
 
 
 def machine() -> tuple[str, ...]:

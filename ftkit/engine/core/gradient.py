@@ -246,7 +246,8 @@ class DeferredGradient(Gradient):
         if self.there and self.flat.comm.world_size > 1:
             raise RuntimeError(
                 f"a backward reached {self.flat.name} after its gradient was reduced: call zero_grad() between a step and "
-                "the next backward, and backward() once in a training_step (at stages 2 and 3 blocks allow more)"
+                "the next backward, and backward() once in a training_step (at stages 2 and 3, weights of blocks, but not "
+                "adapters, allow more)"
             )
         self.there = False
         self._change()

@@ -2,6 +2,7 @@
 
 Their gathers start early: when the model's forward begins, or when the unit begins after which the last call read the
 parameter. From the second call on, an embedding's gather is issued before the first block's, and a head's beside the last.
+Weights on NVMe are gathered when they are read.
 
 Reading `module.weight` returns the gathered tensor while the model runs: it is the output of an autograd function whose
 backward reduce-scatters its gradient. All reads during the module's own forward share one gather. Other code reads it too

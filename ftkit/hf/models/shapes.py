@@ -27,6 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ftkit.config.engine import EngineSettings
 from ftkit.data.packing import ATTENTION
 from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.core.partition import Group, partition
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import REPEATED
@@ -158,7 +159,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: 
         UserError: if the NVMe folder is not there, or none is named and something is said of it.
     """
     memory = settings.memory
-    own = ranks_per_node * psutil.Process().memory_info().rss  # is counted in the plan's runtime, and not free any more
+    own = ranks_per_node * (psutil.Process().memory_info().rss - of_other_ranks())  # counted in the plan's runtime; not free
     cpu = device.type == "cpu"
     usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
     host, host_name = usable + own, f"what is free of {source}"

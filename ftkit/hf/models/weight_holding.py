@@ -94,7 +94,7 @@ def _on_device(device: torch.device, limits: Limits | None) -> tuple[int, str]:
 def _on_host(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
     """Return the bytes that this rank may still take of the host, where it computes, and what says so."""
     node = socket.gethostname()
-    own = psutil.Process().memory_info().rss - of_other_ranks(comm.world_size)
+    own = psutil.Process().memory_info().rss - of_other_ranks()
     resident = [size for host, size in comm.all((node, own), "free memory for all weights") if host == node]
     usable, source, _ = usable_host(CPU_SHARE)
     free = [(usable, f"host memory ({source})")]

@@ -62,7 +62,8 @@ FAULTS = (
         "ftkit/engine/comm/shared_stage.py",
         "            self.meet()\n            self.reading = True\n            for other",
         "            self.reading = True\n            for other",
-        _COMM + "test_a_gather_in_place_waits_for_late_writers",
+        _COMM + "test_readers_in_place_wait_for_late_writers[gather shards]",
+        _COMM + "test_readers_in_place_wait_for_late_writers[gather full tensors]",
     ),
     _fault(
         "one half of the stage for all pieces: it is written before others have read it",
@@ -1022,6 +1023,27 @@ FAULTS = (
         "            self.reading = True\n            numba",
         "            numba",
         "tests/engine/test_comm.py::test_a_writer_waits_for_the_readers_of_its_memory[reduce-read2]",
+    ),
+    _fault(
+        "gradients are reduced in place before their owners have written them",
+        "ftkit/engine/comm/shared_stage.py",
+        "            self.meet()\n            self.reading = True\n            numba",
+        "            self.reading = True\n            numba",
+        _COMM + "test_readers_in_place_wait_for_late_writers[reduce]",
+    ),
+    _fault(
+        "a block's backward does not wait until all ranks have read the gradient slot",
+        "ftkit/engine/core/transfer.py",
+        "        self.comm.await_readers()\n",
+        "",
+        _USES + "test_a_backward_waits_for_readers_of_the_gradient_slot",
+    ),
+    _fault(
+        "shared memory that a rank has read counts as its own",
+        "ftkit/engine/comm/shared_memory.py",
+        'max(kib["RssShmem"] - kib["Pss_Shmem"], 0)',
+        "0",
+        _COMM + "test_shared_memory_counts_once",
     ),
     _fault(
         "blocks of stages 0 and 1 are reduced in every micro-batch's backward",
