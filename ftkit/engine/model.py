@@ -131,10 +131,14 @@ class ShardedModel:
         self.transfer.read_ahead([unit.weights.gathered for unit in self.units[:2]])
 
     def begin_forward(self) -> None:
-        """Start gathering the weights that a call needs first. Its forward pre-hooks have run."""
+        """Start gathering the weights that a call needs first. Its forward pre-hooks have run.
+
+        Weights on NVMe are gathered when they are used: their gather blocks the host until they are read.
+        """
         if self.transfer.whole is not None or not self.running.begin():
             return
-        if self.units and self.transfer.prefetch and not self.units[0].weights.updating:
+        early = self.transfer.prefetch and self.transfer.ahead is None
+        if self.units and early and not self.units[0].weights.updating:
             self.units[0].weights.fetch(graph=torch.is_grad_enabled())
 
     def _refresh_outside(self) -> None:
@@ -179,7 +183,6 @@ class ShardedModel:
         if not self.strategy.deferred:
             self.transfer.refresh(self.trainable)
             self._refresh_outside()
-            self.comm.await_readers()  # as in `rewritten`
 
     def rewritten(self) -> None:
         """Record that shards were loaded, and refresh resident weights. Cost: one all-gather for each."""
@@ -188,7 +191,6 @@ class ShardedModel:
             flat.version += 1
         self.transfer.note_update()
         self.transfer.refresh(self.flats)
-        self.comm.await_readers()  # users may edit resident weights now
 
     # --- reading
 

@@ -271,7 +271,6 @@ def _allocate(units: ShardedModel) -> None:
         if exact is not None:
             exact.agree()
             units.exact[flat] = exact
-    units.comm.await_readers()  # users may edit resident weights now
     for gradient in units.gradient_of.values():
         gradient.guard()
 

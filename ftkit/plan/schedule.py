@@ -5,8 +5,7 @@
     forward    gather embedding, gather 0, [gather 1, forward 0], [gather 2, forward 1], ..., [gather head, forward L-1].
                A gather waits for the last reader of its slot. A slot that still has a block's weights is not gathered again.
                In the first micro-batch after a deferred update, gather u+1 is issued after forward u, because it waits for
-               the update of block u+1. The head's is issued after forward L-1, as always if it is on NVMe. (From NVMe, the
-               engine gathers the embedding after block 0.)
+               the update of block u+1. The head's is issued after forward L-1, as always if it is on NVMe.
     loss       the head's products, forward and backward; then the head's gradient is reduced, and the next block waits
     backward   gather u-1, recompute u, backward u, reduce u. Only backward u writes to the gradient slot, so only it waits
                for the reduction of block u+1. A block that keeps its graph has no recomputation. Offloaded gradients are

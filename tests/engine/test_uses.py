@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ftkit.engine.checkpoint.loading import load_checkpoint
+from ftkit.engine.checkpoint.saving import save_checkpoint
+from ftkit.engine.comm.shared_stage import SharedStage
 from ftkit.engine.kernels import numba_loops
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.spec.strategy import Strategy
@@ -328,6 +332,38 @@ def parts_of_a_gradient(slow: bool) -> list[Tensor]:
 def test_a_backward_waits_for_readers_of_the_gradient_slot(world2):
     late, expected = (world2.run(parts_of_a_gradient, slow) for slow in (True, False))
     for found, wanted in zip(chain(*late), chain(*expected), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def output_before_a_write(write: str, slow: bool, folder: str) -> Tensor:
+    """Return the output of an evaluation right before a write of the shards. `slow`: rank 1 reads them late."""
+    model = seeded(nets.Net)
+    units = shard_model(model, Strategy.of())
+    optimizer = ShardedAdamW(units, lr=0.1)
+    rows = families.batch("llama", 0)
+    save_checkpoint(Path(folder) / str(slow), units, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        token_loss(model, rows, families.label_tokens(rows)).backward()
+        optimizer.grad_norm()
+        if write == "load":
+            optimizer.step()
+    meet = SharedStage.meet
+
+    def late(stage: SharedStage) -> None:
+        meet(stage)
+        time.sleep(0.3 * (units.comm.rank == 1))
+
+    with mock.patch.object(SharedStage, "meet", late) if slow else nullcontext(), torch.no_grad():
+        output = model(rows["input_ids"]).logits
+    optimizer.step() if write == "step" else load_checkpoint(Path(folder) / str(slow), units, optimizer)
+    return output
+
+
+@pytest.mark.parametrize("write", ["step", "load"])
+def test_a_write_waits_for_readers_of_the_shards(world2, tmp_path, write):
+    late, expected = (world2.run(output_before_a_write, write, slow, str(tmp_path)) for slow in (True, False))
+    for found, wanted in zip(late, expected, strict=True):
         assert torch.equal(found, wanted)
 
 

@@ -29,6 +29,7 @@ the wait for an update. A CPU does not make the copies of `offload`. The engine 
 parameter, and issues them at another time if nothing overlaps with them.
 """
 ROOTS = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+NVME = {"parameters": "nvme", "gradients": "nvme", "state": "nvme"}
 HOST = {"parameters": "host", "gradients": "host", "state": "host", "update": "deferred"}
 
 
@@ -84,6 +85,8 @@ def planned(strategy: Strategy, blocks: int, world: int) -> list[tuple[str, str]
         pytest.param(2, {"activations": 1}, id="one block kept"),
         pytest.param(2, HOST, id="host, deferred"),
         pytest.param(1, HOST, id="one rank, host, deferred"),
+        pytest.param(2, NVME, id="nvme"),
+        pytest.param(2, {**NVME, "update": "deferred"}, id="nvme, deferred"),
         pytest.param(2, {"stage": 2}, id="stage 2"),
         pytest.param(2, {"stage": 1}, id="stage 1"),
         pytest.param(2, {"stage": 0}, id="stage 0"),
