@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
 
 def raw_rates(folder: Path, console: Console) -> dict[str, Any]:
     """Return what the best plain O_DIRECT loop writes and reads, and XXH3 over memory, in bytes a second."""
-    memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
+    memory = Arena(RAW_BYTES).take(RAW_BYTES // 4, torch.float32)
     memory.view(torch.int64).random_()
     found = drive_rates(folder, memory, RAW, 3, console)
     data = memory.view(torch.uint8).numpy()
@@ -136,7 +136,7 @@ def size_of(folder: Path) -> int:
 
 def measure(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Let one engine save, then load with each number of ranks; return all its figures."""
-    memory = Arena(RAW_BYTES, torch.device("cpu")).take(RAW_BYTES // 4, torch.float32)
+    memory = Arena(RAW_BYTES).take(RAW_BYTES // 4, torch.float32)
     memory.view(torch.int64).random_()
     rates = drive_rates(options.folder, memory, RAW[-2:], 2, console)
     del memory

@@ -258,7 +258,7 @@ def main() -> None:
         if not disk.direct:
             sys.exit(f"{options.folder} ({disk.filesystem}) has no O_DIRECT: nothing to compare with")
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-disk-", dir=options.folder)))
-        arena = Arena(size, torch.device("cpu"))
+        arena = Arena(size)
         memory = arena.take(size // 4, torch.float32)
         memory.view(torch.int64).random_()
         file = disk.file("ours", memory.numel(), memory.dtype)

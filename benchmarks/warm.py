@@ -69,7 +69,7 @@ def read_rate(folder: Path) -> float:
     files = [(path, path.stat().st_size) for path in sorted(folder.rglob("*")) if path.is_file()]
 
     def run(part: int) -> None:
-        memory = Arena(BLOCK_BYTES, torch.device("cpu")).take(BLOCK_BYTES, torch.uint8).numpy()
+        memory = Arena(BLOCK_BYTES).take(BLOCK_BYTES, torch.uint8).numpy()
         memory[:] = 1
         for path, size in files[part::2]:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECT)

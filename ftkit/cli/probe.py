@@ -253,7 +253,7 @@ def _disk_rates(disk: Disk) -> tuple[float, float]:
     from ftkit.engine.memory.arena import Arena
 
     file = disk.file("measure", MEASURED_BYTES, torch.uint8)
-    data = Arena(MEASURED_BYTES, torch.device("cpu")).take(MEASURED_BYTES, torch.uint8)
+    data = Arena(MEASURED_BYTES).take(MEASURED_BYTES, torch.uint8)
     data.view(torch.int64).random_()  # some drives compress
     seconds = []
     for move in (file.write, file.write, file.read):  # the first write to a block is slower

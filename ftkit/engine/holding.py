@@ -49,7 +49,7 @@ def hold(units: ShardedModel) -> Iterator[None]:
             transfer.take(slot, weights.gathered, weights.number)
         flats = dict.fromkeys(root.flat for root in units.root_parameters)
         roots = {flat: transfer.gather_root(flat)[0] for flat in flats}
-        transfer.settle()
+        transfer.streams.join()
         transfer.whole = WholeModel(transfer.updates, roots)
         try:
             yield

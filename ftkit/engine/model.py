@@ -16,7 +16,6 @@ from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import DeferredReductions, Gradient
 from ftkit.engine.core.gradient_offload import GradientOffload
 from ftkit.engine.core.root_parameters import RootParameter, Running
-from ftkit.engine.core.streams import Streams
 from ftkit.engine.core.transfer import Transfer
 from ftkit.engine.core.unit import Unit
 from ftkit.engine.kernels.host_loops import FlatKernels, HostLoops
@@ -75,7 +74,7 @@ class ShardedModel:
         self.dtypes: dict[str, torch.dtype] = {}
         self.exact: dict[FlatParameter, Exact] = {}
         self.registered: dict[str, int] = {}
-        self.streams = Streams(comm.device)
+        self.streams = tiers.streams
         self.saving: Saving | None = None
         self.flat_kernels: FlatKernels | None = None
         self.running = Running()
@@ -144,7 +143,7 @@ class ShardedModel:
     def _refresh_outside(self) -> None:
         self.transfer.refresh(self.outside)
         for flat in self.outside:
-            self.streams.wait(flat.refreshed)
+            flat.refreshed.wait()
 
     @contextmanager
     def read_by_all(self) -> Iterator[None]:
@@ -179,7 +178,7 @@ class ShardedModel:
 
         Cost: one all-gather per resident trained flat parameter.
         """
-        self.transfer.note_update()
+        self.transfer.updates += 1
         if not self.strategy.deferred:
             self.transfer.refresh(self.trainable)
             self._refresh_outside()
@@ -189,20 +188,20 @@ class ShardedModel:
         self.exact.clear()
         for flat in self.flats:
             flat.version += 1
-        self.transfer.note_update()
+            flat.updated = self.streams.now()  # the collectives of a load wait too, but a caller may write without one
+        self.transfer.updates += 1
         self.transfer.refresh(self.flats)
 
     # --- reading
 
     def settle(self) -> None:
-        """Wait for updates under way.
+        """Wait for updates under way, and make the current stream wait for the last writes of all shards.
 
         Raises:
             RuntimeError: One failed.
         """
         for flat in self.flats:
             flat.settle()
-        self.transfer.updated = self.streams.now()  # side streams read shards after the updates, too
 
     def freshen(self) -> None:
         """Refresh all resident weights now. A collective. Afterwards reading them needs no other rank.
@@ -212,7 +211,7 @@ class ShardedModel:
         """
         self.settle()
         self.transfer.refresh(self.flats)
-        self.transfer.settle()
+        self.streams.join()
 
     def be_current(self) -> None:
         """Wait until resident weights are those of the last update. No collective.
@@ -229,7 +228,7 @@ class ShardedModel:
                 "trainer.save_model() or ftkit.save_model(), or set ftkit={'update': 'now'}"
             )
         self.transfer.refresh(stale)
-        self.transfer.settle()
+        self.streams.join()
 
     def exact_weights(self, flat: FlatParameter, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of this rank's weights in fp32, in the precision of their source if it is known.

@@ -203,7 +203,7 @@ def _make_gradients(units: ShardedModel, owners: dict[str, list[FlatParameter]])
     tiers.reserve("gradients", [(each.flat.layout.shard_numel, each.dtype) for each in leaving])
     if leaving:
         groups = [[each for each in group if isinstance(each, OffloadedGradient)] for group in by_use]
-        units.offload = GradientOffload(groups, tiers, units.host_loops(torch.get_num_threads()), units.streams)
+        units.offload = GradientOffload(groups, tiers, units.host_loops(torch.get_num_threads()))
         for each in leaving:
             store = tiers.make("gradients", f"{each.flat.name}.gradient", each.flat.layout.shard_numel, each.dtype)
             each.connect(units.offload, store)
@@ -222,7 +222,7 @@ def _make_units(
     strategy = units.strategy
     reduced = [reduced_at_once(group) for group in gradients]
     units.transfer = transfer = Transfer(
-        flats, reduced, units.comm, units.tiers, units.streams, prefetch=strategy.prefetch, debug=strategy.debug
+        flats, reduced, units.comm, units.tiers, prefetch=strategy.prefetch, debug=strategy.debug
     )
     stay = not strategy.reshard_after_forward
     recomputed = len(blocks) - strategy.graphs(len(blocks))  # the last blocks keep their graphs

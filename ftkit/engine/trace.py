@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,17 +35,33 @@ class Span:
     end_s: float
 
 
-_Mark = float | torch.cuda.Event
+_Record = tuple[str, str, Any, Any, bool]
+"""Stream, name, stamps at the start and the end, whether they are the host's."""
+
+
+class Clock(Protocol):
+    """What a trace needs of the streams (streams.py)."""
+
+    device: torch.device
+
+    def stamp(self) -> Any:
+        """Return the time at which the current stream gets here."""
+
+    def seconds(self, start: Any, stamp: Any) -> float:
+        """Return the seconds between two stamps."""
+
+    def synchronize(self) -> None:
+        """Block the host until all work on the device is done."""
 
 
 class Trace:
-    """The spans of one rank, which computes on `device`."""
+    """The spans of one rank. `clock` is the rank's streams."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._open: list[tuple[str, str, _Mark, _Mark]] | None = None
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._open: list[_Record] | None = None
         self._began_s = 0.0
-        self._began: torch.cuda.Event | None = None
+        self._began: Any = None
 
     @property
     def recording(self) -> bool:
@@ -57,57 +74,48 @@ class Trace:
 
     def start(self) -> None:
         """Start a recording, and discard the spans of an earlier one that was not stopped."""
-        if self.device.type == "cuda":  # the device is idle, so its clock and the host's start together
-            torch.cuda.synchronize(self.device)
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._began.record(torch.cuda.current_stream(self.device))
-            torch.cuda.synchronize(self.device)
+        self.clock.synchronize()
+        self._began = self.clock.stamp()
+        self.clock.synchronize()  # the device is idle, so its clock and the host's start together
         self._open, self._began_s = [], time.perf_counter()
 
     def stop(self) -> list[Span]:
         """Stop the recording and return its spans, sorted by start. Without a recording the list is empty."""
         found, self._open = list(self._open or []), None  # a copy: a thread may end a span meanwhile
-        if self.device.type == "cuda" and found:
-            torch.cuda.synchronize(self.device)
-        spans = [Span(stream, name, self._seconds(start), self._seconds(end)) for stream, name, start, end in found]
-        self._began = None
+        if found:
+            self.clock.synchronize()
+        spans = [
+            Span(stream, name, self._seconds(start, host=host), self._seconds(end, host=host))
+            for stream, name, start, end, host in found
+        ]
         return _joined(sorted(spans, key=lambda each: each.start_s))
 
     def watch_backward(self, stream: str, name: str, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Record autograd's work between `results` and the first of `inputs` as a span."""
         found = self._open
-        begun: list[_Mark] = []
+        begun: list[Any] = []
         last = next((tensor for tensor in inputs if tensor.requires_grad), None)
         if found is None or last is None:
             return
 
         def end(gradient: Tensor) -> None:
             if begun:
-                found.append((stream, name, begun[0], self._mark(host=False)))
+                found.append((stream, name, begun[0], self.clock.stamp(), False))
 
         for tensor in results:
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: begun.append(self._mark(host=False)))
+                tensor.register_hook(lambda gradient: begun.append(self.clock.stamp()))
         last.register_hook(end)
 
     @contextmanager
-    def _span(self, found: list[tuple[str, str, _Mark, _Mark]], stream: str, name: str, *, host: bool) -> Iterator[None]:
-        start = self._mark(host=host)
+    def _span(self, found: list[_Record], stream: str, name: str, *, host: bool) -> Iterator[None]:
+        stamp = time.perf_counter if host else self.clock.stamp
+        start = stamp()
         yield
-        found.append((stream, name, start, self._mark(host=host)))
+        found.append((stream, name, start, stamp(), host))
 
-    def _mark(self, *, host: bool) -> _Mark:
-        if host or self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _seconds(self, mark: _Mark) -> float:
-        if isinstance(mark, float):
-            return mark - self._began_s
-        assert self._began is not None
-        return self._began.elapsed_time(mark) / 1e3
+    def _seconds(self, stamp: Any, *, host: bool) -> float:
+        return float(stamp) - self._began_s if host else self.clock.seconds(self._began, stamp)
 
 
 def _joined(spans: list[Span]) -> list[Span]:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from ftkit.plan.attention import backward_bytes
 from ftkit.plan.shape import Placed, Shape
 from ftkit.spec.strategy import Strategy, decided
-from ftkit.spec.tiers import DEVICE, HOST, NVME
+from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -47,7 +47,6 @@ UPDATE_SLOTS = 6  # update.SLOTS
 CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
 DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
-ACTIVATION_ROUND_BYTES = 16384  # activation_offload.ROUND_BYTES
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
@@ -302,7 +301,7 @@ def update_widths(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, i
 def kept_bytes(shape: Shape, strategy: Strategy) -> int:
     """Return the bytes of one block's kept input."""
     size = strategy.sequences * shape.sequence_tokens * shape.hidden * shape.itemsize
-    return -(-size // ACTIVATION_ROUND_BYTES) * ACTIVATION_ROUND_BYTES if strategy.activation_offload != DEVICE else size
+    return activation_bytes(size) if strategy.activation_offload != DEVICE else size
 
 
 def graph_bytes(shape: Shape, strategy: Strategy) -> int:

@@ -123,7 +123,7 @@ class RunReport(TrainerCallback):
             recorded, self.recording, self.traced_step = self.recording, None, -1
             seconds = time.perf_counter() - self.began_s
             spans = recorded.stop()  # whatever becomes of the report: else it would record for ever
-            self._attempt(self._write_trace, spans, recorded.device.type, state.global_step, seconds)
+            self._attempt(self._write_trace, spans, recorded.clock.device.type, state.global_step, seconds)
         happened = self.events()
         if happened != self.seen or time.perf_counter() >= self.due_s:
             self.seen = happened

@@ -17,3 +17,12 @@ TIERS: tuple[Tier, ...] = (DEVICE, HOST, NVME)
 
 KINDS: Final = ("parameters", "gradients", "state", "activation_offload")
 """Weight shards, gradient shards, optimizer state, and the inputs of checkpointed blocks."""
+
+LEAST_STEP = 16384
+"""Bytes. Files on NVMe and pinned memory are whole pages."""
+
+
+def activation_bytes(size_bytes: int) -> int:
+    """Return the bytes of memory for an offloaded activation: up to an eighth more, so that rows of any length share it."""
+    step = max(1 << max(size_bytes.bit_length() - 4, 0), LEAST_STEP)
+    return -(-size_bytes // step) * step

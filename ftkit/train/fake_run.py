@@ -298,7 +298,7 @@ class FakeCommunicator(Communicator):
 class FakeArena(Arena):
     """An arena of the same size without memory."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self.requested_bytes = size_bytes
         self._size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._taken_bytes = 0
@@ -310,7 +310,7 @@ class FakeTiers(Tiers):
 
     def arena(self, size_bytes: int) -> FakeArena:
         """See `Tiers.arena`."""
-        return FakeArena(size_bytes, self.device)
+        return FakeArena(size_bytes)
 
     def worker(self, name: str) -> Executor:
         """See `Tiers.worker`."""

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ftkit.engine.core.activation_offload import STAGING, ActivationOffload
 from ftkit.engine.memory.disk import Disk
-from ftkit.engine.memory.flat_file import FlatFile
+from ftkit.engine.memory.flat_file import DiskError, FlatFile
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.spec.strategy import Strategy
+from ftkit.spec.tiers import activation_bytes
+from tests.engine.recorder import RecordingStreams
 
 CPU = torch.device("cpu")
 COUNT = 3 * STAGING
@@ -45,7 +47,7 @@ def test_what_goes_to_host_memory_comes_back(tmp_path):
     offload = make_offload(tmp_path, "host")
     for _ in range(3):
         offload_and_fetch(offload)
-    assert len(offload.arenas) == COUNT  # memory is reused
+    assert offload.host_bytes == COUNT * activation_bytes(activations(1)[0].nbytes)  # memory is reused
 
 
 def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
@@ -60,7 +62,7 @@ def test_what_goes_to_files_comes_back(tmp_path, monkeypatch):
     offload = make_offload(tmp_path, "nvme")
     for _ in range(2):
         offload_and_fetch(offload)
-    assert len(offload.arenas) == STAGING
+    assert offload.host_bytes == STAGING * activation_bytes(activations(1)[0].nbytes)
     offload.tiers.close()
 
 
@@ -76,7 +78,7 @@ def test_one_tensor_for_several_blocks_leaves_once(tmp_path):
     shared, first, second = activations(3)
     one, two = offload.keep([first, shared]), offload.keep([second, shared])
     assert one[1] is two[1]
-    assert len(offload.arenas) == 3
+    assert len({handle.place for handle in (*one, *two)}) == 3
     assert torch.equal(two[1].take(), one[1].take())
     with torch.no_grad():
         shared.add_(1)
@@ -95,4 +97,55 @@ def test_unused_offloaded_tensors_free_their_memory(tmp_path):
     for _ in range(5):
         offload.keep(activations(2))
         gc.collect()
-    assert len(offload.arenas) == 2
+    assert len(offload.free) == 2
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_rows_of_any_length_share_few_places(tmp_path, tier):
+    """Memory is pinned again in coarse steps only, and never more of it than the longest rows need."""
+    offload, made, largest = make_offload(tmp_path, tier), [], 0
+    make_arena = offload.tiers.arena
+    offload.tiers.arena = lambda size: made.append(size) or make_arena(size)
+    for length in (*range(400, 1200, 7), *range(1200, 400, -7)):
+        kept = [torch.full((length, 33), float(length)).requires_grad_() for _ in range(2)]
+        handles = offload.keep(kept)
+        assert all(torch.equal(handle.take(), tensor) for handle, tensor in zip(handles, kept))
+        largest = max(largest, activation_bytes(kept[0].nbytes))
+        assert len(offload.free) == 2
+        assert offload.host_bytes <= (2 if tier == "host" else STAGING) * largest
+    assert len(set(made)) <= 14
+    assert len(made) <= 14 * STAGING
+    if tier == "nvme":
+        assert sum(file.stat().st_size for file in tmp_path.rglob("kept.*")) == 2 * largest
+    offload.tiers.close()
+
+
+@pytest.mark.parametrize("size", [1, 16384, 16385, 20 << 20, (20 << 20) + 1, 31 << 20])
+def test_a_place_has_an_eighth_more_at_most(size):
+    assert size <= activation_bytes(size) <= max(size * 9 // 8 + 1, -(-size // 16384) * 16384)
+
+
+def test_activations_on_nvme_do_not_block_the_host(tmp_path):
+    """The host waits when it needs a tensor, or when all staging buffers are in use; it never waits for a file."""
+    streams = RecordingStreams()
+    strategy, drive = Strategy.of(activation_offload="nvme"), Disk(tmp_path, "test")
+    offload = ActivationOffload(Tiers(CPU, strategy, drive, streams=streams))
+    with streams.recording() as recorder:
+        handles = offload.keep(activations(STAGING))
+        assert [why for thread, why in recorder.waits if thread == "MainThread"] == []
+        for handle in handles:
+            handle.take()
+        assert {why for thread, why in recorder.waits if thread == "MainThread"} == {"a job"}
+    offload.tiers.close()
+
+
+def test_a_write_that_failed_is_an_error_when_the_tensor_is_taken(tmp_path, monkeypatch):
+    def full(self, call, data, start, doing):
+        raise DiskError("the drive is full")
+
+    offload = make_offload(tmp_path, "nvme")
+    monkeypatch.setattr(FlatFile, "_transfer", full)
+    (handle,) = offload.keep(activations(1))
+    with pytest.raises(DiskError, match="the drive is full"):
+        handle.take()
+    offload.tiers.close()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.memory.arena import HUGE_PAGE_BYTES, PAGE_BYTES, Arena, HostMemoryError, arena_bytes
+from ftkit.engine.streams import CudaStreams
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = [(4096, torch.float32), (1, torch.int8), (5000, torch.bfloat16), (0, torch.float16), (12288, torch.float64)]
 GIB = 1 << 30
 
@@ -59,7 +59,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 
 def test_views_fill_it_exactly():
-    arena = Arena(arena_bytes(SIZES), CPU)
+    arena = Arena(arena_bytes(SIZES))
     assert arena.requested_bytes == 16384 + 4096 + 12288 + 0 + 98304
     views = [arena.take(numel, dtype) for numel, dtype in SIZES]
     assert [(view.numel(), view.dtype) for view in views] == SIZES
@@ -74,7 +74,7 @@ def test_views_fill_it_exactly():
 
 
 def test_untouched_it_costs_nothing():
-    arena = Arena(GIB, CPU)
+    arena = Arena(GIB)
     view = arena.take(GIB // 4, torch.float32)
     assert resident(view) == 0
     view[: HUGE_PAGE_BYTES // 4].fill_(1)
@@ -84,7 +84,7 @@ def test_untouched_it_costs_nothing():
 def test_its_last_part_lies_on_small_pages():
     """Or the kernel might bring in 2 MiB, past its end, for the last few KiB."""
     size = 2 * HUGE_PAGE_BYTES - PAGE_BYTES
-    arena = Arena(size, CPU)
+    arena = Arena(size)
     view = arena.take(size, torch.uint8)
     view[-1] = 1
     assert resident(view) == PAGE_BYTES
@@ -93,7 +93,7 @@ def test_its_last_part_lies_on_small_pages():
 
 
 def test_memory_goes_with_the_last_view():
-    arena = Arena(64 << 20, CPU)
+    arena = Arena(64 << 20)
     view = arena.take(16 << 20, torch.float32).fill_(3)
     address = view.data_ptr()
     part = view[1000:2000]
@@ -107,7 +107,7 @@ def test_memory_goes_with_the_last_view():
 
 def test_a_forked_child_does_not_share_it():
     """Otherwise the system copies each page that is written while a data-loader worker lives."""
-    view = Arena(HUGE_PAGE_BYTES, CPU).take(HUGE_PAGE_BYTES, torch.uint8).fill_(1)
+    view = Arena(HUGE_PAGE_BYTES).take(HUGE_PAGE_BYTES, torch.uint8).fill_(1)
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -120,16 +120,16 @@ def test_a_forked_child_does_not_share_it():
 
 def test_what_is_pinned_is_what_was_asked(cudart: Cudart):
     size = (3 << 20) + 5
-    arena = Arena(size, CUDA)
+    arena = Arena(size, CudaStreams.pin)
     assert arena.requested_bytes == size
     view = arena.take(1024, torch.float32)
     assert cudart.calls == [("register", view.data_ptr(), (3 << 20) + 4096)]
-    Arena(0, CUDA), Arena(4096, CPU)
+    Arena(0, CudaStreams.pin), Arena(4096)
     assert len(cudart.calls) == 1
 
 
 def test_it_is_unpinned_before_it_is_unmapped(cudart: Cudart):
-    arena = Arena(1 << 20, CUDA)
+    arena = Arena(1 << 20, CudaStreams.pin)
     view = arena.take(1024, torch.float32)
     address = view.data_ptr()
     del arena
@@ -142,15 +142,15 @@ def test_it_is_unpinned_before_it_is_unmapped(cudart: Cudart):
 
 def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(HostMemoryError, match=rf"host memory: {1 << 62} bytes needed"):
-        Arena(1 << 62, CPU)
+        Arena(1 << 62)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(error=2))
     with pytest.raises(HostMemoryError, match=r"could not pin 8192 bytes \(error 2\)"):
-        Arena(8000, CUDA)
+        Arena(8000, CudaStreams.pin)
 
 
 @pytest.mark.gpu
 def test_cuda_takes_it_for_pinned():
-    arena = Arena((3 << 20) + 5, torch.device("cuda", torch.cuda.current_device()))
+    arena = Arena((3 << 20) + 5, CudaStreams.pin)
     view = arena.take(1 << 18, torch.float32).fill_(2)
     assert view.is_pinned()
     assert resident(view) == 1 << 20

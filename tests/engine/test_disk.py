@@ -28,7 +28,6 @@ from ftkit.engine.memory.disk import LOCK, Disk
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, DiskError, FlatFile
 from tests.worlds import PATIENCE
 
-CPU = torch.device("cpu")
 MIB = 1 << 20
 NUMEL = 2 * PIECE_NUMEL + 4096
 """Two pieces and a short one."""
@@ -38,7 +37,7 @@ def drawn(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return random bits as numbers of `dtype`, on pages of their own."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-128, 128, (numel * dtype.itemsize,), dtype=torch.int8, generator=generator)
-    return Arena(bits.nbytes, CPU).take(numel, dtype).copy_(bits.view(dtype))
+    return Arena(bits.nbytes).take(numel, dtype).copy_(bits.view(dtype))
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -53,7 +52,7 @@ def filled(disk: Disk, name: str = "a", dtype: torch.dtype = torch.int8) -> tupl
 
 
 def read(file: FlatFile, start: int = 0, numel: int | None = None) -> Tensor:
-    out = Arena(file.numel * 8, CPU).take(file.numel - start if numel is None else numel, file.dtype)
+    out = Arena(file.numel * 8).take(file.numel - start if numel is None else numel, file.dtype)
     file.read(start, out).wait()
     return out
 
@@ -113,7 +112,7 @@ def test_many_requests_at_once(disk: Disk):
     random.Random(0).shuffle(places)
     for request in [files[f].write(p * PIECE_NUMEL, values[f, p]) for f, p in places]:
         request.wait()
-    out = Arena(32 * MIB, CPU).take(32 * MIB, torch.int8).view(4, 8, PIECE_NUMEL)
+    out = Arena(32 * MIB).take(32 * MIB, torch.int8).view(4, 8, PIECE_NUMEL)
     random.Random(1).shuffle(places)
     requests = [files[f].read(p * PIECE_NUMEL, out[f, p]) for f, p in places]
     for request in reversed(requests):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.engine.trace import Span, Trace
+from ftkit.engine.streams import Streams
+from ftkit.engine.trace import Span
 from ftkit.plan.speed import STREAMS
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
@@ -67,7 +68,7 @@ def test_blocks_are_traced_whatever_the_way(world2: World, stage: int) -> None:
 
 
 def test_nothing_is_recorded_unless_somebody_asks() -> None:
-    trace = Trace(torch.device("cpu"))
+    trace = Streams(torch.device("cpu")).trace
     with trace.span("compute", "before"):
         trace.start()
     with trace.span("compute", "outer"):
@@ -86,7 +87,7 @@ def test_nothing_is_recorded_unless_somebody_asks() -> None:
 
 
 def test_pieces_of_one_update_are_one_span() -> None:
-    trace = Trace(torch.device("cpu"))
+    trace = Streams(torch.device("cpu")).trace
     trace.start()
     for name in ("update a", "update a", "update b", "gather 0", "gather 0"):
         with trace.span("x", name):

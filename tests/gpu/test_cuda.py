@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ftkit
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.engine.trace import Trace
+from ftkit.engine.streams import CudaStreams
 from ftkit.hf.inference.generation import generate_everywhere
 from tests.gpu.one_card import join
 
@@ -217,7 +217,8 @@ def test_bf16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.clock
 def test_a_trace_times_the_work_and_not_its_launch():
     device = torch.device("cuda", torch.cuda.current_device())
-    trace, side = Trace(device), torch.cuda.Stream(device)
+    streams = CudaStreams(device)
+    trace = streams.trace
     wide = torch.randn(4096, 4096, device=device)
     (wide @ wide).sum().item()
     trace.start()
@@ -225,7 +226,7 @@ def test_a_trace_times_the_work_and_not_its_launch():
         for _ in range(50):
             wide @ wide
     launched_s = time.perf_counter()
-    with torch.cuda.stream(side), trace.span("collectives", "gather 1"):
+    with streams.collectives.run(span="gather 1"):
         wide.clone()
     with trace.span("host update", "update a", host=True):
         pass

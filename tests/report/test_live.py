@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ftkit.engine.trace import Trace
+from ftkit.engine.streams import Streams
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.schedule import speed
 from ftkit.plan.shape import Line, Shape
@@ -26,7 +26,7 @@ class Run:
     def __init__(self, path, monkeypatch, *, steps=5, writes=True, begun_at=0):
         self.path, self.said, self.events, self.now = path, io.StringIO(), 0, 0.0
         path.mkdir(exist_ok=True)
-        self.trace = Trace(torch.device("cpu"))
+        self.trace = Streams(torch.device("cpu")).trace
         self.state = SimpleNamespace(global_step=begun_at, max_steps=steps)
         monkeypatch.setattr(live.time, "perf_counter", lambda: self.now)
         say, facts = Console(file=self.said), {"device": "cpu"}

@@ -10,6 +10,7 @@ Cost: two buffers of 8 MiB. The caller fills one while a thread writes the other
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, write_all
 from ftkit.engine.checkpoint.sealed import checksum
-from ftkit.engine.memory.arena import PAGE_BYTES, Arena
+from ftkit.engine.memory.arena import PAGE_BYTES, Arena, Window
 from ftkit.engine.memory.flat_file import open_direct
 
 
@@ -38,7 +39,7 @@ class PieceWriter:
     passes it work, or `settle`, raises its OSError.
 
     Args:
-        device: Device of the values. Buffers are pinned for a CUDA device.
+        pin: Pins the buffers for the device of the values, as in `Arena`.
 
     Attributes:
         pieces: File name to the pieces written to that file. Complete after `settle`.
@@ -46,8 +47,8 @@ class PieceWriter:
 
     _transfer = staticmethod(write_all)
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        memory = Arena(2 * PIECE_BYTES, device or torch.device("cpu"))
+    def __init__(self, pin: Callable[[Window], int] | None = None) -> None:
+        memory = Arena(2 * PIECE_BYTES, pin)
         self._buffer, self._other = (memory.take(PIECE_BYTES, torch.uint8) for _ in range(2))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftkit-pieces")
         self._running: Future[None] | None = None

@@ -41,7 +41,7 @@ class PieceBuffers:
     """Buffers for pieces, shared by the files of a checkpoint, and the threads that read ahead. A context manager."""
 
     def __init__(self) -> None:
-        memory = Arena((AHEAD + 1) * PIECE_BYTES, torch.device("cpu"))
+        memory = Arena((AHEAD + 1) * PIECE_BYTES)
         self._current, *self._free = (memory.take(PIECE_BYTES, torch.uint8) for _ in range(AHEAD + 1))
         self._key: Key | None = None  # of the piece in `_current`
         self._expected: deque[Key] = deque()

@@ -24,7 +24,6 @@ Cost: the bytes written, past the page cache where the file system supports it, 
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +31,6 @@ from typing import Any
 
 import torch
 
-from ftkit.engine import threads
 from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, text_of
 from ftkit.engine.checkpoint.finite import refuse_not_finite
 from ftkit.engine.checkpoint.manifest import BUFFERS_FILE, FORMAT, MANIFEST, SUFFIX, WEIGHT_KINDS
@@ -122,16 +120,15 @@ class Saving:
         }
         if self.buffers:
             self.files[BUFFERS_FILE] = [(name, tuple(each.shape), each.dtype) for name, each in self.buffers.items()]
-        self.writer = PieceWriter(units.comm.device)
-        self.captured = {flat: threading.Event() for flat in units.trainable}
+        self.writer = PieceWriter(units.streams.pin)
+        self.captured = {flat: units.streams.signal() for flat in units.trainable}
         self.error: Exception | None = None
         self._problem: str | None = None
         self._create()
         units.saving = self
-        self.stream = torch.cuda.Stream(units.comm.device) if units.comm.device.type == "cuda" else None
-        if self.stream is not None:  # it does not wait for later training
-            self.stream.wait_stream(torch.cuda.current_stream())
-        self.thread = threads.thread(self._write, "ftkit-save", units.comm.device)
+        self.side = units.streams.side("save")  # a stream of its own does not wait for later training
+        self.ready = units.streams.now()  # the collectives above wait too, but only as long as they exchange objects
+        self.thread = units.streams.thread(self._write, "ftkit-save")
         self.thread.start()
 
     def await_capture(self, flat: FlatParameter) -> None:
@@ -181,9 +178,8 @@ class Saving:
                 self.update.result()
             if self.updater is not None and self.updater.error is not None:
                 raise UserError(f"the last update failed ({self.updater.error}): there is no state to save")
-            if self.stream is not None and self.updater is not None and self.updater.stream is not None:
-                self.stream.wait_stream(self.updater.stream)
-            with torch.cuda.stream(self.stream), self.writer:
+            updated = self.updater.marks() if self.updater is not None else []
+            with self.side.run(self.ready, *updated), self.writer:
                 self._write_buffers()
                 for flat, stores in self.stores.items():
                     for kind, store in stores.items():

@@ -67,6 +67,7 @@ class Communicator:
             )
         self.rank = dist.get_rank(group) if live else 0
         self.world_size = dist.get_world_size(group) if live else 1
+        self._averages = live and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
         self._stage: SharedStage | None = None
         self._recent: deque[str] = deque(maxlen=RECENT)
         if self.world_size > 1 and device.type == "cpu":
@@ -142,14 +143,14 @@ class Communicator:
             if self._stage:
                 self._stage.reduce_scatter_mean(shard, full)
                 return
+            if self._averages:  # NCCL divides before it adds
+                _reduce_scatter(shard, full, op=dist.ReduceOp.AVG, group=self.group)
+                return
             narrow = full.dtype != torch.float32
             if narrow:  # a sum of 16-bit gradients can overflow although their mean does not
                 full.div_(self.world_size)
-            if self.device.type == "cpu":  # gloo's reduce-scatter is slower than its all-reduce
-                dist.all_reduce(full, group=self.group)
-                shard.copy_(full.view(self.world_size, -1)[self.rank])
-            else:
-                _reduce_scatter(shard, full, group=self.group)
+            dist.all_reduce(full, group=self.group)  # gloo's reduce-scatter is slower
+            shard.copy_(full.view(self.world_size, -1)[self.rank])
             if not narrow:
                 shard.div_(self.world_size)
 
@@ -161,7 +162,9 @@ class Communicator:
             if self._stage:
                 self._stage.all_reduce_mean(full)
             else:
-                dist.all_reduce(full.div_(self.world_size), group=self.group)
+                if not self._averages:
+                    full.div_(self.world_size)
+                dist.all_reduce(full, op=dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM, group=self.group)
 
     def broadcast(self, tensor: Tensor, of: str = "") -> None:
         """Replace `tensor` (n,) by rank 0's. Cost: its bytes, through the process group."""

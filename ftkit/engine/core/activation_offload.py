@@ -1,36 +1,38 @@
 """Activation offload: inputs of recomputed blocks move to host memory or NVMe from forward to backward.
 
 `ActivationOffload.keep` takes a block's arguments and returns an `OffloadHandle` for each activation, that is, for each
-floating tensor that requires a gradient. Shared arguments (masks, rotary tables) stay on the device. Copies run on a side
-stream, and file transfers on threads, behind the computation. A handle starts to fetch its tensor one block before it is
-needed. A tensor that several blocks receive (a position bias) moves once.
+floating tensor that requires a gradient. Shared arguments (masks, rotary tables) stay on the device. Copies run on the
+streams `down` and `up`, and file transfers on a thread, behind the computation. A handle starts to fetch its tensor one
+block before it is needed. A tensor that several blocks receive (a position bias) moves once.
 
 A handle gives its tensor back once per user, so a second backward over the same graph raises an error.
+
+Memory is reused for any activation that fits. Otherwise the largest free place is replaced by a larger one. So there are
+never more places than activations at one time, and few are pinned again when rows get longer.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import count, cycle
+from itertools import count
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ftkit.engine.memory.arena import Arena
-from ftkit.engine.memory.flat_file import FlatFile, Request
+from ftkit.engine.memory.arena import PAGE_BYTES
+from ftkit.engine.memory.flat_file import FlatFile
 from ftkit.engine.memory.tiers import Tiers
-from ftkit.spec.tiers import DEVICE, HOST
+from ftkit.engine.streams import DONE, Event
+from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 
 STAGING = 4
-"""Host buffers of each size between the device and files."""
-
-ROUND_BYTES = 16384
-"""Buffers and files are rounded up to a multiple of this."""
+"""Host buffers between the device and files."""
 
 
 class OffloadHandle:
@@ -39,12 +41,12 @@ class OffloadHandle:
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
         self.offload = offload
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.place = offload.place(-(-tensor.nbytes // ROUND_BYTES) * ROUND_BYTES)
+        self.place = offload.place(tensor.nbytes)
         offload.leave(tensor, self.place)
         self.version = tensor._version
         self.users = 1
-        self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.release = weakref.finalize(self, offload.free[self.place.size_bytes].append, self.place)
+        self.coming: tuple[Tensor, Callable[[], Event]] | None = None
+        self.release = weakref.finalize(self, offload.free.append, self.place)
 
     def bring(self) -> None:
         """Start to fetch the tensor."""
@@ -56,9 +58,8 @@ class OffloadHandle:
         self.bring()
         if self.coming is None:
             raise RuntimeError("a second backward over a graph whose activations were offloaded and freed after the first")
-        tensor, event = self.coming
-        if event is not None:
-            torch.cuda.current_stream(self.offload.device).wait_event(event)
+        tensor, fetched = self.coming
+        fetched().wait()
         self.users -= 1
         if self.users == 0:
             self.coming = None
@@ -66,39 +67,48 @@ class OffloadHandle:
         return tensor.detach().requires_grad_()
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """Memory for one tensor: a host buffer or a file. `write` is the last write from the buffer or to the file."""
+    """Memory for one tensor: a host buffer or a file.
+
+    Args:
+        size_bytes: Its bytes.
+        buffer: The host buffer, uint8.
+        file: The file.
+        copied: The event after the last copy from or to the buffer.
+        job: The last file transfer from or to the buffer.
+    """
 
     size_bytes: int
     buffer: Tensor | None = None
     file: FlatFile | None = None
-    write: Request | None = None
+    copied: Event = DONE
+    job: Future[Event] | None = None
+
+    def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return the beginning of the buffer as a tensor."""
+        assert self.buffer is not None
+        return self.buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def settle(self) -> None:
-        """Wait for the last write."""
-        if self.write is not None:
-            self.write.wait()
+        """Wait until no file transfer uses the buffer."""
+        if self.job is not None:
+            self.job.result()
 
 
 class ActivationOffload:
     """Moves activations to the tier of `activation_offload` and back."""
 
     def __init__(self, tiers: Tiers) -> None:
-        self.tiers = tiers
+        self.tiers, self.streams = tiers, tiers.streams
         self.tier = tiers.tier("activation_offload")
-        self.device = tiers.device
-        self.free: dict[int, list[Place]] = defaultdict(list)
-        self.staging: dict[int, Iterator[Place]] = {}
-        self.arenas: list[Arena] = []
+        self.free: list[Place] = []
+        self.staging: list[Place] = []  # the least recently used first
+        self.host_bytes = 0  # host memory allocated now
         self.numbers = count()
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and self.tier != DEVICE else None
         self.handles = WeakTensorKeyDictionary()  # from a tensor to a weak reference to its handle
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory allocated so far."""
-        return sum(arena.requested_bytes for arena in self.arenas)
+        if self.tier == NVME:
+            self.thread = tiers.worker("ftkit-activations")
 
     def keep(self, tensors: Sequence[Tensor]) -> list[OffloadHandle | None]:
         """Move the activations among `tensors`. The originals may be freed. None stands for a tensor that stays."""
@@ -118,66 +128,96 @@ class ActivationOffload:
     # --- memory
 
     def place(self, size_bytes: int) -> Place:
-        """Return free memory of a size, new if necessary."""
-        if self.free[size_bytes]:
-            return self.free[size_bytes].pop()
+        """Return free memory for a tensor: the smallest that fits. The largest is replaced if none does."""
+        fitting = [place for place in self.free if place.size_bytes >= size_bytes]
+        if fitting:
+            place = min(fitting, key=lambda each: each.size_bytes)
+            self.free.remove(place)
+            return place
+        if self.free:
+            self.free.remove(largest := max(self.free, key=lambda each: each.size_bytes))
+            self._drop(largest)
         if self.tier == HOST:
             return self._host_place(size_bytes)
         assert self.tiers.disk is not None
+        size_bytes = activation_bytes(size_bytes)
         return Place(size_bytes, file=self.tiers.disk.file(f"kept.{next(self.numbers)}", size_bytes, torch.uint8))
 
     def _host_place(self, size_bytes: int) -> Place:
-        arena = self.tiers.arena(size_bytes)
-        self.arenas.append(arena)
-        return Place(size_bytes, arena.take(size_bytes, torch.uint8))
+        size_bytes = activation_bytes(size_bytes)
+        self.host_bytes += size_bytes
+        return Place(size_bytes, self.tiers.arena(size_bytes).take(size_bytes, torch.uint8))
 
-    def _buffer(self, place: Place) -> tuple[Place, Tensor]:
-        """Return a host place and its buffer: `place`, or for a file the least recently used staging of its size."""
+    def _drop(self, place: Place) -> None:
+        """Free a place."""
+        place.settle()
+        place.copied.synchronize()
         if place.file is not None:
-            if place.size_bytes not in self.staging:
-                self.staging[place.size_bytes] = cycle([self._host_place(place.size_bytes) for _ in range(STAGING)])
-            place = next(self.staging[place.size_bytes])
-            place.settle()
-        assert place.buffer is not None
-        return place, place.buffer
+            os.ftruncate(place.file.handle, 0)
+        else:
+            self.host_bytes -= place.size_bytes
+            place.buffer = None
+
+    def _staging(self, size_bytes: int) -> Place:
+        """Return the least recently used staging buffer, which no file transfer uses. It is replaced if it is too small."""
+        place = self.staging.pop(0) if len(self.staging) == STAGING else self._host_place(size_bytes)
+        place.settle()
+        if place.size_bytes < size_bytes:
+            self._drop(place)
+            place = self._host_place(size_bytes)
+        self.staging.append(place)
+        return place
 
     # --- transfers
 
     def leave(self, tensor: Tensor, place: Place) -> None:
-        """Copy `tensor` to its place. A fetch on the same stream comes after it."""
-        host, buffer = self._buffer(place)
-        event = self._copy(_view(buffer, tensor.shape, tensor.dtype), tensor)
-        if place.file is not None:
-            if event is not None:
-                event.synchronize()
-            place.settle()  # a tensor that was dropped without a backward may still be written
-            host.write = place.write = place.file.write(0, buffer)
+        """Start to copy `tensor` to its place."""
+        file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)
+        with self.streams.down.run(self.streams.now(), host.copied):
+            host.view(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+            self.streams.down.keep(tensor)
+        host.copied = self.streams.down.mark()
+        if file is None:
+            return
 
-    def fetch(self, handle: OffloadHandle) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a handle's tensor on the device, and the event after which it is complete."""
-        place = handle.place
-        _, buffer = self._buffer(place)
-        if place.file is not None:
-            place.settle()
-            place.file.read(0, buffer).wait()
-        tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.device)
-        event = self._copy(tensor, _view(buffer, handle.shape, handle.dtype))
-        if place.file is not None and event is not None:
-            event.synchronize()  # the next tensor may use the staging buffer
-        return tensor, event
+        def write() -> Event:
+            host.copied.synchronize()
+            file.write(0, _whole_pages(host, tensor_bytes)).wait()
+            return DONE
 
-    def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Copy on the side stream, after the computation that makes `source`."""
-        if self.stream is None:
-            target.copy_(source)
-            return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            for tensor in (target, source):
-                if tensor.is_cuda:
-                    tensor.record_stream(self.stream)
-            return self.stream.record_event()
+        tensor_bytes = tensor.nbytes  # the tensor itself may be freed now
+        place.job = host.job = self.thread.submit(write)
+
+    def fetch(self, handle: OffloadHandle) -> tuple[Tensor, Callable[[], Event]]:
+        """Return a handle's tensor on the device, and a function that returns the event after which it is complete.
+
+        The function waits until the tensor is read from its file.
+        """
+        place, up = handle.place, self.streams.up
+        tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.streams.device)
+        file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)
+        begun, written = self.streams.now(), place.job
+
+        def copy() -> Event:
+            with up.run(begun, host.copied):
+                tensor.copy_(host.view(handle.shape, handle.dtype), non_blocking=True)
+                up.keep(tensor)
+            host.copied = up.mark()
+            return host.copied
+
+        def read() -> Event:
+            assert file is not None
+            assert written is not None
+            written.result()
+            host.copied.synchronize()
+            file.read(0, _whole_pages(host, tensor.nbytes)).wait()
+            return copy()
+
+        if file is None:
+            event = copy()
+            return tensor, lambda: event
+        place.job = host.job = self.thread.submit(read)  # after the write: the thread does one job after the other
+        return tensor, place.job.result
 
 
 class OffloadedInputs:
@@ -203,5 +243,7 @@ class OffloadedInputs:
         self._forwards.clear()
 
 
-def _view(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _whole_pages(host: Place, size_bytes: int) -> Tensor:
+    """Return the buffer's bytes that hold a tensor, rounded up as files need it."""
+    assert host.buffer is not None
+    return host.buffer[: -(-size_bytes // PAGE_BYTES) * PAGE_BYTES]

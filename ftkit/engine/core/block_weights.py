@@ -83,7 +83,7 @@ class BlockWeights:
         self._next = None
         self.fetch(graph=graph)
         for flat in self.resident:
-            self.transfer.streams.wait(flat.refreshed)
+            flat.refreshed.wait()
         if self.gathered:
             self.transfer.take(self.slot, self.gathered, self.number)
         if neighbour is not None and self.transfer.prefetch:
@@ -122,5 +122,5 @@ class BlockWeights:
 
     def _drop_unneeded(self) -> None:
         if self.backwards == 0 and self._own is not None:
-            self.transfer.streams.wait(self._own.filled)  # a gather that nothing read may still write there
+            self._own.filled.wait()  # a gather that nothing read may still write there
             self._own = None

@@ -13,7 +13,8 @@ While resharded, they are placeholders (placeholder.py).
 A resident flat parameter (stages 0 to 2, small parameters, or one rank with its weights on the device) keeps `full`, and
 `weights` is a view of it. A replicated one (stage 0) has the layout of a world of one on every rank.
 
-While the optimizer updates the weights in the background, `update` is set. Call `settle` before reading or writing them.
+While the optimizer updates the weights in the background, `update` is set. Before reading or writing them, call `settle` on
+the stream that does it. `updated` is the event after the last write.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.placeholder import absent, guarded_class, is_absent, placeholder_class
 from ftkit.engine.memory.tiers import MemoryStore, Store, Tiers
+from ftkit.engine.streams import DONE, Event
 from ftkit.spec.layout import SHARD_ALIGNMENT, FlatLayout, Span
 from ftkit.spec.strategy import FlatKind, Strategy
 from ftkit.spec.tiers import DEVICE
@@ -36,8 +38,11 @@ from ftkit.spec.tiers import DEVICE
 class Update(Protocol):
     """An update of a flat parameter that is under way (optim/updater.py)."""
 
+    event: Event
+    """After the device's part of the update. Set when `wait` returns."""
+
     def wait(self) -> None:
-        """Return when the weights can be read. Raises the error of a failed update."""
+        """Block the host until the update is issued, and files are written. Raises the error of a failed update."""
 
 
 @dataclass
@@ -80,10 +85,12 @@ class FlatParameter:
         self.layout = FlatLayout.of([(n, tuple(p.shape)) for n, p in parameters], self.owners)
         self.resident = strategy.resident(kind, comm.world_size)
         self.version = 0  # number of updates of the shards
+        self.stored: Tensor | None = None  # `weights`, if a collective can read them in place
         self.full: Tensor | None = None
         self.full_version = 0  # version of the shards that `full` was gathered from
-        self.refreshed: torch.cuda.Event | None = None  # recorded when `full` is up to date
+        self.refreshed: Event = DONE  # after the last write of `full`
         self.update: Update | None = None
+        self.updated: Event = DONE  # after the last write of the shards, except by `update`
         self._placeholders: list[_Placeholder] = []  # of the parameters, if they are ever resharded
 
     @property
@@ -139,6 +146,9 @@ class FlatParameter:
             elif built:
                 self.comm.broadcast(full, self.name)
             self.attach(self.views(full))
+        if not (self.weights.on_host and tiers.streams.separate):
+            self.stored = self.weights.tensor
+        self.updated = tiers.streams.now()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -194,14 +204,15 @@ class FlatParameter:
     # --- use
 
     def settle(self) -> None:
-        """Wait for an update that is under way.
+        """Wait for an update that is under way, and make the current stream wait for the last write of the shards.
 
         Raises:
             RuntimeError: The update failed; weights and state no longer belong to the same step.
         """
         if self.update is not None:
             self.update.wait()
-            self.update = None
+            self.updated, self.update = self.update.event, None
+        self.updated.wait()
 
     def views(self, full: Tensor) -> list[Tensor]:
         """Return each parameter's view of `full` (W*S,)."""
@@ -234,7 +245,7 @@ class FlatParameter:
         source = self.weights.tensor if read is None else read
         if source is None:
             _copy_pieces(self.own_part(full), self.weights)
-        elif self.owners == 1 or source is not self._on_device_of(full):
+        elif self.owners == 1 or source is not self.stored:
             self.own_part(full).copy_(source, non_blocking=True)
 
     def gather(self, full: Tensor) -> None:
@@ -244,13 +255,7 @@ class FlatParameter:
         """
         self.settle()
         if self.owners > 1:
-            stored = self._on_device_of(full)
-            self.comm.all_gather(full, self.own_part(full) if stored is None else stored, self.name)
-
-    def _on_device_of(self, full: Tensor) -> Tensor | None:
-        """Return the stored weights (S,) if a collective into `full` can read them in place."""
-        stored = self.weights.tensor
-        return stored if stored is not None and stored.device == full.device else None
+            self.comm.all_gather(full, self.own_part(full) if self.stored is None else self.stored, self.name)
 
     def collect(self, store: Store) -> Tensor:
         """Return all elements (W*S,) of a tensor that is sharded like the weights, on the device. A collective.

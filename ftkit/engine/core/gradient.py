@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.placeholder import on_gradient
-from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.memory.tiers import MemoryStore, Store
+from ftkit.engine.streams import DONE, Event, Streams
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy
 
@@ -189,12 +189,12 @@ class ReducedGradient(Gradient):
             full[numel:].zero_()
             self.touched[index] = True
         # Wait, so that the next block reuses the memory of `full` instead of allocating more.
-        self.streams.wait(reduce(flat.name, [self], [full], self.streams))
+        reduce(flat.name, [self], [full], self.streams).wait()
 
     @property
     def free(self) -> Event:
         """The event after which `reduce` may write."""
-        return None
+        return DONE
 
     def reduce(self, full: Tensor) -> None:
         """Average a full gradient over ranks and add this rank's part to the sum.
@@ -328,15 +328,15 @@ class DeferredReductions:
 
     def finish(self) -> None:
         """Reduce the remaining gradients. Afterwards the computing stream waits for all reductions."""
-        with self.streams.collectives.run("finish gradients", self.streams.now()):
+        with self.streams.collectives.run(self.streams.now(), span="finish gradients"):
             for gradient in (*chain.from_iterable(self.blocks), *self.others):
                 gradient.finish()
-        self.streams.wait(self.streams.collectives.mark())
+        self.streams.collectives.mark().wait()
 
     def _reduce_ready(self, missing: list[int]) -> None:
         while self._next >= 0 and missing[self._next] <= 0:
             if self.blocks[self._next]:
-                with self.streams.collectives.run(f"reduce backward {self._next}", self.streams.now()):
+                with self.streams.collectives.run(self.streams.now(), span=f"reduce backward {self._next}"):
                     for gradient in self.blocks[self._next]:
                         gradient.finish()
             self._next -= 1
@@ -366,7 +366,7 @@ def reduce(
     Returns:
         The event after which `fulls` may be written. Copies to the host may be under way.
     """
-    with streams.collectives.run(f"reduce {name}", streams.now(), *(gradient.free for gradient in gradients)):
+    with streams.collectives.run(streams.now(), *(each.free for each in gradients), span=f"reduce {name}"):
         for gradient, full in zip(gradients, fulls):
             gradient.reduce(full)
     reduced = streams.collectives.mark()

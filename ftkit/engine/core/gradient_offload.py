@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ftkit.engine.core.flat_parameter import store_bytes
 from ftkit.engine.core.gradient import Measure, ReducedGradient
-from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
+from ftkit.engine.streams import DONE, Event
 from ftkit.spec.tiers import NVME
 
 BUFFERS = 2
@@ -51,7 +51,7 @@ class OffloadedGradient(ReducedGradient):
     def reduce(self, full: Tensor) -> None:
         """See `ReducedGradient.reduce`."""
         self._change()
-        self._part = self.flat.own_part(full) if full.device.type == "cpu" else self.offload.place(self, full.dtype)
+        self._part = self.offload.place(self, full.dtype) if self.offload.streams.separate else self.flat.own_part(full)
         self.flat.comm.reduce_scatter_mean(self._part, full, self.flat.name)
 
     def leave(self, reduced: Event) -> None:
@@ -81,26 +81,23 @@ class GradientOffload:
         groups: The gradients of each unit, and of each root parameter.
         tiers: Tiers of this rank.
         host: Computes the sums.
-        streams: The streams of this rank.
     """
 
-    def __init__(
-        self, groups: Sequence[Sequence[OffloadedGradient]], tiers: Tiers, host: HostLoops, streams: Streams
-    ) -> None:
-        self.device, self.host, self.streams = tiers.device, host, streams
-        self.left: Event = None  # after the last copy from the device buffer
+    def __init__(self, groups: Sequence[Sequence[OffloadedGradient]], tiers: Tiers, host: HostLoops) -> None:
+        self.device, self.host, self.streams = tiers.device, host, tiers.streams
+        self.left: Event = DONE  # after the last copy from the device buffer
         self._starts: dict[OffloadedGradient, int] = {}  # the byte at which a gradient's part begins in the device buffer
         self._buffer: Tensor | None = None
         self.buffer_bytes = 0  # of the device buffer; there is none on a CPU
         for group in groups:
             ends = list(accumulate((arena_bytes([(e.flat.layout.shard_numel, e.slot_dtype)]) for e in group), initial=0))
             self._starts |= dict(zip(group, ends))
-            self.buffer_bytes = max(self.buffer_bytes, ends[-1]) if self.device.type != "cpu" else 0
+            self.buffer_bytes = max(self.buffer_bytes, ends[-1]) if self.streams.separate else 0
         gradients = list(self._starts)
         self.buffers: list[Tensor] = []
         self.jobs: list[Future[None] | None] = [None] * BUFFERS
         self.turn = 0
-        if gradients and (self.device.type != "cpu" or tiers.tier("gradients") == NVME):
+        if gradients and (self.streams.separate or tiers.tier("gradients") == NVME):
             widest = max(each.flat.layout.shard_numel * each.slot_dtype.itemsize for each in gradients)
             arena = tiers.arena(arena_bytes([(widest, torch.uint8)] * BUFFERS))
             self.buffers = [arena.take(widest, torch.uint8) for _ in range(BUFFERS)]
@@ -136,13 +133,12 @@ class GradientOffload:
             return
         self._collect(self.turn)
         staging = self.buffers[self.turn][: part.numel() * part.dtype.itemsize].view(part.dtype)
-        with self.streams.down.run(f"offload {gradient.flat.name}", reduced):
+        with self.streams.down.run(reduced, span=f"offload {gradient.flat.name}"):
             staging.copy_(part, non_blocking=True)
         self.left = copied = self.streams.down.mark()
 
         def work() -> None:
-            if copied is not None:
-                copied.synchronize()
+            copied.synchronize()
             self._add(gradient, staging, add=add)
 
         self.jobs[self.turn] = self.thread.submit(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import FileStore, Tiers
+from ftkit.engine.streams import DONE, Event
 
 UNITS = 2
 """Units whose weights are read ahead while their neighbour is gathered."""
@@ -27,10 +29,11 @@ class ReadAhead:
     def __init__(self, groups: Sequence[Sequence[FlatParameter]], tiers: Tiers) -> None:
         widest = max(arena_bytes([(flat.layout.shard_numel, flat.dtype) for flat in group]) for group in groups)
         self.arena = tiers.arena((UNITS + 1) * widest)
-        self.free = [self.arena.take(widest, torch.uint8) for _ in range(UNITS + 1)]
-        self.device = tiers.device
+        self.streams = tiers.streams
+        buffers = [self.arena.take(widest, torch.uint8) for _ in range(UNITS + 1)]
+        # Each with the event after the last copy from it. The oldest is used first.
+        self.free: deque[tuple[Event, Tensor]] = deque((DONE, buffer) for buffer in buffers)
         self.coming: dict[tuple[tuple[str, int], ...], tuple[Future[None], Tensor]] = {}  # by names and versions
-        self.copied: list[tuple[torch.cuda.Event, Tensor]] = []  # buffers that a copy to the device still reads
         self.thread = tiers.worker("ftkit-read-ahead")
 
     def start(self, flats: Sequence[FlatParameter]) -> None:
@@ -49,22 +52,28 @@ class ReadAhead:
         return list(_parts(buffer, flats)), buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Reuse a buffer once the work queued on the current CUDA stream has read it."""
-        if self.device.type == "cuda":
-            self.copied.append((torch.cuda.current_stream(self.device).record_event(), buffer))
-        else:
-            self.free.append(buffer)
+        """Reuse a buffer once the work issued on the current stream has read it."""
+        self.free.append((self.streams.now(), buffer))
+
+    def copy(self, flat: FlatParameter, out: Tensor) -> None:
+        """Copy a root parameter's shard to `out` (S,) on the current stream. Blocks the host until the drive has read it."""
+        assert isinstance(flat.weights, FileStore)
+        flat.settle()
+        for part in out.split(self.arena.requested_bytes // (UNITS + 1) // flat.dtype.itemsize):
+            buffer = self._buffer()
+            source = buffer[: part.nbytes].view(flat.dtype)
+            flat.weights.file.read(part.storage_offset() - out.storage_offset(), source).wait()
+            part.copy_(source, non_blocking=True)
+            self.give_back(buffer)
 
     def _buffer(self) -> Tensor:
-        while self.copied:
-            event, buffer = self.copied.pop(0)
-            event.synchronize()
-            self.free.append(buffer)
         if not self.free:  # the units came in another order: drop the oldest read
             future, buffer = self.coming.pop(next(iter(self.coming)))
             future.exception()
-            self.free.append(buffer)
-        return self.free.pop()
+            return buffer
+        copied, buffer = self.free.popleft()
+        copied.synchronize()
+        return buffer
 
     @staticmethod
     def _read(flats: Sequence[FlatParameter], buffer: Tensor) -> None:

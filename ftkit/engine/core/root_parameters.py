@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import Gradient
-from ftkit.engine.core.streams import Event
 from ftkit.engine.core.transfer import Transfer
+from ftkit.engine.streams import Event
 
 BEFORE_UNITS = -1
 """`Running.position` before the first unit of a call."""
@@ -170,7 +170,7 @@ class RootParameter:
     def drop(self) -> None:
         """Drop an early gather that no read has used. Start no other one before the next read."""
         if self._coming is not None:
-            self.transfer.streams.wait(self._coming[2])
+            self._coming[2].wait()
             self._coming = self.read_after = None
 
     def _take(self) -> Tensor:
@@ -179,7 +179,7 @@ class RootParameter:
         if coming is None or coming[0] != self.flat.version:
             coming = (self.flat.version, *self.transfer.gather_root(self.flat))
         self.read_after = self.running.position
-        self.transfer.streams.wait(coming[2])
+        coming[2].wait()
         return coming[1]
 
 

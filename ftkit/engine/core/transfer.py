@@ -5,9 +5,9 @@ other. While unit i computes, its neighbour is gathered into the other slot, and
 weights in backward at the same addresses. A slot records names and versions of its weights, so a unit whose weights are
 still there (the last one, when backward begins) is not gathered again.
 
-On CUDA, gathers and reductions run on side streams (streams.py), in the same order on all ranks. Events order them with the
-computation: a gather waits for the last reader of its slot, a computation waits for its own gather, and a unit writes
-gradients after the previous reduction has read the slot. Its recomputation does not wait for that.
+On CUDA, gathers and reductions run on side streams (engine/streams.py), in the same order on all ranks. Events order them
+with the computation: a gather waits for the last reader of its slot, a computation waits for its own gather, and a unit
+writes gradients after the previous reduction has read the slot. Its recomputation does not wait for that.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ftkit.engine.core.activation_offload import ActivationOffload
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.core.gradient import ReducedGradient, reduce
 from ftkit.engine.core.read_ahead import ReadAhead, content_of
-from ftkit.engine.core.streams import Event, Streams
 from ftkit.engine.memory.tiers import Tiers
+from ftkit.engine.streams import DONE, Event, Streams
 from ftkit.spec.tiers import DEVICE, NVME
 
 ALIGNMENT_BYTES = 256
@@ -34,13 +34,13 @@ ALIGNMENT_BYTES = 256
 
 
 class WeightSlot:
-    """A buffer for one unit's gathered weights."""
+    """A buffer for one unit's gathered weights. It may be written after the computation issued so far."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, size_bytes: int, streams: Streams) -> None:
+        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=streams.device)
         self.content: tuple[tuple[str, int], ...] = ()  # names and versions of the weights in it
-        self.filled: Event = None  # after the gather
-        self.read: Event = None  # after the last computation that reads it
+        self.filled: Event = DONE  # after the gather
+        self.read = streams.now()  # after the last computation that uses its memory
         self._views: dict[FlatParameter, list[Tensor]] = {}
 
     def views(self, flats: Sequence[FlatParameter]) -> list[tuple[FlatParameter, list[Tensor]]]:
@@ -68,7 +68,6 @@ class Transfer:
         gradients: For each unit, its gradients that are reduced after each use.
         comm: The ranks.
         tiers: Where shards are stored.
-        streams: The streams of this rank.
         prefetch: Gather the neighbour's weights while a unit computes.
         debug: Fill freed buffers with NaN.
     """
@@ -79,24 +78,22 @@ class Transfer:
         gradients: Sequence[Sequence[ReducedGradient]],
         comm: Communicator,
         tiers: Tiers,
-        streams: Streams,
         *,
         prefetch: bool,
         debug: bool,
     ) -> None:
         self.comm, self.prefetch, self.debug = comm, prefetch, debug
-        self.streams, self.trace = streams, streams.trace
+        self.streams, self.trace = tiers.streams, tiers.streams.trace
         gathered = [[flat for flat in group if not flat.resident] for group in groups]
         size = max((_slot_bytes(_weight_sizes(group)) for group in gathered), default=0)
-        self.slots = [WeightSlot(size, comm.device) for _ in range(2)] if size else []
+        self.slots = [WeightSlot(size, self.streams) for _ in range(2)] if size else []
         self.on_device = tiers.tier("parameters") == DEVICE
         self.activations = ActivationOffload(tiers)
         self.ahead = ReadAhead(gathered, tiers) if size and tiers.tier("parameters") == NVME else None
         self.gradient_bytes = max((_slot_bytes(_gradient_sizes(group)) for group in gradients), default=0)
         self._gradient_slot: Tensor | None = None
-        self.reduced: Event = None  # after the last reduction has read the gradient slot
-        self.updates = 0
-        self.updated = streams.now()  # after the last update of the shards
+        self.reduced: Event = DONE  # after the last reduction has read the gradient slot
+        self.updates = 0  # number of updates of the shards
         self.whole: WholeModel | None = None
 
     @property
@@ -116,10 +113,8 @@ class Transfer:
     # --- weights
 
     def lend(self, flats: Sequence[FlatParameter]) -> WeightSlot:
-        """Allocate a slot for one unit. It may be written after the computation issued so far."""
-        slot = WeightSlot(_slot_bytes(_weight_sizes(flats)), self.comm.device)
-        slot.read = self.streams.now()
-        return slot
+        """Allocate a slot for one unit."""
+        return WeightSlot(_slot_bytes(_weight_sizes(flats)), self.streams)
 
     def gather(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Start gathering weights into a slot, if they are not there.
@@ -136,7 +131,8 @@ class Transfer:
             return
         slot.content = ()
         places = _places(slot.buffer, _weight_sizes(flats))
-        slot.filled = self._fill(str(number), flats, places, slot.read or self.streams.now(), self.ahead)
+        # A gather that nothing read may still write the slot.
+        slot.filled = self._fill(str(number), flats, places, slot.read, slot.filled, blocks=True)
         slot.content = content
 
     def gather_root(self, flat: FlatParameter) -> tuple[Tensor, Event]:
@@ -159,22 +155,28 @@ class Transfer:
         name: str,
         flats: Sequence[FlatParameter],
         places: Sequence[Tensor],
-        free: Event,
-        ahead: ReadAhead | None = None,
+        *free: Event,
+        blocks: bool = False,
     ) -> Event:
-        """Gather weights into places (W*S,) that may be written after `free`. Return the event after the gather."""
-        fetched: Event = None
+        """Gather weights into places (W*S,) that may be written after the events `free`. Return the event after the gather.
+
+        `blocks`: They are a unit's, so their reads from NVMe have begun.
+        """
         if not self.on_device:
-            read, buffer = ahead.take(flats) if ahead is not None else ([None] * len(flats), None)
-            with self.streams.up.run(f"fetch {name}", self.updated, free):
+            read, buffer = self.ahead.take(flats) if self.ahead is not None and blocks else ([None] * len(flats), None)
+            with self.streams.up.run(*free, span=f"fetch {name}"):
                 for flat, place, part in zip(flats, places, read):
-                    flat.fetch(place, part)
-                if ahead is not None and buffer is not None:
-                    ahead.give_back(buffer)
+                    if part is None and self.ahead is not None:
+                        self.ahead.copy(flat, flat.own_part(place))
+                    else:
+                        flat.fetch(place, part)
+                if self.ahead is not None and buffer is not None:
+                    self.ahead.give_back(buffer)
             fetched = self.streams.up.mark()
             if flats[0].owners == 1:
                 return fetched
-        with self.streams.collectives.run(f"gather {name}", self.updated, free, fetched):
+            free = (fetched,)
+        with self.streams.collectives.run(*free, span=f"gather {name}"):
             for flat, place in zip(flats, places):
                 flat.gather(place)
         return self.streams.collectives.mark()
@@ -188,7 +190,7 @@ class Transfer:
     def take(self, slot: WeightSlot, flats: Sequence[FlatParameter], number: int) -> None:
         """Gather weights and make the parameters views of the slot. Arguments as in `gather`."""
         self.gather(slot, flats, number)
-        self.streams.wait(slot.filled)
+        slot.filled.wait()
         for flat, views in slot.views(flats):
             flat.attach(views)
 
@@ -202,23 +204,13 @@ class Transfer:
             slot.content = ()
         slot.read = self.streams.now()
 
-    def note_update(self) -> None:
-        """Record that work queued on the computing stream so far updates the shards."""
-        self.updated = self.streams.now()
-        self.updates += 1
-
     def refresh(self, flats: Sequence[FlatParameter]) -> None:
         """Gather resident weights again that are stale. Cost: one all-gather for each."""
         for flat in flats:
             if flat.stale:
-                with self.streams.collectives.run(f"refresh {flat.name}", self.updated):
+                with self.streams.collectives.run(span=f"refresh {flat.name}"):
                     flat.refresh()
                 flat.refreshed = self.streams.collectives.mark()
-
-    def settle(self) -> None:
-        """Make the computing stream wait for all gathers and reductions issued so far."""
-        self.streams.wait(self.streams.up.mark())
-        self.streams.wait(self.streams.collectives.mark())
 
     # --- gradients
 
@@ -243,7 +235,7 @@ class Transfer:
 
     def await_gradient_slot(self) -> None:
         """Wait on the computing stream until the previous reduction has read the gradient slot. CPU ranks wait here."""
-        self.streams.wait(self.reduced)
+        self.reduced.wait()
         self.comm.await_readers()
 
     def gradient_slot(self) -> Tensor:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -26,6 +24,9 @@ from ftkit.errors import UserError
 
 PAGE_BYTES = 4096
 """Views begin at a multiple of this, as O_DIRECT requires."""
+
+Window = ctypes.Array[ctypes.c_ubyte]
+"""Mapped memory. The object owns the mapping."""
 
 HUGE_PAGE_BYTES = 2 << 20
 """An arena begins at a multiple of this, so that huge pages fit."""
@@ -40,20 +41,20 @@ class Arena:
 
     Args:
         size_bytes: Bytes of all views together; see `arena_bytes`.
-        device: Device that copies from and to the memory. For a CUDA device the memory is pinned.
+        pin: Pins the memory for the device that copies from and to it (`Streams.pin`). None for host use only.
         memory: Memory to use instead of a mapping of its own, uint8.
 
     Raises:
         HostMemoryError: The system provides or pins less.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, memory: Tensor | None = None) -> None:
+    def __init__(self, size_bytes: int, pin: Callable[[Window], int] | None = None, memory: Tensor | None = None) -> None:
         self.requested_bytes = size_bytes
         self._size_bytes = _whole_pages(size_bytes)
         self._taken_bytes = 0
-        self._memory = self._new(size_bytes, device) if memory is None else memory
+        self._memory = self._new(size_bytes, pin) if memory is None else memory
 
-    def _new(self, size_bytes: int, device: torch.device) -> Tensor:
+    def _new(self, size_bytes: int, pin: Callable[[Window], int] | None) -> Tensor:
         try:
             window = _map(self._size_bytes)
         except OSError as error:
@@ -61,8 +62,12 @@ class Arena:
                 f"host memory: {size_bytes} bytes needed, the system refuses ({error.strerror}). Use a smaller model, an "
                 "adapter or memory.nvme_dir, or raise the limit on virtual memory (ulimit -v, vm.overcommit_memory)"
             ) from error
-        if device.type == "cuda" and self._size_bytes:
-            _pin(window)
+        refused = pin(window) if pin is not None and self._size_bytes else 0
+        if refused:
+            raise HostMemoryError(
+                f"host memory: CUDA could not pin {self._size_bytes} bytes (error {refused}). Free host memory, raise the "
+                "limit on locked memory (ulimit -l), or set a smaller memory.host_gib"
+            )
         return torch.frombuffer(window, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +87,7 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _map(size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+def _map(size_bytes: int) -> Window:
     """Map `size_bytes` from a multiple of 2 MiB on. The returned array owns the mapping.
 
     Only whole huge pages are requested. Otherwise the kernel could back the last few KiB, and the unused ends of the
@@ -97,21 +102,3 @@ def _map(size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
             memory.madvise(mmap.MADV_HUGEPAGE, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return (ctypes.c_ubyte * max(size_bytes, 1)).from_buffer(memory, start)
 
-
-def _pin(window: ctypes.Array[ctypes.c_ubyte]) -> None:
-    """Pin the memory of `window` until it is freed."""
-    address, size_bytes = ctypes.addressof(window), len(window)
-    # Flags 0: with unified addressing the memory is pinned for every device, and no other device gets a context.
-    error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
-    if error:
-        raise HostMemoryError(
-            f"host memory: CUDA could not pin {size_bytes} bytes (error {error}). Free host memory, raise the limit on "
-            "locked memory (ulimit -l), or set a smaller memory.host_gib"
-        )
-    # Views keep the window alive, so this unpins the memory after the last view and before it is unmapped.
-    weakref.finalize(window, _unpin, address, os.getpid())
-
-
-def _unpin(address: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has pinned nothing
-        torch.cuda.cudart().cudaHostUnregister(address)

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftkit.engine import threads
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena, arena_bytes
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
+from ftkit.engine.streams import Streams, streams_of
 from ftkit.errors import UserError
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
@@ -40,8 +40,8 @@ SHARED = ("parameters", "full parameters")
 class MemoryStore:
     """A shard (S,) in device memory, or in an arena on the host. Its one piece is the tensor itself."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, *, on_host: bool = False) -> None:
+        self.tensor, self.on_host = tensor, on_host
         self.numel, self.dtype = tensor.numel(), tensor.dtype
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -64,6 +64,7 @@ class FileStore:
     """A shard (S,) in a file of the NVMe tier, in pieces of `PIECE_NUMEL` elements."""
 
     tensor = None
+    on_host = True
 
     def __init__(self, file: FlatFile) -> None:
         self.file = file
@@ -104,34 +105,43 @@ class Tiers:
         strategy: Names the tier of each kind.
         disk: Disk of the NVMe tier if the strategy uses it.
         comm: The ranks with which CPU ranks share their parameters. None: no ranks.
+        streams: The rank's streams. None: new ones.
     """
 
     def __init__(
-        self, device: torch.device, strategy: Strategy, disk: Disk | None = None, comm: Communicator | None = None
+        self,
+        device: torch.device,
+        strategy: Strategy,
+        disk: Disk | None = None,
+        comm: Communicator | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.device = device
+        self.streams = streams or streams_of(device)
         self.strategy = strategy
         self.disk = disk
         self.comm = comm
         self.arenas: dict[str, Arena] = {}
 
     @classmethod
-    def open(cls, comm: Communicator, strategy: Strategy, nvme_dir: str | Path | None = None) -> Tiers:
+    def open(
+        cls, comm: Communicator, strategy: Strategy, nvme_dir: str | Path | None = None, streams: Streams | None = None
+    ) -> Tiers:
         """Open the tiers that a strategy uses. A collective."""
         if not strategy.uses_nvme:
-            return cls(comm.device, strategy, comm=comm)
+            return cls(comm.device, strategy, comm=comm, streams=streams)
         if nvme_dir is None:
             raise UserError("the NVMe tier needs a folder: set memory.nvme_dir")
         run = comm.same(secrets.token_hex(5))  # not torch's random numbers: two runs may have the same seed
-        return cls(comm.device, strategy, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"), comm)
+        return cls(comm.device, strategy, Disk(Path(nvme_dir), f"{run}-rank{comm.rank}"), comm, streams)
 
     def arena(self, size_bytes: int) -> Arena:
         """Return new host memory for shards or staging; see `Arena`."""
-        return Arena(size_bytes, self.device)
+        return Arena(size_bytes, self.streams.pin)
 
     def worker(self, name: str) -> Executor:
         """Return a new thread, on this rank's device, for transfers behind the computation."""
-        return threads.worker(name, self.device)
+        return self.streams.worker(name)
 
     def tier(self, kind: str) -> Tier:
         """Return the tier of a kind of tensor."""
@@ -169,7 +179,7 @@ class Tiers:
         if sizes and tier == DEVICE and kind in SHARED and self.comm is not None:
             shared = self.comm.share(arena_bytes(sizes))
             if shared is not None:
-                self.arenas[kind] = Arena(len(shared), self.device, shared)
+                self.arenas[kind] = Arena(len(shared), memory=shared)
 
     def make(self, kind: str, name: str, numel: int, dtype: torch.dtype, tier: Tier | None = None) -> Store:
         """Return a new store (numel,) of zeros. Its memory was reserved. Its name is unique on this rank."""
@@ -178,8 +188,8 @@ class Tiers:
             assert self.disk is not None
             return FileStore(self.disk.file(name, numel, dtype))
         if kind in self.arenas:
-            return MemoryStore(self.arenas[kind].take(numel, dtype))
-        if kind == "state" and self.device.type == "cpu":  # an arena takes no memory before the first step
+            return MemoryStore(self.arenas[kind].take(numel, dtype), on_host=tier == HOST)
+        if kind == "state" and not self.streams.separate:  # an arena takes no memory before the first step
             return MemoryStore(self.arena(arena_bytes([(numel, dtype)])).take(numel, dtype))
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 

@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.hyper_parameters = frozenset(defaults)  # `take_groups` may add keys to the groups that no rule reads
         every = [parameter for flat in units.trainable for parameter in flat.parameters]
         super().__init__(every if params is None else params, defaults)
-        self.updater = Updater(units.tiers, self.update_piece, units.transfer.trace)
+        self.updater = Updater(units.tiers, self.update_piece)
 
     # --- groups
 
@@ -168,8 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _is_own_master(self, flat: FlatParameter) -> bool:
         """Return whether the weights are fp32 and readable at the place of the update, so that they need no copy."""
-        tensor = flat.weights.tensor
-        return flat.dtype == torch.float32 and (tensor is None or tensor.device.type == self.updater.home.type)
+        return flat.dtype == torch.float32 and self.updater.at_home(flat.weights)
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state on this rank: moments, and master weights that are not the weights."""

@@ -5,10 +5,12 @@
 
 The update is computed where the state is: on the device if that is its tier, else on the host. Stores that are there are
 updated in place. Others (files; on CUDA, weights and gradients of a state on the host) pass through staging slots of one
-piece each, so that reads run ahead of the arithmetic and writes behind it, across the borders of flat parameters.
+piece each, so that reads run ahead of the arithmetic and writes behind it, across the borders of flat parameters. On CUDA
+gradients come and weights leave on two streams, so that both directions of the link are used.
 
-A deferred update runs in a thread. Each flat parameter has a `FlatUpdate`, so a block's gather waits for its own update and
-no other. After a failure, every later flat parameter raises when it is waited for, so no checkpoint can mix two steps.
+A deferred update runs in a thread, and on the device on a stream of its own. Each flat parameter has a `FlatUpdate`, so a
+block's gather waits for its own update and no other. After a failure, every later flat parameter raises when it is waited
+for, so no checkpoint can mix two steps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
@@ -28,7 +31,8 @@ from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.flat_file import PIECE_NUMEL, Request
 from ftkit.engine.memory.tiers import FileStore, Store, Tiers
 from ftkit.engine.optim.flat_step import Elements, FlatStep
-from ftkit.engine.trace import UPDATE, Trace
+from ftkit.engine.streams import DONE, Event, SideStream
+from ftkit.engine.trace import UPDATE
 from ftkit.errors import UserError
 from ftkit.spec.tiers import DEVICE
 
@@ -46,13 +50,13 @@ CUDA_PIECE_NUMEL = 1 << 24
 class FlatUpdate:
     """The pending update of one flat parameter. See `flat_parameter.Update`."""
 
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event
     error: BaseException | None = None
     writes: list[Request] = field(default_factory=list)  # of weights
-    event: torch.cuda.Event | None = None
+    event: Event = DONE
 
     def wait(self) -> None:
-        """Return when the weights can be read, and make the current CUDA stream wait for them.
+        """Block the host until the update is issued on the device, and weights on NVMe are written.
 
         Raises:
             RuntimeError: An update of this step or before failed. A UserError if the cause is one.
@@ -61,8 +65,6 @@ class FlatUpdate:
         _check(self.error)
         for request in self.writes:
             request.wait()
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
 
 
 class Updater:
@@ -71,16 +73,14 @@ class Updater:
     Args:
         tiers: Their strategy decides where updates are computed, and whether in a thread while the caller goes on.
         update_piece: `ShardedOptimizer.update_piece`.
-        trace: Receives a span for each piece.
     """
 
-    def __init__(self, tiers: Tiers, update_piece: Callable[..., None], trace: Trace) -> None:
-        self.tiers, self.update_piece, self.trace = tiers, update_piece, trace
-        self.device, deferred = tiers.device, tiers.strategy.deferred
-        self.home = tiers.device if tiers.tier("state") == DEVICE else torch.device("cpu")
+    def __init__(self, tiers: Tiers, update_piece: Callable[..., None]) -> None:
+        self.tiers, self.update_piece, self.streams = tiers, update_piece, tiers.streams
+        self.on_host = not self.streams.separate or tiers.tier("state") != DEVICE
         self.slots = [_Slot() for _ in range(SLOTS)]
-        self.thread = tiers.worker("ftkit-update") if deferred else None
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and deferred else None
+        self.thread = tiers.worker("ftkit-update") if tiers.strategy.deferred else None
+        self.compute, self.down, self.up = map(self.streams.side, ("update", "update down", "update up"))
         self.running: Future[None] | None = None
         self.error: BaseException | None = None
 
@@ -99,35 +99,43 @@ class Updater:
         """
         _check(self.error)
         self._make_slots(steps)
-        updates = {FlatUpdate(): step for step in steps}
+        updates = {FlatUpdate(self.streams.signal()): step for step in steps}
         for update, step in updates.items():
             step.flat.settle()
             step.flat.update = update
             step.flat.version += 1
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the gradients are complete
+        self.streams.join()
+        ready = self.streams.now()  # gradients are complete, and nothing reads weights, not even an unused gather
+        if self.on_host:
+            ready.synchronize()
         if self.thread is None:
-            self._run(updates, saving)
+            self._run(updates, ready, saving)
             self.settle()
             for step in steps:
                 step.flat.settle()
         else:
-            self.running = self.thread.submit(self._run, updates, saving)
+            self.running = self.thread.submit(self._run, updates, ready, saving)
 
     def settle(self) -> None:
-        """Wait for all updates, and until their results are on their tiers. Raises as `submit`."""
+        """Block the host until all updates are issued on the device, and files are written. Raises as `submit`."""
         if self.running is not None:
-            wait([self.running])
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            self.running.result()
         _check(self.error)
+
+    def marks(self) -> list[Event]:
+        """Return the events after the work issued so far."""
+        return [self.compute.mark(), self.up.mark()]
+
+    def at_home(self, store: Store) -> bool:
+        """Return whether the arithmetic can access a store where it is, once it is in memory."""
+        return store.tensor is None or not self.streams.separate or store.on_host == self.on_host
 
     # --- the pieces
 
-    def _run(self, updates: dict[FlatUpdate, FlatStep], saving: Saving | None) -> None:
+    def _run(self, updates: dict[FlatUpdate, FlatStep], ready: Event, saving: Saving | None) -> None:
         try:
-            with torch.no_grad(), torch.cuda.stream(self.stream):
-                self._walk(_pieces(updates, self.home), saving)
+            with torch.no_grad(), self.compute.run(ready) if self.thread is not None else nullcontext():
+                self._walk(self._pieces(updates), saving)
         except BaseException as error:
             self.error = error
             for update in updates:  # all of the step: a write of the state may fail after its update is done
@@ -136,17 +144,16 @@ class Updater:
 
     def _walk(self, coming: Iterator[_Piece], saving: Saving | None) -> None:
         """Compute piece after piece, while the next ones are read and the last ones are written."""
-        on_host = self.home.type == "cpu"
+        stream = "host update" if self.on_host else "compute"
         for piece in self._fetched(coming):
             piece.slot.settle()  # everything is in the slot
             if saving is not None:
                 saving.await_capture(piece.step.flat)
-            with self.trace.span("host update" if on_host else "compute", UPDATE + piece.step.flat.name, host=on_host):
+            with self.streams.trace.span(stream, UPDATE + piece.step.flat.name, host=self.on_host):
                 self._compute(piece)
-            piece.write_back()
+            piece.write_back(self.up)
             if piece.ends_flat:
-                if self.device.type == "cuda":
-                    piece.update.event = torch.cuda.current_stream(self.device).record_event()
+                piece.update.event = self.up.mark() if self.on_host else self.streams.now()
                 piece.update.done.set()
         for slot in self.slots:
             slot.settle()
@@ -156,7 +163,7 @@ class Updater:
         slots = cycle(self.slots)
         ahead: deque[_Piece] = deque()
         for piece in coming:
-            piece.fetch(next(slots))
+            piece.fetch(next(slots), self.down)
             ahead.append(piece)
             if len(ahead) == SLOTS - 1:
                 yield ahead.popleft()
@@ -176,7 +183,7 @@ class Updater:
         allocated = {role: buffer.numel() for role, buffer in self.slots[0].buffers.items()}
         widths = dict(allocated)  # bytes
         for step in steps:
-            for role, store in _remote(step, self.home).items():
+            for role, store in self._remote(step).items():
                 widths[role] = max(widths.get(role, 0), min(store.numel, PIECE_NUMEL) * store.dtype.itemsize)
         if widths == allocated:
             return
@@ -184,6 +191,20 @@ class Updater:
         self.slots = [_Slot() for _ in range(SLOTS)]  # frees the buffers before the allocation
         arena = self.tiers.arena(arena_bytes([(width, torch.uint8) for width in widths.values()] * SLOTS))
         self.slots = [_Slot({role: arena.take(width, torch.uint8) for role, width in widths.items()}) for _ in range(SLOTS)]
+
+    def _remote(self, step: FlatStep) -> dict[str, Store]:
+        """Return the stores that must pass through staging, by role."""
+        return {role: store for role, store in step.stores.items() if store.tensor is None or not self.at_home(store)}
+
+    def _pieces(self, updates: dict[FlatUpdate, FlatStep]) -> Iterator[_Piece]:
+        """Yield the pieces of all flat parameters in order: small ones where a store is elsewhere, else large ones."""
+        for update, step in updates.items():
+            total, remote = step.flat.layout.shard_numel, self._remote(step)
+            width = PIECE_NUMEL if remote else total if self.on_host else CUDA_PIECE_NUMEL
+            ranges = [(start, min(start + width, total)) for start in range(0, total, width)]
+            due = [(a, b) for a, b in ranges if any(run.start < b and a < run.stop for run in step.runs)] or ranges[-1:]
+            for start, stop in due:
+                yield _Piece(step, update, start, stop, remote, ends_flat=stop == due[-1][1])
 
 
 @dataclass(eq=False)
@@ -193,11 +214,11 @@ class _Slot:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     pending: list[Callable[[], object]] = field(default_factory=list)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, side: SideStream, target: Tensor, source: Tensor) -> None:
         """Start copying between host and device."""
-        target.copy_(source, non_blocking=True)
-        if target.is_cuda or source.is_cuda:
-            self.pending.append(torch.cuda.current_stream().record_event().synchronize)
+        with side.run():
+            target.copy_(source, non_blocking=True)
+        self.pending.append(side.mark().synchronize)
 
     def settle(self) -> None:
         """Wait until no transfer uses the buffers."""
@@ -218,7 +239,7 @@ class _Piece:
     slot: _Slot = field(default_factory=_Slot)
     views: dict[str, Tensor] = field(default_factory=dict)
 
-    def fetch(self, slot: _Slot) -> None:
+    def fetch(self, slot: _Slot, down: SideStream) -> None:
         """Start reading the stores that are elsewhere into the slot."""
         slot.settle()
         self.slot = slot
@@ -233,9 +254,9 @@ class _Piece:
             if isinstance(store, FileStore):
                 slot.pending.append(store.file.read(self.start, view).wait)
             else:
-                slot.copy(view, store.read(self.start, self.stop))
+                slot.copy(down, view, store.read(self.start, self.stop))
 
-    def write_back(self) -> None:
+    def write_back(self, up: SideStream) -> None:
         """Start writing the results to the stores that are elsewhere."""
         for role, store in self.remote.items():
             if role == "gradient":
@@ -246,7 +267,7 @@ class _Piece:
                 if store is self.step.flat.weights:
                     self.update.writes.append(request)
             else:
-                self.slot.copy(store.read(self.start, self.stop), self.views[role])
+                self.slot.copy(up, store.read(self.start, self.stop), self.views[role])
 
 
 def _check(error: BaseException | None) -> None:
@@ -258,19 +279,3 @@ def _check(error: BaseException | None) -> None:
             "the last checkpoint"
         ) from error
 
-
-def _remote(step: FlatStep, home: torch.device) -> dict[str, Store]:
-    """Return the stores that must pass through staging to be updated at `home`, by role."""
-    stores = step.stores.items()
-    return {role: each for role, each in stores if each.tensor is None or each.tensor.device.type != home.type}
-
-
-def _pieces(updates: dict[FlatUpdate, FlatStep], home: torch.device) -> Iterator[_Piece]:
-    """Yield the pieces of all flat parameters in order: small ones where a store is elsewhere, else large ones."""
-    for update, step in updates.items():
-        total, remote = step.flat.layout.shard_numel, _remote(step, home)
-        width = PIECE_NUMEL if remote else total if home.type == "cpu" else CUDA_PIECE_NUMEL
-        ranges = [(start, min(start + width, total)) for start in range(0, total, width)]
-        due = [(a, b) for a, b in ranges if any(run.start < b and a < run.stop for run in step.runs)] or ranges[-1:]
-        for start, stop in due:
-            yield _Piece(step, update, start, stop, remote, ends_flat=stop == due[-1][1])

@@ -312,7 +312,7 @@ def _whole(units: ShardedModel, optimizer: ShardedOptimizer | None, names: set[s
     """Yield (name, whole tensor) from the fp32 masters where there are any, gathering one line at a time. A collective."""
     with all_ranks(units.comm):
         (optimizer or units).settle()
-    units.transfer.settle()
+    units.streams.join()
     for flat in units.flats:
         segments = [segment for segment in flat.layout.segments if segment.name in names]
         if not segments:

@@ -6,13 +6,13 @@ from tests.mutants.fault import fault
 
 _LAUNCHES = "tests/hf/test_attention_launches.py::"
 _PLANNED = "tests/plan/test_attention.py::"
-_THREADS = "tests/engine/test_threads.py::"
+_THREADS = "tests/engine/test_streams.py::"
 
 FAULTS = (
     fault(
         "workers of a rank create a context on GPU 0",
-        "ftkit/engine/threads.py",
-        "ThreadPoolExecutor(1, name, initializer=use_device, initargs=(device,))",
+        "ftkit/engine/streams.py",
+        "ThreadPoolExecutor(1, name, initializer=self.enter_thread)",
         "ThreadPoolExecutor(1, name)",
         _THREADS + "test_workers_of_tiers_begin_on_the_ranks_device",
     ),
