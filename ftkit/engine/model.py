@@ -161,6 +161,7 @@ class ShardedModel:
 
     def zero_grad(self) -> None:
         """Drop the step's gradients, and what was kept for a backward that has not run. Writes nothing."""
+        self.deferred.reduced.wait()  # a step may be left out after `last_backward`
         for gradient in self.gradient_of.values():
             gradient.zero()
         for unit in self.units:

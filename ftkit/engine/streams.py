@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and threads of one rank. No other file of the engine uses them through `torch.cuda`.
 
-Beside the computing stream, a rank on CUDA has the side streams `collectives`, `up` (host to device) and `down` (device to
-host). Updates and checkpoints have side streams of their own, because threads issue their work.
+Beside the computing stream, a rank on CUDA has the side streams `collectives`, `up` (host to device), `down` (device to
+host) and `save`. An optimizer has three more. A thread that issues its work late does not delay other work there.
 
 Work on one stream runs in the order of issue, and all ranks issue their collectives in the same order. Events order work on
 different streams. Memory that the computing stream allocates is freed in its order: `SideStream.keep` delays that
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 LARGE_BYTES = 4 << 30
 """Pinning so much takes seconds, which the log tells."""
 
-PRIORITY = -1
-"""Of side streams: above the computing stream, so that a collective does not queue behind its kernels."""
+URGENT = -1
+"""Priority of the stream of collectives, so that they do not queue behind kernels of the computing stream."""
 
 
 class Event(Protocol):
@@ -107,10 +107,11 @@ class Streams:
         self.device = device
         self.separate = device.type != "cpu"
         self.trace = Trace(self)
-        self.collectives, self.up, self.down = (self.side(name) for name in ("collectives", "up", "down"))
+        self.collectives = self.side("collectives", URGENT)
+        self.up, self.down, self.save = (self.side(name) for name in ("up", "down", "save"))
 
-    def side(self, name: str) -> SideStream:
-        """Return a new side stream."""
+    def side(self, name: str, priority: int = 0) -> SideStream:
+        """Return a new side stream. CUDA has few of them in a process, so make it once."""
         return SideStream(name, self.trace)
 
     def now(self) -> Event:
@@ -165,15 +166,29 @@ class Streams:
         """Block the host until all work on the device is done."""
 
 
+class _CudaEvent:
+    """An event after the work issued on a stream. The current device of a thread need not be the stream's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.device = stream.device
+        self.event = stream.record_event(torch.cuda.Event(blocking=True))  # a host that waits sleeps instead of spinning
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
 class _CudaSideStream(SideStream):
     """A CUDA stream."""
 
-    def __init__(self, name: str, trace: Trace, device: torch.device) -> None:
+    def __init__(self, name: str, trace: Trace, device: torch.device, priority: int) -> None:
         super().__init__(name, trace)
-        self.stream = torch.cuda.Stream(device, priority=PRIORITY)
+        self.stream = torch.cuda.Stream(device, priority=priority)
 
     def mark(self) -> Event:
-        return self.stream.record_event(_event())
+        return _CudaEvent(self.stream)
 
     def keep(self, tensor: Tensor) -> None:
         tensor.record_stream(self.stream)
@@ -185,13 +200,13 @@ class _CudaSideStream(SideStream):
 class CudaStreams(Streams):
     """The streams of a rank on a CUDA device."""
 
-    def side(self, name: str) -> SideStream:
+    def side(self, name: str, priority: int = 0) -> SideStream:
         """See `Streams.side`."""
-        return _CudaSideStream(name, self.trace, self.device)
+        return _CudaSideStream(name, self.trace, self.device, priority)
 
     def now(self) -> Event:
         """See `Streams.now`."""
-        return torch.cuda.current_stream(self.device).record_event(_event())
+        return _CudaEvent(torch.cuda.current_stream(self.device))
 
     @staticmethod
     def pin(window: ctypes.Array[ctypes.c_ubyte]) -> int:
@@ -233,11 +248,6 @@ class CudaStreams(Streams):
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a rank that computes on `device`."""
     return CudaStreams(device) if device.type == "cuda" else Streams(device)
-
-
-def _event() -> Any:
-    """Return a CUDA event. A host that waits for it sleeps; by default it would spin."""
-    return torch.cuda.Event(blocking=True)
 
 
 def _unpin(address: int, owner: int) -> None:

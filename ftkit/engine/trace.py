@@ -40,7 +40,7 @@ _Record = tuple[str, str, Any, Any, bool]
 
 
 class Clock(Protocol):
-    """What a trace needs of the streams (streams.py)."""
+    """The part of `Streams` that a trace uses."""
 
     device: torch.device
 

@@ -278,7 +278,7 @@ class RecordingStreams(Streams):
         super().__init__(torch.device("cpu"))
         self.separate = True
 
-    def side(self, name: str) -> RecordedSide:
+    def side(self, name: str, priority: int = 0) -> RecordedSide:
         return RecordedSide(name, self.trace)
 
     def now(self) -> RecordedEvent:

@@ -17,9 +17,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ftkit.engine.comm import shared_memory
+from ftkit.engine.comm import communicator, shared_memory
 from ftkit.engine.comm import shared_stage as stage_module
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_stage import STAGE_BYTES, SharedStage
@@ -510,3 +511,26 @@ def test_a_collective_of_one_rank_ends_at_the_timeout_and_is_named():
         assert "all_gather of model.layers.3: " in world.run(waits_alone)[0]
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_nccl_averages_where_that_is_exact(monkeypatch, world, dtype):
+    """NCCL rounds 1/W to the tensor's dtype, so 16-bit means of three ranks would be off by one factor."""
+    asked: list[tuple[float, object]] = []
+
+    def reduce_scatter(shard: Tensor, full: Tensor, op: object = None, group: object = None) -> None:
+        asked.append((full[0].item(), op))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(communicator, "_reduce_scatter", reduce_scatter)
+    Communicator(torch.device("cuda", 0)).reduce_scatter_mean(
+        torch.empty(4, dtype=dtype), torch.full((4 * world,), 6.0, dtype=dtype)
+    )
+    if world == 3:
+        assert asked == [(2.0 if dtype == torch.float16 else 6.0, None)]
+    else:
+        assert asked == [(6.0, dist.ReduceOp.AVG)]

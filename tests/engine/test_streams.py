@@ -116,6 +116,9 @@ def _train(row: Row, folder: str | None, **settings: Any) -> list[float]:
                     optimizer.zero_grad()
                     interrupted(units, block, rows, backward=backward)
                 optimizer.zero_grad()
+                with units.last_backward():
+                    families.token_loss(units.model, rows, 1).backward()
+                optimizer.zero_grad()  # the step is left out
                 saving = Saving(f"{folder}/during", units, optimizer)
             if step == 2:
                 units.freshen()
@@ -238,6 +241,19 @@ def test_the_checker_knows_threads():
     run(lambda signal, future: future.result())
     with pytest.raises(AssertionError, match="write after write"):
         run(lambda signal, future: None)
+
+
+def test_an_event_belongs_to_its_own_device(monkeypatch):
+    """Also in a thread whose current device is another one: `torch.cuda.Event.wait` would wait there."""
+    stream = mock.Mock(device=DEVICE)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream if device == DEVICE else None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: "event")
+    streams = CudaStreams(DEVICE)
+    for event in (streams.now(), streams.up.mark()):
+        event.wait()
+        stream.wait_event.assert_called_once_with(stream.record_event.return_value)
+        stream.wait_event.reset_mock()
 
 
 # --- threads on a device

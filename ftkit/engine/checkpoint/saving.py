@@ -126,7 +126,6 @@ class Saving:
         self._problem: str | None = None
         self._create()
         units.saving = self
-        self.side = units.streams.side("save")  # a stream of its own does not wait for later training
         self.ready = units.streams.now()  # the collectives above wait too, but only as long as they exchange objects
         self.thread = units.streams.thread(self._write, "ftkit-save")
         self.thread.start()
@@ -179,7 +178,7 @@ class Saving:
             if self.updater is not None and self.updater.error is not None:
                 raise UserError(f"the last update failed ({self.updater.error}): there is no state to save")
             updated = self.updater.marks() if self.updater is not None else []
-            with self.side.run(self.ready, *updated), self.writer:
+            with self.units.streams.save.run(self.ready, *updated), self.writer:
                 self._write_buffers()
                 for flat, stores in self.stores.items():
                     for kind, store in stores.items():

@@ -67,7 +67,9 @@ class Communicator:
             )
         self.rank = dist.get_rank(group) if live else 0
         self.world_size = dist.get_world_size(group) if live else 1
-        self._averages = live and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
+        nccl = live and device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
+        # NCCL multiplies by 1/W in the tensor's dtype before it adds. Only for powers of two that is exact in 16 bits.
+        self._averages = nccl and self.world_size & (self.world_size - 1) == 0
         self._stage: SharedStage | None = None
         self._recent: deque[str] = deque(maxlen=RECENT)
         if self.world_size > 1 and device.type == "cpu":
@@ -143,14 +145,17 @@ class Communicator:
             if self._stage:
                 self._stage.reduce_scatter_mean(shard, full)
                 return
-            if self._averages:  # NCCL divides before it adds
+            if self._averages:
                 _reduce_scatter(shard, full, op=dist.ReduceOp.AVG, group=self.group)
                 return
             narrow = full.dtype != torch.float32
             if narrow:  # a sum of 16-bit gradients can overflow although their mean does not
                 full.div_(self.world_size)
-            dist.all_reduce(full, group=self.group)  # gloo's reduce-scatter is slower
-            shard.copy_(full.view(self.world_size, -1)[self.rank])
+            if self.device.type == "cpu":  # gloo's reduce-scatter is slower than its all-reduce
+                dist.all_reduce(full, group=self.group)
+                shard.copy_(full.view(self.world_size, -1)[self.rank])
+            else:
+                _reduce_scatter(shard, full, group=self.group)
             if not narrow:
                 shard.div_(self.world_size)
 

@@ -13,7 +13,6 @@ never more places than activations at one time, and few are pinned again when ro
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,11 +41,11 @@ class OffloadHandle:
         self.offload = offload
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.place = offload.place(tensor.nbytes)
+        self.release = weakref.finalize(self, offload.free.append, self.place)
         offload.leave(tensor, self.place)
         self.version = tensor._version
         self.users = 1
         self.coming: tuple[Tensor, Callable[[], Event]] | None = None
-        self.release = weakref.finalize(self, offload.free.append, self.place)
 
     def bring(self) -> None:
         """Start to fetch the tensor."""
@@ -76,7 +75,7 @@ class Place:
         buffer: The host buffer, uint8.
         file: The file.
         copied: The event after the last copy from or to the buffer.
-        job: The last file transfer from or to the buffer.
+        job: The last transfer of the file, or between the buffer and a file.
     """
 
     size_bytes: int
@@ -91,9 +90,10 @@ class Place:
         return self.buffer[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def settle(self) -> None:
-        """Wait until no file transfer uses the buffer."""
+        """Wait until no transfer uses the place. An error of one belongs to the tensor that was moved."""
         if self.job is not None:
-            self.job.result()
+            self.job.exception()
+            self.job = None
 
 
 class ActivationOffload:
@@ -153,7 +153,8 @@ class ActivationOffload:
         place.settle()
         place.copied.synchronize()
         if place.file is not None:
-            os.ftruncate(place.file.handle, 0)
+            assert self.tiers.disk is not None
+            self.tiers.disk.remove(place.file)
         else:
             self.host_bytes -= place.size_bytes
             place.buffer = None
@@ -208,8 +209,8 @@ class ActivationOffload:
         def read() -> Event:
             assert file is not None
             assert written is not None
-            written.result()
             host.copied.synchronize()
+            written.result()
             file.read(0, _whole_pages(host, tensor.nbytes)).wait()
             return copy()
 

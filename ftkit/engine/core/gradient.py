@@ -250,7 +250,9 @@ class DeferredGradient(Gradient):
                 "adapters, allow more)"
             )
         self.there = False
-        self._change()
+        self.changes += 1
+        if self.flat.update is not None:  # it still reads the gradient
+            self.flat.settle()
         segment = self.flat.layout.segments[index]
         place = self._memory(self.flat.layout.padded_numel)[segment.start : segment.stop]
         if self.touched[index]:
@@ -302,6 +304,7 @@ class DeferredReductions:
         self.blocks, self.others, self.streams = blocks, others, streams
         self._missing: list[int] | None = None  # for each block, tensors without a gradient from the last backward
         self._next = len(blocks) - 1
+        self.reduced: Event = DONE  # after the last reduction
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -331,7 +334,8 @@ class DeferredReductions:
         with self.streams.collectives.run(self.streams.now(), span="finish gradients"):
             for gradient in (*chain.from_iterable(self.blocks), *self.others):
                 gradient.finish()
-        self.streams.collectives.mark().wait()
+        self.reduced = self.streams.collectives.mark()
+        self.reduced.wait()
 
     def _reduce_ready(self, missing: list[int]) -> None:
         while self._next >= 0 and missing[self._next] <= 0:
@@ -339,6 +343,7 @@ class DeferredReductions:
                 with self.streams.collectives.run(self.streams.now(), span=f"reduce backward {self._next}"):
                     for gradient in self.blocks[self._next]:
                         gradient.finish()
+                self.reduced = self.streams.collectives.mark()
             self._next -= 1
 
 

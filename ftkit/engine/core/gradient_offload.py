@@ -1,7 +1,7 @@
 """Gradient offload: reduced gradients are summed in host memory or on NVMe.
 
 On a GPU a reduction writes its part (S,) to a small device buffer, so that the gradient slot is free when the collective
-ends. From there the part is copied to one of two staging buffers in host memory, on a stream of its own. A thread
+ends. From there the part is copied to one of two staging buffers in host memory, on the stream `down`. A thread
 waits for the copy, adds it to the gradient's store (host arena or file) piece by piece, and computes the squared norm of
 the sum in the same pass. It does so at every use, so it need not know which use is the last of a step. Gradient clipping
 calls `finish`, which waits for the thread and raises its errors.

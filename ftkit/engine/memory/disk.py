@@ -81,6 +81,12 @@ class Disk:
             _reserve(handle, size)
         return FlatFile(path, numel, dtype, handle, self.threads)
 
+    def remove(self, file: FlatFile) -> None:
+        """Remove a file that no request uses."""
+        self._handles.remove(file.handle)
+        os.close(file.handle)
+        file.path.unlink()
+
     def close(self) -> None:
         """Finish queued transfers, end the threads, and remove the folder."""
         self._end()

@@ -206,10 +206,17 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: the norm does not wait for deferred reductions",
         _REDUCTIONS,
-        "        self.streams.collectives.mark().wait()\n",
+        "        self.reduced.wait()\n",
         "",
         _ROW_STAGE0,
         _ROW_STAGE1,
+    ),
+    fault(
+        "stream: a backward overwrites gradients that an abandoned step still reduces",
+        "ftkit/engine/model.py",
+        "        self.deferred.reduced.wait()  # a step may be left out after `last_backward`\n",
+        "",
+        _LIFE_STAGE1,
     ),
     fault(
         "stream: deferred gradients are reduced before their backward ends",
@@ -270,8 +277,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: a save reads what the last update still writes",
         _SAVING,
-        "self.side.run(self.ready, *updated)",
-        "self.side.run(self.ready)",
+        "self.units.streams.save.run(self.ready, *updated)",
+        "self.units.streams.save.run(self.ready)",
         _LIFE_DEVICE,
         _LIFE_HOLD,
     ),
@@ -352,8 +359,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: an activation is read from its file into a buffer that is still copied",
         _ACTIVATIONS,
-        "            host.copied.synchronize()\n            file.read",
-        "            file.read",
+        "            host.copied.synchronize()\n            written.result()\n",
+        "            written.result()\n",
         _ROW_NVME,
     ),
     fault(
