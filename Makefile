@@ -43,8 +43,11 @@ mutants: setup  ## plant the committed faults whose file differs from SINCE=REF 
 ci:  ## run .ci/run on a fresh clone of HEAD with a new environment (LOAD=2: beside two busy processes); writes runs/ci-passed
 	@LOAD=$(LOAD) bash .ci/fresh
 
-gpu: setup  ## the tests and benchmarks that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+# PYTHON=... runs the checks without set-up. Without it .venv runs them, and is set up first if there is a GPU.
+GIVEN := $(if $(filter command,$(origin PYTHON)),$(PYTHON))
+HAS_GPU := $(wildcard /dev/nvidiactl)
+gpu: $(if $(GIVEN),,$(if $(HAS_GPU),setup))  ## run the checks that need a GPU, report which claims they confirm (PYTHON=..., PARTS=..., OUT=...)
+	$(or $(GIVEN),$(if $(HAS_GPU),$(BIN)/python),$(wildcard $(BIN)/python),$(PYTHON)) -m tests.gpu $(PARTS) $(if $(OUT),--out $(OUT))
 
 browser: setup  ## the demo's report, and a notebook in JupyterLab, in Chromium, light and dark; writes docs/{report,notebook}-*.png
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'

@@ -178,10 +178,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: times are not measured; `make kernels` shows what the kernels become on each card")
     found = measure(options.rounds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"kernels-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
+    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **found}, indent=1))
     table = Table("", "ftkit us", "GB/s", "of a copy", "eager", "compile", "liger", "x best")
     for name, case in found["cases"].items():
         seconds = {way: value for way, value in case["seconds"].items() if isinstance(value, float)}
-        own = seconds.pop("ftkit")
+        own = seconds.pop("ftkit", float("nan"))
         rate = case["moved_bytes"] / own
         told = [f"{seconds[way] * 1e6:.0f}" if way in seconds else "-" for way in ("eager", "compile", "liger")]
         best = min(seconds.values()) / own if seconds else float("nan")
@@ -190,9 +193,6 @@ def main() -> None:
     console = Console(width=110)
     console.print(f"{found['device']}: a copy moves {found['copy_bytes_per_s'] / 1e9:.0f} GB/s", highlight=False)
     console.print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"kernels-{time.strftime('%Y-%m-%d-%H%M%S')}.json"
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **found}, indent=1))
     console.print(f"written: {path}")
 
 

@@ -85,10 +85,10 @@ GPU_CASES = (
 )
 
 
-def write_model(case: Case, folder: Path) -> None:
-    """Write a Llama with random weights, as the hub would have it."""
+def llama(case: Case) -> LlamaConfig:
+    """Return the configuration of a case's Llama."""
     hidden, inner, layers, vocabulary = LLAMAS[case.llama]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -97,8 +97,12 @@ def write_model(case: Case, folder: Path) -> None:
         vocab_size=vocabulary,
         max_position_embeddings=4096,
     )
+
+
+def write_model(case: Case, folder: Path) -> None:
+    """Write a Llama with random weights, as the hub would have it."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        LlamaForCausalLM(llama(case)).to(torch.bfloat16).save_pretrained(folder)
 
 
 def recipe_of(case: Case, folder: Path, steps: int) -> dict[str, Any]:

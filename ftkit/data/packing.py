@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.models.head import usable_loss
+from ftkit.hf.models.varlen import ATTENTION
 
 PACKED_COLUMNS = datasets.Features(
     {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels", "position_ids")}
@@ -35,8 +36,6 @@ LEAK_SHARE = 0.05
 """Of what samples do to each other in one sequence: more is no rounding."""
 PART_TOKENS = 128
 """Whose logits are in fp32 at once."""
-ATTENTION = "ftkit"
-"""The name of the attention that takes boundaries (`ftkit.hf.models.attention`)."""
 
 
 def best_fit(lengths_tokens: Sequence[int], sequence_tokens: int, seed: int) -> list[list[int]]:

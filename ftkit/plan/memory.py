@@ -47,6 +47,7 @@ UPDATE_SLOTS = 6  # update.SLOTS
 CUDA_PIECE_NUMEL = 1 << 24  # update.CUDA_PIECE_NUMEL
 DISK_PIECE_NUMEL = 1 << 20  # flatfile.PIECE_NUMEL
 ACTIVATION_STAGING = 4  # activation_offload.STAGING
+ACTIVATIONS_LEAVING = 2  # activation_offload.LEAVING; as many come back at once
 FILE_PIECE_BYTES = 8 * MIB  # storage.PIECE_BYTES
 STAGE_BYTES = 4 * MIB  # comm.STAGE_BYTES
 LOSS_CHUNK_BYTES = 128 * MIB  # linear_cross_entropy.CHUNK_BYTES
@@ -330,8 +331,8 @@ def _instants(shape: Shape, strategy: Strategy, *, cpu: bool) -> Iterator[Item]:
     graphs = strategy.graphs(blocks)
     if graphs < blocks:
         yield Item(ACTIVATIONS, strategy.activation_offload, (blocks - graphs) * kept, ("train",))
-        if strategy.activation_offload != DEVICE:  # coming back, one block ahead
-            yield Item(ACTIVATIONS, DEVICE, 2 * kept, ("train",))
+        if strategy.activation_offload != DEVICE:
+            yield Item(ACTIVATIONS, DEVICE, ACTIVATIONS_LEAVING * kept, ("train",))
         if strategy.activation_offload == NVME:
             yield Item("staging", HOST, ACTIVATION_STAGING * kept, ("train",))
     yield Item("workspace", DEVICE, strategy.parts * graphs * graph_bytes(shape, strategy), ("train",))

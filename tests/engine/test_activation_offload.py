@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.activation_offload import STAGING, ActivationOffload
+from ftkit.engine.core.activation_offload import LEAVING, STAGING, ActivationOffload, OffloadedInputs
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import DiskError, FlatFile
 from ftkit.engine.memory.tiers import Tiers
@@ -98,6 +99,30 @@ def test_unused_offloaded_tensors_free_their_memory(tmp_path):
         offload.keep(activations(2))
         gc.collect()
     assert len(offload.free) == 2
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_few_originals_are_on_the_device_at_once(tmp_path, tier):
+    """LEAVING of them, however far the host is ahead; none after the first fetch, or after a forward is forgotten."""
+    offload, freed = make_offload(tmp_path, tier), []
+    handles = []
+    for number in range(COUNT):
+        (kept,) = activations(1)
+        weakref.finalize(kept.untyped_storage(), freed.append, number)
+        handles += offload.keep([kept])
+        del kept
+        assert freed == list(range(number + 1 - LEAVING))
+    handles[-1].take()
+    assert freed == list(range(COUNT))
+    inputs = OffloadedInputs(offload)
+    (kept,) = activations(1)
+    weakref.finalize(kept.untyped_storage(), freed.append, COUNT)
+    handles += inputs.keep([kept])
+    del kept
+    assert COUNT not in freed
+    inputs.forget()
+    assert COUNT in freed
+    offload.tiers.close()
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

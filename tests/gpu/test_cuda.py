@@ -1,4 +1,4 @@
-"""The engine on CUDA devices: `make gpu`. The same trajectories as plain PyTorch, with NCCL, side streams and slots.
+"""The engine on CUDA devices (`make gpu`): the same trajectories as plain PyTorch, with NCCL, side streams and slots.
 
 Worlds of 1, 2 and 3 ranks: one rank a device with NCCL; where devices are too few, all ranks share them and gloo carries the
 collectives. Matrix products are in plain fp32 (no TF32), so that a wrong weight cannot hide behind rounding.
@@ -22,7 +22,6 @@ import ftkit
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.engine.streams import CudaStreams
-from ftkit.hf.inference.generation import generate_everywhere
 from tests.gpu.one_card import join
 
 pytestmark = pytest.mark.gpu
@@ -31,14 +30,11 @@ STEPS = 6
 DEVICES = torch.cuda.device_count()
 WORLDS = (1, 2, 3)
 KINDS = ("parameters", "gradients", "state", "activation_offload")
-PLACES = [  # of parameters, gradients, state, activations
-    ("device", "device", "host", "device"),
-    ("device", "host", "host", "host"),
-    ("host", "host", "host", "host"),
-    ("device", "host", "nvme", "device"),
-    ("nvme", "nvme", "nvme", "nvme"),
-]
-SETTINGS = [  # stages, and options of stage 3
+PLACES = {  # of parameters, gradients, state, activations
+    "host": [("device", "device", "host", "device"), ("device", "host", "host", "host"), ("host", "host", "host", "host")],
+    "nvme": [("device", "host", "nvme", "device"), ("nvme", "nvme", "nvme", "nvme")],
+}
+STAGES = [  # stages, and options of stage 3
     *({"stage": stage} for stage in (0, 1, 2)),
     *(
         {"stage": 3, "reshard_after_forward": reshard, "prefetch": prefetch}
@@ -46,6 +42,9 @@ SETTINGS = [  # stages, and options of stage 3
         for prefetch in (True, False)
     ),
 ]
+GROUPS = ("stages", *PLACES)
+Run = tuple[dict[str, Any], int]
+"""Settings, and micro-batches of a step that pass a block one after the other."""
 
 
 def model() -> LlamaForCausalLM:
@@ -112,20 +111,25 @@ def differences(found: list[float], expected: list[float], tolerance: float) -> 
     return [pair for pair in zip(found, expected, strict=True) if not math.isclose(*pair, rel_tol=tolerance)]
 
 
-def check(rank: int, world: int, port: int) -> None:
-    """Train with every setting and in plain PyTorch on this rank. Raise at the end, listing all differences."""
+def runs_of(group: str) -> list[Run]:
+    """Return the runs of a group: all stages with blocks recomputed and kept, or all tiers with each kind of update."""
+    if group == "stages":
+        return [({**stage, "activations": how}, 1) for stage, how in itertools.product(STAGES, ("recompute", "keep"))]
+    found = []
+    for places, update, parts in itertools.product(PLACES[group], ("now", "deferred"), (1, 2)):
+        tiers = {**dict(zip(KINDS, places)), "update": update, "stage": 3, "nvme_dir": tempfile.gettempdir()}
+        found.append((tiers | ({"state_host_bytes": 0} if places[0] == "nvme" else {}), parts))
+    return found
+
+
+def check(rank: int, world: int, port: int, group: str) -> None:
+    """Train with every setting of a group and in plain PyTorch on this rank. Raise at the end, listing all differences."""
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = join(rank, world, port, DEVICES)
     reference_losses, reference_norms = plain(comm.device)
     failed = []
     bf16 = torch.cuda.get_device_capability(comm.device)[0] >= 8
-    runs: list[tuple[dict[str, Any], int]] = []  # settings, micro-batches per block
-    for settings, activations in itertools.product(SETTINGS, ("recompute", "keep")):
-        runs.append(({**settings, "activations": activations}, 1))
-    for places, update, parts in itertools.product(PLACES, ("now", "deferred"), (1, 2)):
-        tiers = {**dict(zip(KINDS, places)), "update": update, "stage": 3, "nvme_dir": tempfile.gettempdir()}
-        runs.append((tiers | ({"state_host_bytes": 0} if places[0] == "nvme" else {}), parts))
-    for settings, parts in runs:
+    for settings, parts in runs_of(group):
         losses, norms, _ = sharded(comm, settings, parts)
         if wrong := differences(losses + norms, reference_losses + reference_norms, 2e-4):
             failed.append((settings, parts, wrong))
@@ -138,8 +142,16 @@ def check(rank: int, world: int, port: int) -> None:
     assert not failed, "\n".join(map(str, failed))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def answers(rank: int, world: int, port: int) -> None:
     """Compare a sharded model's answers, gathered once and streamed, with the whole model's on this rank; then train on."""
+    from ftkit.hf.inference.generation import generate_everywhere  # here: it imports datasets, the other tests do not
+
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = join(rank, world, port, DEVICES)
     device = comm.device
@@ -148,7 +160,7 @@ def answers(rank: int, world: int, port: int) -> None:
     expected, others = {}, {"batch_size": 2, "max_new_tokens": 12, "pad_token_id": 0}
     for temperature in (0.0, 1.0):
         expected[temperature] = generate_everywhere(whole, prompts, temperature=temperature, **others)
-    for places, hold in itertools.product([{}, dict(zip(KINDS, PLACES[-1]))], (True, False)):
+    for places, hold in itertools.product([{}, dict(zip(KINDS, PLACES["nvme"][-1]))], (True, False)):
         network = model()
         settings = {"stage": 3, "debug": True, "nvme_dir": tempfile.gettempdir(), **places}
         units = ftkit.shard(network, settings, device=device, comm=comm)
@@ -165,13 +177,10 @@ def answers(rank: int, world: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_sharded_model_answers_as_the_whole_one(world: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(answers, (world, port), nprocs=world)
+    torch.multiprocessing.spawn(answers, (world, free_port()), nprocs=world)
 
 
 def test_offloaded_state_takes_little_of_the_device() -> None:
@@ -195,17 +204,11 @@ def test_offloaded_state_takes_little_of_the_device() -> None:
     assert optimizer.state_bytes() <= 12.1 * numel + 13 * 4096 * 4
 
 
-def test_there_is_a_device() -> None:
-    assert DEVICES > 0, "make gpu needs a CUDA device: torch sees none"
-
-
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_way_follows_plain_pytorch(world: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(check, (world, port), nprocs=world)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_way_follows_plain_pytorch(group: str, world: int) -> None:
+    torch.multiprocessing.spawn(check, (world, free_port(), group), nprocs=world)
 
 
 def test_bf16_is_refused_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_the_engines_sizes_are_the_plans():
     assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
     assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL
     assert plan.ACTIVATION_STAGING == kept.STAGING
+    assert plan.ACTIVATIONS_LEAVING == kept.LEAVING
     assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
     assert plan.STAGE_BYTES == STAGE_BYTES
 

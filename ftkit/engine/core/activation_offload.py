@@ -14,6 +14,7 @@ never more places than activations at one time, and few are pinned again when ro
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 
 STAGING = 4
 """Host buffers between the device and files."""
+LEAVING = 2
+"""Originals that stay on the device while they are copied to the host. Before another is added, the computing stream waits
+for the oldest copy."""
 
 
 class OffloadHandle:
@@ -104,6 +108,7 @@ class ActivationOffload:
         self.tier = tiers.tier("activation_offload")
         self.free: list[Place] = []
         self.staging: list[Place] = []  # the least recently used first
+        self.leaving: deque[tuple[Tensor, Event]] = deque()  # originals, and the events after their copies
         self.host_bytes = 0  # host memory allocated now
         self.numbers = count()
         self.handles = WeakTensorKeyDictionary()  # from a tensor to a weak reference to its handle
@@ -176,8 +181,9 @@ class ActivationOffload:
         file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)
         with self.streams.down.run(self.streams.now(), host.copied):
             host.view(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-            self.streams.down.keep(tensor)
         host.copied = self.streams.down.mark()
+        self.leaving.append((tensor.detach(), host.copied))
+        self.release(LEAVING)
         if file is None:
             return
 
@@ -189,18 +195,25 @@ class ActivationOffload:
         tensor_bytes = tensor.nbytes  # the tensor itself may be freed now
         place.job = host.job = self.thread.submit(write)
 
+    def release(self, most: int = 0) -> None:
+        """Make the current stream wait for the oldest copies, and release all but the newest `most` originals."""
+        while len(self.leaving) > most:
+            _, copied = self.leaving.popleft()
+            copied.wait()
+
     def fetch(self, handle: OffloadHandle) -> tuple[Tensor, Callable[[], Event]]:
         """Return a handle's tensor on the device, and a function that returns the event after which it is complete.
 
         The function waits until the tensor is read from its file.
         """
+        self.release()  # so what is issued now comes after all copies to the host
         place, up = handle.place, self.streams.up
         tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.streams.device)
         file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)
         begun, written = self.streams.now(), place.job
 
         def copy() -> Event:
-            with up.run(begun, host.copied):
+            with up.run(begun):
                 tensor.copy_(host.view(handle.shape, handle.dtype), non_blocking=True)
                 up.keep(tensor)
             host.copied = up.mark()
@@ -241,6 +254,7 @@ class OffloadedInputs:
 
     def forget(self) -> None:
         """Forget forwards whose backward did not run."""
+        self.offload.release()
         self._forwards.clear()
 
 

@@ -20,9 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ftkit.data.packing import ATTENTION
 from ftkit.hf.models.fake import CudaAttention
-from ftkit.hf.models.varlen import attend
+from ftkit.hf.models.varlen import ATTENTION, attend
 
 REPEATED = "ftkit-sdpa"
 """transformers' sdpa, with grouped keys repeated where PyTorch has no kernel for them."""

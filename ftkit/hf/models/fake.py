@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ftkit.data.packing import ATTENTION
+from ftkit.hf.models.varlen import ATTENTION
 from ftkit.plan.attention import Attention, backward_bytes
 
 

@@ -22,7 +22,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from ftkit.data.rows import doubled_in, object_or_doubled
 from ftkit.errors import UserError
 from ftkit.hf.models.config_names import check_fields, check_file
 
@@ -128,7 +127,7 @@ def check_folder(where: str) -> tuple[str, dict[str, Any]]:
         for a file that cannot be read, of which transformers says more.
 
     Raises:
-        UserError: for numbers that nothing could be made of, a key that is there twice, and for files that are none.
+        UserError: for numbers that nothing could be made of, and for files that are none.
     """
     path = Path(where)
     inside: list[Path] = []
@@ -138,14 +137,11 @@ def check_folder(where: str) -> tuple[str, dict[str, Any]]:
     for each in (path, *inside):
         _refuse_special(each)
     try:
-        fields = json.loads(path.read_bytes(), object_pairs_hook=object_or_doubled)
-        doubled = doubled_in(fields)
+        fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return where, {}
     if not isinstance(fields, dict):
         raise UserError(f"{path}: no model configuration: it holds {str(fields)[:40]}, an object with model_type is needed")
-    if doubled:
-        raise UserError(f"{path}: {doubled}")
     _check_numbers(fields, str(path))
     return str(path), fields
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ftkit.config.engine import EngineSettings
-from ftkit.data.packing import ATTENTION
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.core.partition import Group, partition
 from ftkit.errors import UserError
 from ftkit.hf.models.attention import REPEATED
 from ftkit.hf.models.fake import graph_bytes
+from ftkit.hf.models.varlen import ATTENTION
 from ftkit.plan.attention import Attention
 from ftkit.plan.host_memory import MACHINE, HostMemory
 from ftkit.plan.limits import Limits

@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from ftkit.errors import UserError
 from ftkit.plan.attention import launches
 
+ATTENTION = "ftkit"
+"""Name under which transformers finds the attention that takes boundaries (`ftkit.hf.models.attention`)."""
 Way = Literal["loop", "efficient", "flash"]
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -36,6 +36,7 @@ _ROW_ACTIVATIONS = _ROW.format("llama-W3-stage3-1-free-acc2-2groups-adamw-g=host
 _CORE = "ftkit/engine/core/"
 _TRANSFER = _CORE + "transfer.py"
 _ACTIVATIONS = _CORE + "activation_offload.py"
+_ORIGINALS = "tests/engine/test_activation_offload.py::test_few_originals_are_on_the_device_at_once"
 _UPDATER = "ftkit/engine/optim/updater.py"
 _REDUCTIONS = _CORE + "gradient.py"
 _SAVING = "ftkit/engine/checkpoint/saving.py"
@@ -314,9 +315,30 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: an activation that is freed is overwritten while it leaves",
         _ACTIVATIONS,
-        "            self.streams.down.keep(tensor)\n",
+        "            copied.wait()\n",
         "",
         _ROW_HOST,
+    ),
+    fault(
+        "activations: originals stay on the device as long as the host is ahead",
+        _ACTIVATIONS,
+        "        self.release(LEAVING)\n",
+        "",
+        _ORIGINALS,
+    ),
+    fault(
+        "activations: originals stay on the device through the backward",
+        _ACTIVATIONS,
+        "        self.release()  # so",
+        "        # so",
+        _ORIGINALS,
+    ),
+    fault(
+        "activations: originals of a forward that is forgotten stay on the device",
+        _ACTIVATIONS,
+        "        self.offload.release()\n",
+        "",
+        _ORIGINALS,
     ),
     fault(
         "stream: an activation is used before it has come back",
@@ -328,16 +350,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "stream: an activation comes into memory that is still used",
         _ACTIVATIONS,
-        "            with up.run(begun, host.copied):\n",
-        "            with up.run(host.copied):\n",
-        _ROW_HOST,
-        _LIFE_NOW,
-    ),
-    fault(
-        "stream: an activation is fetched before it has left",
-        _ACTIVATIONS,
-        "            with up.run(begun, host.copied):\n",
         "            with up.run(begun):\n",
+        "            with up.run():\n",
         _ROW_HOST,
         _LIFE_NOW,
     ),
