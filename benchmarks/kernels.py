@@ -194,6 +194,8 @@ def main() -> None:
     console.print(f"{found['device']}: a copy moves {found['copy_bytes_per_s'] / 1e9:.0f} GB/s", highlight=False)
     console.print(table)
     console.print(f"written: {path}")
+    if failed := [name for name, case in found["cases"].items() if not isinstance(case["seconds"]["ftkit"], float)]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

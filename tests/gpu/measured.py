@@ -33,6 +33,8 @@ from ftkit.spec.tiers import DEVICE, NVME
 
 CARD = torch.device("cuda", 0)
 STEPS = 2
+LARGE_BYTES = 24 << 30
+"""Memory of a card that holds a case with its state on the device."""
 Interval = tuple[float, float]
 ON_HOST = 3
 """Index in `GPU_CASES` of the case with parameters, gradients, state and activations on the host."""
@@ -76,7 +78,8 @@ def training(case: Case, device: torch.device, folder: str) -> Training:
 def peak(case: Case, device: torch.device) -> dict[str, Any]:
     """Train some steps; return losses, and bytes on the device: planned, and at their peak allocated, reserved and used.
 
-    What is there before counts as used only. It is the CUDA context, and the workspaces of cuBLAS for both threads.
+    Memory allocated before the model (cuBLAS's workspaces of the main and the backward thread) is part of `reserved` and
+    `used` and not of `allocated`.
     """
     on_card, before = device.type == "cuda", 0
     if on_card:
@@ -92,6 +95,8 @@ def peak(case: Case, device: torch.device) -> dict[str, Any]:
             losses.append([micro_batch() for _ in range(case.accumulation)][-1])
             update()
         units.settle()
+        if not losses[-1] < losses[0]:
+            raise SystemExit(f"{case} does not train: losses {losses}")
         assert units.plan is not None
         shape = replace(units.plan.shape, chunked_loss=usable_loss(units.model) is not None)
         planned = memory(shape, units.plan.strategy, cpu=not on_card).at(DEVICE, "train")
@@ -159,6 +164,9 @@ def main(what: str, file: str, *numbers: str) -> None:
         return
     found = {}
     for case in (GPU_CASES[int(number)] for number in numbers):
+        on_device = "state" not in case.engine
+        if CARD.type == "cuda" and on_device and torch.cuda.get_device_properties(CARD).total_memory < LARGE_BYTES:
+            continue
         if case.engine.get("state") == NVME:  # each micro-batch moves the gradients over the drive
             case = replace(case, accumulation=1)
         found[str(case)] = peak(case, CARD)

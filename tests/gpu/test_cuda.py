@@ -62,8 +62,8 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batches(world: int) -> list[torch.Tensor]:
-    """Return the global batches, (6, 32) tokens each, the same for every world: 6 rows divide by 1, 2 and 3 ranks."""
+def batches() -> list[torch.Tensor]:
+    """Return the global batches, (6, 32) tokens each: 6 rows divide by 1, 2 and 3 ranks."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, 512, (6, 32), generator=generator) for _ in range(STEPS)]
 
@@ -73,7 +73,7 @@ def plain(device: torch.device) -> tuple[list[float], list[float]]:
     network = model().to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.1)
     losses, norms = [], []
-    for rows in batches(1):
+    for rows in batches():
         loss = network(input_ids=rows.to(device), labels=rows.to(device)).loss
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)))
@@ -92,7 +92,7 @@ def sharded(comm: Communicator, settings: dict[str, Any], parts: int = 1) -> tup
     scale = LossScale(2.0**10, dynamic=True) if settings.get("dtype") == "fp16" else None  # no step is skipped
     optimizer = ftkit.ShardedAdamW(units, lr=1e-3, weight_decay=0.1, loss_scale=scale)
     losses, norms = [], []
-    for rows in batches(world):
+    for rows in batches():
         share = len(rows) // world
         own = rows[rank * share : (rank + 1) * share].to(device)
         loss = network(input_ids=own, labels=own).loss
@@ -155,7 +155,7 @@ def answers(rank: int, world: int, port: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = join(rank, world, port, DEVICES)
     device = comm.device
-    prompts = [rows[: 5 + 3 * number].tolist() for number, rows in enumerate(batches(1)[0])]
+    prompts = [rows[: 5 + 3 * number].tolist() for number, rows in enumerate(batches()[0])]
     whole = model().to(device)
     expected, others = {}, {"batch_size": 2, "max_new_tokens": 12, "pad_token_id": 0}
     for temperature in (0.0, 1.0):
@@ -167,7 +167,7 @@ def answers(rank: int, world: int, port: int) -> None:
         optimizer = ftkit.ShardedAdamW(units, lr=0.0)
         for temperature, found in expected.items():
             assert generate_everywhere(network, prompts, temperature=temperature, hold=hold, **others) == found, settings
-            rows = batches(1)[0].to(device)
+            rows = batches()[0].to(device)
             optimizer.scale(network(input_ids=rows, labels=rows).loss).backward()
             assert math.isfinite(optimizer.grad_norm())
             optimizer.step()
@@ -195,7 +195,7 @@ def test_offloaded_state_takes_little_of_the_device() -> None:
     numel = sum(parameter.numel() for parameter in network.parameters())
     units = ftkit.shard(network, {"stage": 3, "dtype": "fp16", **places}, device=device, comm=Communicator(device))
     optimizer = ftkit.ShardedAdamW(units, lr=1e-3)
-    rows = batches(1)[0].to(device)
+    rows = batches()[0].to(device)
     optimizer.scale(network(input_ids=rows, labels=rows).loss).backward()
     optimizer.step()
     units.settle()

@@ -34,8 +34,8 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
 STAGING = 4
 """Host buffers between the device and files."""
 LEAVING = 2
-"""Originals that stay on the device while they are copied to the host. Before another is added, the computing stream waits
-for the oldest copy."""
+"""Originals on the device that are being copied to the host. When one more leaves, the computing stream waits for the oldest
+copy."""
 
 
 class OffloadHandle:
@@ -206,7 +206,7 @@ class ActivationOffload:
 
         The function waits until the tensor is read from its file.
         """
-        self.release()  # so what is issued now comes after all copies to the host
+        self.release()  # what is issued from here on runs after all copies to the host
         place, up = handle.place, self.streams.up
         tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.streams.device)
         file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)
