@@ -65,12 +65,12 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Part:
-    """A process.
+    """A check that runs in a process of its own.
 
     Args:
         name: Name on the command line.
-        arguments: Arguments of the interpreter. `{out}` stands for a folder of its own.
-        needs: Packages without which it is not tried.
+        arguments: Arguments of the interpreter. `{out}` stands for the folder of the part.
+        needs: Packages without which the part is not tried.
     """
 
     name: str
@@ -92,7 +92,7 @@ PARTS = (
     *(Part(f"{group}-{n}", _pytest(f"{FOLLOWS}[{group}-{n}]")) for group in GROUPS for n in WORLDS),
     *(Part(f"answers-{n}", _pytest(f"{ANSWERS}[{n}]"), (*TESTS, "datasets")) for n in WORLDS),
     Part("notebook", _pytest("tests/gpu/test_notebook.py"), (*TESTS, "datasets", "typer", "rich", "jinja2", "tokenizers")),
-    Part("kernels", _pytest("tests/gpu/test_kernels.py"), TESTS),
+    Part("kernels", _pytest("tests/gpu/test_kernels.py")),
     Part("kernel-rates", ("-m", "benchmarks.kernels", "--out", "{out}"), ("torch", "triton", "rich")),
     Part("peaks", (*MEASURED, "peaks", "{out}/peaks.json", "0", "1", "2", "3"), ENGINE),
     Part("peaks-nvme", (*MEASURED, "peaks", "{out}/peaks.json", "4"), ENGINE),
@@ -185,7 +185,7 @@ def page(record: dict[str, Any]) -> str:
     machine, results = record["machine"], [Result(**each) for each in record["parts"]]
     names = ", ".join(card["name"] for card in machine["cards"]) or "no GPU"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "cuda", *SHOWN) if machine.get(name))
-    blocks = ["# What a GPU has confirmed", f"{record['date']}, commit {record['commit']}: {names}. {versions}"]
+    blocks = ["# GPU report", f"{record['date']}, commit {record['commit']}: {names}. {versions}"]
     blocks.append(table(("claim", "of", ""), [(each["claim"], each["where"], each["verdict"]) for each in record["claims"]]))
     rows = []
     for result in results:
@@ -267,7 +267,7 @@ def earlier(out: Path, machine: dict[str, Any]) -> list[Result]:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End as after Ctrl-C, which kills the part that runs."""
+    """Raise SystemExit on a signal, so that `run` kills its process."""
     sys.exit(128 + number)
 
 
@@ -287,7 +287,7 @@ def main() -> int:
     if problem:
         print(f"not tried: {problem}")
         if (out / "gpu.json").exists() and json.loads((out / "gpu.json").read_text())["machine"]["cards"]:
-            print(f"the report of another machine stays: {out / 'gpu.md'}")
+            print(f"the report of a machine with a GPU is kept: {out / 'gpu.md'}")
             return 0
         record = write(out, machine, [Result(part.name, NOT_TRIED, problem) for part in chosen])
     else:

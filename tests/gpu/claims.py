@@ -23,7 +23,7 @@ class Result:
         seconds: Time that it took.
         reason: Why it was not tried, or the end of its output if it failed.
         tests: Outcome of each test: passed, failed, skipped, or error where it did not run.
-        figures: What it measured.
+        figures: Measured values: the content of its JSON file.
     """
 
     part: str
@@ -35,7 +35,7 @@ class Result:
 
 
 Check = Callable[[dict[str, Result], list[dict[str, Any]]], bool | None]
-"""Takes the results by part and the cards. Returns whether a claim holds; None: that was not tried."""
+"""Takes the results by part and the cards. Returns whether the claim holds; None if that was not tried."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Claim:
     """A claim.
 
     Args:
-        text: What is claimed.
-        where: File that claims it, or says that it is not confirmed.
+        text: The claim, in a few words.
+        where: File that makes the claim, or says that it is not confirmed.
         quotation: Words of that file.
-        check: How it is decided. None: this command does not try it.
+        check: Decides the claim. None: `make gpu` cannot.
     """
 
     text: str
@@ -68,7 +68,7 @@ def passed(*parts: str, name: str = "") -> Check:
 
 
 def measured(part: str, holds: Callable[[dict[str, Any]], bool]) -> Check:
-    """Return a check of a part's figures. Those of a part that did not end can refute a claim, but not confirm it."""
+    """Return a check of a part's figures. The figures of a failed part can refute a claim but not confirm it."""
 
     def check(results: dict[str, Result], cards: list[dict[str, Any]]) -> bool | None:
         result = results[part]

@@ -129,7 +129,7 @@ def overlap(case: Case, device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def beside(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return of a profiler's events the seconds of copies between host and device, of kernels, and of both at once."""
+    """Return from a profiler's events: seconds of copies between host and device, of kernels, and of both at once."""
     copies: list[Interval] = []
     kernels: list[Interval] = []
     for event in events:
@@ -142,7 +142,7 @@ def beside(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def united(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the union of intervals, as intervals that do not touch."""
+    """Return the union of intervals as disjoint intervals."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:

@@ -206,7 +206,7 @@ class ActivationOffload:
 
         The function waits until the tensor is read from its file.
         """
-        self.release()  # what is issued from here on runs after all copies to the host
+        self.release()  # work issued from here on runs after all copies to the host
         place, up = handle.place, self.streams.up
         tensor = torch.empty(handle.shape, dtype=handle.dtype, device=self.streams.device)
         file, host = place.file, place if place.file is None else self._staging(tensor.nbytes)

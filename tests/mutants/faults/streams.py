@@ -329,8 +329,8 @@ FAULTS: tuple[Fault, ...] = (
     fault(
         "activations: originals stay on the device through the backward",
         _ACTIVATIONS,
-        "        self.release()  # what",
-        "        # what",
+        "        self.release()  # work",
+        "        # work",
         _ORIGINALS,
     ),
     fault(
