@@ -28,7 +28,7 @@ OTHER_DEVICES = {
     "ftkit/cli/recipe_list.py",
     "ftkit/engine/core/resharded.py",
     "ftkit/engine/memory/affinity.py",
-    "ftkit/hf/models/fake.py",
+    "ftkit/hf/memory/fake.py",
     "ftkit/notebook/worker.py",
     "ftkit/report/compare.py",
     "ftkit/report/page.py",

@@ -103,7 +103,7 @@ class Ftkit:
 
     def export(self, folder: Path) -> None:
         """Write the Hugging Face folder that a run ends with."""
-        from ftkit.hf.weights.saving import save_model
+        from ftkit.hf.save.model import save_model
 
         save_model(self.units, folder, self.optimizer, dtype=torch.bfloat16)
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ftkit.engine.optim.loss_scale import LossScale
     from ftkit.engine.optim.sgd import ShardedSGD
     from ftkit.errors import UserError
+    from ftkit.hf.load.model import load_model, load_weights
     from ftkit.hf.reading import gathered_parameters, root_parameters
+    from ftkit.hf.save.model import save_model
     from ftkit.hf.sharding import shard, units_of
     from ftkit.hf.trainer.accelerator import Accelerator
     from ftkit.hf.trainer.arguments import ArgumentsMixin, TrainingArguments
     from ftkit.hf.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
     from ftkit.hf.trainer.trainer import Trainer, TrainerMixin
-    from ftkit.hf.weights.loading import load_model, load_weights
-    from ftkit.hf.weights.saving import save_model
     from ftkit.spec.strategy import Strategy
     from ftkit.train.data_preview import preview
 
@@ -42,12 +42,12 @@ _HOMES = {
     "UserError": "ftkit.errors",
     "gathered_parameters": "ftkit.hf.reading",
     "load_checkpoint": "ftkit.engine.checkpoint.loading",
-    "load_model": "ftkit.hf.weights.loading",
-    "load_weights": "ftkit.hf.weights.loading",
+    "load_model": "ftkit.hf.load.model",
+    "load_weights": "ftkit.hf.load.model",
     "preview": "ftkit.train.data_preview",
     "root_parameters": "ftkit.hf.reading",
     "save_checkpoint": "ftkit.engine.checkpoint.saving",
-    "save_model": "ftkit.hf.weights.saving",
+    "save_model": "ftkit.hf.save.model",
     "shard": "ftkit.hf.sharding",
     "units_of": "ftkit.hf.sharding",
 }

@@ -87,7 +87,7 @@ def test_the_run_ends_without_the_step(home, worlds):
 
 def test_without_a_policy_it_is_told_and_counted(home, worlds):
     text = text_of(home, "continue", "continue")
-    with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss was not finite at the last step, in 3 of 8"):
+    with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss of the last step is nan"):
         worlds[2].run(spoiled_job, text, {6: math.inf})
     summary = json.loads((home / "continue" / "summary.json").read_text())
     assert summary["problem"].startswith("training failed")
@@ -105,13 +105,15 @@ def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, world
     """Every loss is finite; nothing is written but the reason."""
     train = {"batch_tokens": 192, "max_steps": 1}
     text = text_of(home, "killed", "continue", train=train, optimizer={"lr": 1e39, "schedule": "constant"})
-    with pytest.raises(RankFailure, match=r"training failed: .* is not finite, so that no model is written") as failed:
+    with pytest.raises(RankFailure, match=r"training failed: .* holds .*: such a model is not written") as failed:
         worlds[2].run(job, text)
     assert "Diverged" in str(failed.value)
     assert "names the steps" not in str(failed.value), "there is no such file"
     assert not (home / "killed" / "divergences.jsonl").exists()
-    assert "is not finite" in json.loads((home / "killed" / "summary.json").read_text())["problem"]
-    assert not list((home / "killed").glob("model/*.safetensors"))
+    summary = json.loads((home / "killed" / "summary.json").read_text())
+    assert "is not written" in summary["problem"]
+    assert summary["model_written"] is False
+    assert not (home / "killed" / "model").exists()
 
 
 @pytest.mark.slow
@@ -120,16 +122,6 @@ def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
     text = text_of(home, "held", "continue", train=train, eval=held, optimizer={"lr": 1e30, "schedule": "constant"})
     with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss of the held-out rows at the end is"):
         worlds[2].run(job, text)
-
-
-@pytest.mark.slow
-def test_a_run_of_which_no_step_made_an_update_is_a_failure(home, worlds):
-    """Every loss is finite, and no gradient is, however small fp16's loss scale."""
-    train = {"batch_tokens": 192, "max_steps": 17, "dtype": "fp16"}
-    text = text_of(home, "idle", "continue", train=train)
-    with pytest.raises(RankFailure, match=r"Diverged: training failed: not one of 17 steps made an update: in fp16"):
-        worlds[2].run(spoiled_job, text, dict.fromkeys(range(1, 18), 1e36))
-    assert "not one of 17 steps" in json.loads((home / "idle" / "summary.json").read_text())["problem"]
 
 
 def early_job(*arguments):

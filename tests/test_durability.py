@@ -156,7 +156,7 @@ def failing_job(text: str, folder: str, scratch: str, without: str | None) -> tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", [None, "ftkit.hf.trainer.run_checkpoints.sync_tree"])
+@pytest.mark.parametrize("without", [None, "ftkit.hf.trainer.checkpoints.sync_tree"])
 def test_resume_finds_a_checkpoint_whatever_was_not_synced(without, home, worlds, tmp_path):
     """Where files are not synced before their folder gets its name, this test must say so."""
     out = f"power-{'all' if without is None else 'less'}"

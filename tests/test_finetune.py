@@ -23,7 +23,7 @@ from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
-from ftkit.hf.inference.evaluation import row_statistics
+from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.answers import answers
 from ftkit.train.held_out import HeldOut
@@ -470,7 +470,7 @@ def full_disk_job(text, fails_at):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         move(handle, data, at)
 
-    before = mock.patch("ftkit.hf.trainer.run_checkpoints.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
+    before = mock.patch("ftkit.hf.trainer.checkpoints.checkpoint_bytes", side_effect=[1 << 60, 1, 1])
     within = mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer))
     with before if fails_at == "before" else within:
         return job(text)

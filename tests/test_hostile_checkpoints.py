@@ -20,8 +20,9 @@ from ftkit.engine.checkpoint.manifest import MANIFEST
 from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, read_sealed, write_contents, write_sealed
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
-from ftkit.hf.trainer.run_checkpoints import ENGINE_FOLDER, check_folder
-from ftkit.hf.weights.exporting import export_checkpoint
+from ftkit.hf.save.export import export_checkpoint
+from ftkit.hf.trainer.checkpoints import check_folder
+from ftkit.output.ownership import ENGINE_FOLDER
 from ftkit.train.resume import check_noted, first_whole
 from tests.hostile import DAMAGE, opens_only
 from tests.jobs import job, losses, recipe, resumed_job

@@ -28,7 +28,7 @@ from ftkit.engine.checkpoint import saving
 from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.updater import Updater
-from ftkit.hf.trainer import run_checkpoints, trainer
+from ftkit.hf.trainer import checkpoints, trainer
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.progress import EndOnRequest
 from ftkit.train.recipe_trainer import RecipeTrainer
@@ -45,9 +45,9 @@ IN_SAVES: dict[str, tuple[Any, str]] = {
     "the manifest": (saving, "write_sealed"),
     "random numbers": (trainer.Trainer, "_save_rng_state"),
     "a save is looked after": (saving.Saving, "poll"),
-    "the contents": (run_checkpoints, "write_contents"),
-    "the checkpoint is synced": (run_checkpoints, "sync_tree"),
-    "its name is synced": (run_checkpoints, "sync_folder"),
+    "the contents": (checkpoints, "write_contents"),
+    "the checkpoint is synced": (checkpoints, "sync_tree"),
+    "its name is synced": (checkpoints, "sync_folder"),
     "older ones are removed": (RecipeTrainer, "retire_checkpoints"),
     "a file is removed": (os, "unlink"),
 }

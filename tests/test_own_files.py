@@ -8,9 +8,9 @@ import pytest
 
 from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
-from ftkit.engine.checkpoint.sealed import check_contents, rewrite_contents, write_contents, write_sealed
+from ftkit.engine.checkpoint.sealed import write_sealed
 from ftkit.errors import UserError
-from ftkit.hf.trainer.run_checkpoints import publish
+from ftkit.hf.trainer.checkpoints import publish
 from ftkit.output.ownership import is_ours
 from ftkit.output.run_folder import RunFolder, write, write_json
 from ftkit.report.page import page
@@ -56,17 +56,6 @@ def refusal(capsys, *arguments):
     return " ".join(text.split())
 
 
-def test_a_list_is_updated_after_a_listed_file_was_changed_or_removed(tmp_path):
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text("{}")
-    write_contents(tmp_path)
-    (tmp_path / "a.json").write_text("[]")
-    (tmp_path / "b.json").unlink()
-    (tmp_path / "new.json").write_text("of a callback")
-    rewrite_contents(tmp_path)
-    assert check_contents(tmp_path) == ["a.json"]
-
-
 def test_a_link_beside_a_page_is_not_written_through(tmp_path):
     mine, target = tmp_path / "mine", tmp_path / "page.html"
     mine.write_text("mine")
@@ -98,7 +87,7 @@ def test_a_refused_export_leaves_nothing(capsys, saved, tmp_path, monkeypatch, f
         (out / "config.json").write_text("mine")
     elif fault == "a full disk":
         full = OSError(28, "No space left on device")
-        monkeypatch.setattr("ftkit.hf.weights.exporting.create_file", lambda *_: (_ for _ in ()).throw(full))
+        monkeypatch.setattr("ftkit.hf.save.export.create_file", lambda *_: (_ for _ in ()).throw(full))
     else:
         source = shutil.copytree(source, tmp_path / "damaged")
         (source / "config.json").write_text("{}")

@@ -11,6 +11,6 @@
     squared_norm            of a gradient, with the check for non-finite values
 
 They know torch and Triton only, multiply no matrices themselves, and are plain PyTorch where there is no GPU.
-ftkit.hf.models.fusing exchanges a model's modules for them, ftkit.hf.models.head its loss, and
-ftkit.hf.models.shard_kernels the loops of the optimizer.
+ftkit.hf.kernels.fuse replaces a model's modules by them, ftkit.hf.kernels.head its loss, and ftkit.hf.kernels.flat the loops
+of the optimizer.
 """

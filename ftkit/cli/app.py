@@ -24,7 +24,6 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,6 @@ import typer
 from rich.console import Console
 
 from ftkit.cli.recipe_list import planned_of, show_recipes
-from ftkit.config.environment import check_names
 from ftkit.config.recipe import Recipe, find, load, packaged, text_of
 from ftkit.config.wording import counted
 from ftkit.errors import UNEXPECTED, EndedEarly, UserError
@@ -312,11 +310,13 @@ def export(
     dtype: Annotated[str | None, typer.Option(metavar="fp32|bf16|fp16", help="Default: as before training.")] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 4.66,
     task: Annotated[str, typer.Option(metavar="causal-lm|seq2seq", help="What the model is for.")] = "causal-lm",
-    merge_adapter: Annotated[bool, typer.Option("--merge-adapter", help="Add an adapter to its base.")] = False,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Merge an adapter into its base. Needs host memory for the whole model.")
+    ] = False,
     base: Annotated[str | None, typer.Option(metavar="PATH|ID", help="Of an adapter; default: what it names.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code from the checkpoint or base folder.")] = False,
 ) -> None:
-    """Write the model of a checkpoint as a Hugging Face folder, without loading it."""
+    """Write the model of a checkpoint as a Hugging Face folder. Without --merge-adapter, no model is loaded."""
     if dtype not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"--dtype: {dtype} is unknown; fp32, bf16 and fp16 are known")
     if base is not None and not merge_adapter:
@@ -325,20 +325,20 @@ def export(
         raise UserError(f"--max-shard-gib: found {max_shard_gib}, needs a number of GiB")
     from rich.progress import Progress
 
-    from ftkit.hf.weights import exporting, merging  # here, see the top of this file
+    from ftkit.hf.save.export import export_checkpoint  # here, see the top of this file
+    from ftkit.hf.save.merge import merge_adapter as merge
 
-    write = partial(merging.merge_adapter, base=base) if merge_adapter else exporting.export_checkpoint
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task_id = bar.add_task(f"writing {out}")
-        numel = write(
-            checkpoint,
-            out,
-            dtype=dtype,
-            shard_bytes=int(max_shard_gib * 2**30),
-            task=task,
-            trust_remote_code=trust_remote_code,
-            progress=lambda done, total: bar.update(task_id, completed=done, total=total),
-        )
+    shard_bytes = int(max_shard_gib * 2**30)
+    options: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "task": task}
+    options["trust_remote_code"] = trust_remote_code
+    if merge_adapter:
+        numel = merge(checkpoint, out, base=base, **options)
+    else:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task_id = bar.add_task(f"writing {out}")
+            numel = export_checkpoint(
+                checkpoint, out, progress=lambda done, total: bar.update(task_id, completed=done, total=total), **options
+            )
     _say(f"{out}: {numel:,} parameters")
 
 
@@ -490,7 +490,6 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text, nor need a terminal take all
     try:
-        check_names(os.environ)
         app(arguments, prog_name="ftkit")
     except UserError as error:
         _leave(str(error), error.exit_code)

@@ -31,8 +31,8 @@ from ftkit.config.recipe import Recipe
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.model import ShardedModel
 from ftkit.errors import UserError
-from ftkit.hf.models.adapting import with_adapter
-from ftkit.hf.models.tasks import TASKS
+from ftkit.hf.adapters import add_adapter
+from ftkit.hf.load.tasks import TASKS
 from ftkit.hf.sharding import units_of
 from ftkit.launch.local import Stop
 from ftkit.output.run_folder import RunFolder
@@ -110,7 +110,7 @@ class Doom(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the checkpoint together, then die."""
         if state.global_step + 1 == self.step:
-            self.trainer.finish_save()
+            self.trainer.checkpoints.finish()
             if args.process_index == args.world_size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -199,7 +199,7 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
         model = family.from_config(build_model(recipe).config, dtype=torch.float32)
     adapter = lora_config(recipe.adapter, recipe.task)
     if adapter is not None:
-        model = with_adapter(model, adapter)
+        model = add_adapter(model, adapter)
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in first.items():

@@ -1,1 +1,1 @@
-"""What a user writes, read and checked: recipes, YAML with line numbers, environment variables. It knows no torch."""
+"""What a user writes, read and checked: recipes, YAML with line numbers. It knows no torch."""

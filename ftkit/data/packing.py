@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
-from ftkit.hf.models.head import usable_loss
-from ftkit.hf.models.varlen import ATTENTION
+from ftkit.hf.kernels.head import usable_loss
+from ftkit.hf.kernels.varlen import ATTENTION
 
 PACKED_COLUMNS = datasets.Features(
     {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels", "position_ids")}

@@ -327,7 +327,7 @@ def _specialise_entries(units: ShardedModel, entries: Sequence[nn.Module]) -> No
             members["_ddp_params_and_buffers_to_ignore"] = property(_refuse_ddp)
             members["no_sync"] = lambda self: nullcontext()  # a sum of reduced micro-batches is the same
         _specialise(entry, units, **members)
-    units.model.register_state_dict_pre_hook(lambda *_: units.be_current())
+        entry.register_state_dict_pre_hook(lambda *_: units.be_current())  # `save_pretrained` of a backbone calls it, too
 
 
 def _running(units: ShardedModel, own: Callable[..., Any], *, nested: bool) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Reading the weights of a sharded model: what a callback, a penalty or a loss of the user's calls."""
+"""Reading the weights of a sharded model: for a user's callback, penalty or loss."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def gathered_parameters(model: nn.Module) -> Iterator[None]:
     """Give every parameter of a sharded model its value in the body, without gradients: for norms, averages, copies.
 
     A collective: all ranks enter and leave it, also those that do nothing with the values (a callback that writes on rank 0
-    tests for rank 0 inside). Edits are not taken over.
+    tests for rank 0 inside). The shards do not receive edits.
 
     Args:
-        model: a model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
+        model: A model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
 
     Raises:
-        UserError: if the model is not sharded; at the end, if a value was edited.
+        UserError: The model is not sharded; at the end, a value was edited.
 
-    Cost: the bytes of all weights in the compute dtype on every rank's device; an all-gather of each flat parameter.
+    Cost: the bytes of all weights in the compute dtype on every rank's device; one all-gather per flat parameter.
     """
     with gathered(_units(model)):
         yield
@@ -42,12 +42,12 @@ def root_parameters(model: nn.Module) -> Iterator[None]:
     same reads.
 
     Args:
-        model: a model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
+        model: A model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
 
     Raises:
-        UserError: if the model is not sharded.
+        UserError: The model is not sharded.
 
-    Cost: the bytes of the parameter on every rank, and an all-gather, a read; a reduce-scatter in backward.
+    Cost: per read, the bytes of the parameter on every rank and one all-gather; one reduce-scatter in backward.
     """
     with _units(model).read_by_all():
         yield
@@ -55,7 +55,7 @@ def root_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def read_by_all(owner: Any) -> Iterator[None]:
-    """Let root parameters of the sharded models that are attributes of `owner` (a model, a teacher) have their values."""
+    """Give root parameters their values in the body, for each sharded model that is an attribute of `owner`."""
     with ExitStack() as stack:
         for model in {id(value): value for value in vars(owner).values() if isinstance(value, nn.Module)}.values():
             units = units_of(model)

@@ -257,6 +257,7 @@ class Ranks:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        **generation: Any,
     ) -> list[str]:
         """Answer prompts with the model on the ranks.
 
@@ -266,6 +267,7 @@ class Ranks:
             temperature: Temperature of drawing; 0 takes the likeliest token each time.
             top_p: Draw from the likeliest tokens that together have this probability.
             seed: Seed of drawing.
+            generation: Further settings of transformers' `GenerationConfig`, such as top_k or num_beams.
 
         Returns:
             An answer a prompt.
@@ -273,7 +275,7 @@ class Ranks:
         Raises:
             Refused: There is no model yet. RankFailed: A rank was lost or raised.
         """
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, **generation}
         asked = [prompts] if isinstance(prompts, str) else [_plain_prompt(each) for each in prompts]
         return self._ask("generate", None, AT_THE_END, prompts=asked, options=options)
 

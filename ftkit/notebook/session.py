@@ -19,10 +19,10 @@ import torch
 from ftkit.config.recipe import Recipe
 from ftkit.data.prepared import prepare
 from ftkit.errors import UserError
-from ftkit.hf.inference.evaluation import evaluate
-from ftkit.hf.inference.generation import generate
+from ftkit.hf.generate.evaluation import evaluate
+from ftkit.hf.generate.generation import generate
+from ftkit.hf.save.model import save_model
 from ftkit.hf.sharding import units_of
-from ftkit.hf.weights.saving import save_model
 from ftkit.launch.local import Stop
 from ftkit.notebook.cell import bundle, run_cell, shown
 from ftkit.notebook.output import Tell
@@ -93,11 +93,7 @@ class Session:
 
     def generate(self, prompts: list[Any], options: dict[str, Any]) -> list[str]:
         """Answer prompts with the model that is there."""
-        model, job = self._model("generate"), self.job
-        limits = None
-        if job is not None and job.plan is not None and job.trainer.model is model:
-            limits = job.plan.limits
-        return generate(model, self._tokenizer(), prompts, limits=limits, **options)
+        return generate(self._model("generate"), self._tokenizer(), prompts, **options)
 
     def evaluate(self, path: str | None) -> dict[str, Any]:
         """Return loss, perplexity and label tokens of rows of a file, or of those that the run holds out."""

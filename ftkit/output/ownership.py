@@ -100,12 +100,6 @@ def is_our_checkpoint(path: Path) -> bool:
     return (path / ENGINE_FOLDER).is_dir() or listed or _holds_nothing(path)
 
 
-def is_rotated(path: Path) -> bool:
-    """Return whether a Trainer may remove a folder as a checkpoint that is one too many: `checkpoint-N`, ours or stock's."""
-    named = re.fullmatch(r"checkpoint-\d+", path.name) is not None
-    return named and (is_our_checkpoint(path) or (path / "trainer_state.json").is_file())
-
-
 def strangers_in_checkpoint(path: Path) -> list[Path]:
     """Return the files of a folder checkpoint-N, ours or the stock Trainer's, that are a user's.
 

@@ -75,7 +75,7 @@ class Shape:
         fresh: weights are initialised, not read: their exact values are kept until the first step.
         peft: whether adapters are saved, not the whole model.
         checkpoints: number of checkpoints kept on disk beside the one being written; None: none are saved.
-        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/models/head.py).
+        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/kernels/head.py).
         attention: attention of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
         packed: rows hold several samples, whose boundaries attention gets.
         rule: the update rule, which says how much state an element has.

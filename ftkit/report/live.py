@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from ftkit.engine.trace import Span, Trace
-from ftkit.hf.models.sharded_model import ShardedTransformer
+from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader

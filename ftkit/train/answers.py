@@ -1,7 +1,7 @@
 """Answers to prompts: from a base model, a fine-tuned folder or an adapter folder.
 
 A tokenizer with a chat template gets the prompt as a user's turn, another one as plain text: the tokens are those that
-stood before an answer in training (`ftkit.hf.inference.generation`). An adapter folder names its base model, which is
+stood before an answer in training (`ftkit.hf.generate.generation`). An adapter folder names its base model, which is
 loaded beneath it. One process loads the model whole on one device; several ranks shard it, and no rank loads more than
 its share.
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -27,12 +28,10 @@ from ftkit.config.values import looks_like_a_path
 from ftkit.engine.checkpoint.sealed import CONTENTS
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
 from ftkit.errors import UserError
-from ftkit.hf.inference.generation import generate
-from ftkit.hf.models.adapting import with_trained_adapter
-from ftkit.hf.models.config_names import check_generation, check_tokenizer_fields
-from ftkit.hf.models.model_config import check_folder, check_layers, read_config, reading
+from ftkit.hf.generate.generation import generate
+from ftkit.hf.load.config import read_config, reading
+from ftkit.hf.load.model import load_model
 from ftkit.hf.sharding import shard
-from ftkit.hf.weights.loading import load_model
 from ftkit.launch.local import Stop
 
 NEEDED = "needed: a model folder with config.json and safetensors, an adapter folder, or a hub id"
@@ -44,7 +43,7 @@ def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tu
     Args:
         folder: A model folder, an adapter folder, or a hub id.
         prompts: Questions, each a user's turn.
-        settings: Keyword arguments of `ftkit.hf.inference.generation.generate`.
+        settings: Keyword arguments of `ftkit.hf.generate.generation.generate`.
 
     Raises:
         UserError: The folder is no model, or its tokenizer refuses the prompt.
@@ -60,7 +59,7 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
         stop: Says which rank this is.
         folder: A model folder or a hub id.
         prompts: Questions, each a user's turn.
-        settings: Keyword arguments of `ftkit.hf.inference.generation.generate`.
+        settings: Keyword arguments of `ftkit.hf.generate.generation.generate`.
 
     Raises:
         UserError: See `answers`; or the folder is an adapter.
@@ -80,7 +79,6 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
     model = load_model(folder, task="seq2seq" if config.is_encoder_decoder else "causal-lm")
     with reading(folder, "cannot be loaded", advice=NEEDED):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    check_tokenizer_fields(folder)
     model.requires_grad_(False)  # then there is neither gradient nor state to shard
     old = cuda and torch.cuda.get_device_capability()[0] < 8 and model.dtype == torch.bfloat16
     shard(
@@ -110,20 +108,16 @@ def load(folder: str) -> tuple[Any, Any]:
         logging.disable_progress_bar()  # a bar in a log file is a line a tick
     device = "cuda" if torch.cuda.is_available() else "cpu"
     told = f"{base} (the base model of {folder})" if adapter else base
-    file, fields = check_folder(base)
-    with reading(file if fields else told, "cannot be loaded", fields, NEEDED):
+    with reading(told, "cannot be loaded", NEEDED):
         # Said, not left out: where it is left out, transformers asks on stdin whether to run the folder's code.
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        check_layers(config, file)
-        check_generation(base)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model: Any = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
     with reading(folder if adapter else base, "cannot be loaded", advice=NEEDED):
         if adapter:
-            model = with_trained_adapter(model, folder)
+            model = PeftModel.from_pretrained(model, folder)
         named = folder if _has_tokenizer(folder) else base
         tokenizer = AutoTokenizer.from_pretrained(named, trust_remote_code=False)
-    check_tokenizer_fields(named)
     return model.to(device).eval(), tokenizer
 
 

@@ -33,7 +33,7 @@ from ftkit.data.rows import Source
 from ftkit.data.samples import IGNORED_LABEL, Tokenise
 from ftkit.data.shown import Sample, Shown, row_at, sample_of, sequence_of
 from ftkit.errors import UserError
-from ftkit.hf.weights.loading import generation_config
+from ftkit.hf.load.model import generation_config
 from ftkit.report import data_page, data_screen
 from ftkit.train.run_rows import Rows, load_tokenizer, prepare_rows
 

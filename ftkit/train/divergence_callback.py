@@ -21,7 +21,6 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from ftkit.errors import Diverged, UserError
-from ftkit.hf.weights.nonfinite import Before, verdict
 from ftkit.output.run_folder import RunFolder, append_line, step_of
 from ftkit.report.text import literal
 from ftkit.train.divergence import MOST_ROLLBACKS, Action, Divergence
@@ -54,14 +53,12 @@ class DivergenceWatch(TrainerCallback):
         self.good_since = False  # whether a step was good since then
         self.unsuitable: set[Path] = set()
         self.rollbacks = 0
-        self.before = Before()  # the steps that this process went on from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the divergences of an earlier run; leave out what an earlier process of this one left out."""
         self.ended_by = None
         if self.rollbacks:
             return
-        self.before = self.trainer.loss_record.before
         if state.global_step == 0 and state.is_world_process_zero:
             self.folder.divergences.unlink(missing_ok=True)
         told = self.trainer.engine.comm.same(sorted(left_out_after(self.folder.divergences, state.global_step)))
@@ -98,11 +95,10 @@ class DivergenceWatch(TrainerCallback):
         """Evaluate nothing after a step that ended the loop."""
         return self.on_step_end(args, state, control, **kwargs)
 
-    def failure(self, first: int, last: int) -> str | None:
-        """Return what is wrong with how the steps up to `last` ended, of which this process made those after `first`."""
-        broken = {event.step for event in self.found if not math.isfinite(event.loss) and first < event.step <= last}
-        before = self.before
-        return verdict(before.broken + len(broken), before.steps + last - first, last=last in broken)
+    def broken_loss(self, step: int) -> float | None:
+        """Return the loss of a step of this process, if it was not finite."""
+        losses = (event.loss for event in self.found if event.step == step and not math.isfinite(event.loss))
+        return next(losses, None)
 
     def way_back(self) -> str:
         """Return the checkpoint to go on from after a rollback, its samples left out until the step that diverged.

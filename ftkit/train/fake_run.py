@@ -48,11 +48,12 @@ from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.errors import UserError
-from ftkit.hf.models.attention import use_packed_attention
-from ftkit.hf.models.fake import CudaAttentionBackward, batch, nothing_behind
-from ftkit.hf.models.head import attach_head_loss, only_loss
-from ftkit.hf.models.shapes import own_dtype
-from ftkit.hf.sharding import find_blocks, shard_as
+from ftkit.hf.blocks import find_blocks
+from ftkit.hf.dtypes import own_dtype
+from ftkit.hf.kernels.attention import use_packed_attention
+from ftkit.hf.kernels.head import attach_head_loss, only_loss
+from ftkit.hf.memory.fake import CudaAttentionBackward, batch, nothing_behind
+from ftkit.hf.sharding import shard_as
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB
 from ftkit.spec.tiers import DEVICE, HOST

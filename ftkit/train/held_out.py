@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ftkit.hf.inference.evaluation import Evaluation
+from ftkit.hf.generate.evaluation import Evaluation
 from ftkit.output.run_folder import write_json
 
 

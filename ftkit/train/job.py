@@ -32,16 +32,15 @@ from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
 from ftkit.data.faults import stops_of
 from ftkit.data.prepared import Collator, check_isolation
+from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
-from ftkit.hf.inference.generation import generate
-from ftkit.hf.models.attention import use_packed_attention
-from ftkit.hf.models.shapes import common_limits
-from ftkit.hf.weights.nonfinite import made_no_update, weights_not_finite
+from ftkit.hf.generate.generation import generate
+from ftkit.hf.kernels.attention import use_packed_attention
+from ftkit.hf.memory.shape import common_limits
 from ftkit.launch.local import Stop
 from ftkit.output.run_folder import RunFolder, step_of, write_json
 from ftkit.plan.choice import Plan
-from ftkit.plan.limits import Limits
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
@@ -193,7 +192,7 @@ class Job:
         self._say_notices()
         if trainer.is_world_process_zero():
             folder.write_recipe(recipe.dump())
-        shown = ShowAnswers(self.asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0, plan.limits)
+        shown = ShowAnswers(self.asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         memory.attach(trainer)
         first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
         first += [shown] if self.asked and self.checkpoint is None else []
@@ -257,7 +256,7 @@ class Job:
 
     def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
         """Return what is left of a run that was asked to end after `step`."""
-        problem = self.trainer.save_problem
+        problem = self.trainer.checkpoints.problem
         report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
         if problem is not None:
             return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
@@ -277,22 +276,16 @@ class Job:
         if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
             trainer.retire_checkpoints(done[-1])
         problem = self._judged(watch)
-        broken = weights_not_finite(trainer.units, trainer.sharded_optimizer)
-        if broken:
-            problem = f"{problem or 'training failed'}: {broken[0]} is not finite, so that no model is written"
-        else:
-            if trainer.is_world_process_zero():
-                folder.list_model(whole=False)
-            trainer.save_model(str(folder.model))
-            if trainer.is_world_process_zero():
-                folder.list_model(whole=True)
+        refused = self._write_model()
+        if refused is not None:
+            problem = f"{problem or 'training failed'}: {refused}"
         after = [""] * len(self.asked)
-        if self.asked and not broken:
+        if self.asked and refused is None:
             try:
                 after = shown.answers(trainer.model)
             except UserError as error:  # of weights that 16 bits do not hold: the run has a model and a summary all the same
                 problem = problem or f"the questions of show could not be answered: {error}"
-        summary = self._summary(plan, seconds) | {"problem": problem, "model_written": not broken}
+        summary = self._summary(plan, seconds) | {"problem": problem, "model_written": refused is None}
         if trainer.is_world_process_zero():
             write_json(folder.summary, {**summary, "answers": shown.records(after)})
             report.end()
@@ -303,16 +296,33 @@ class Job:
         return summary
 
     def _judged(self, watch: DivergenceWatch) -> str | None:
-        """Return what is wrong with how the steps ended, the held-out rows' loss among it; None if nothing is."""
-        trainer, rows, before = self.trainer, self.rows, self.before
-        assert rows is not None
-        held_out = trainer.evaluate()["eval_loss"] if rows.held_out is not None else 0.0
-        first_step, last_step = before.global_step if before else 0, trainer.state.global_step
-        problem = watch.failure(first_step, last_step) if last_step > first_step else trainer.failure()
-        problem = problem or made_no_update(trainer.sharded_optimizer, last_step - first_step)
-        if problem is None and not math.isfinite(held_out):
-            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
-        return problem
+        """Return the problem if the loss of the last step, or of the held-out rows at the end, is not finite."""
+        assert self.rows is not None
+        held_out = self.trainer.evaluate()["eval_loss"] if self.rows.held_out is not None else 0.0
+        if (last := watch.broken_loss(self.trainer.state.global_step)) is not None:
+            return f"training failed: the loss of the last step is {last}"
+        if not math.isfinite(held_out):
+            return f"training failed: the loss of the held-out rows at the end is {held_out}"
+        return None
+
+    def _write_model(self) -> str | None:
+        """Write the model. If its weights are not finite, write none and return the reason. A collective."""
+        trainer, folder = self.trainer, self.folder
+        if trainer.is_world_process_zero():
+            folder.list_model(whole=False)
+        refused = None
+        try:
+            trainer.save_model(str(folder.model))
+        except UserError as error:
+            # The rank that met such a weight has the class of the error, others only its text.
+            if not trainer.any_rank(isinstance(error, NotFinite)):
+                raise
+            refused = str(error)
+        if trainer.is_world_process_zero():
+            folder.list_model(whole=True)
+            if refused is not None and not any(folder.model.iterdir()):
+                folder.model.rmdir()
+        return refused
 
     def _summary(self, plan: Plan, seconds: float) -> dict[str, Any]:
         dtype = compute_dtype(self.recipe.train.dtype)
@@ -413,7 +423,7 @@ def add_callbacks(
     bar: Bar,
 ) -> EndOnRequest:
     """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
-    end = EndOnRequest(end_asked, trainer.any_rank, trainer.finish_save)
+    end = EndOnRequest(end_asked, trainer.any_rank, trainer.checkpoints.finish)
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
     log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
@@ -442,14 +452,12 @@ class ShowAnswers(TrainerCallback):
         asked: The questions.
         tokenizer: The model's tokenizer.
         max_new_tokens: Most tokens of an answer.
-        limits: Memory granted to the run.
         before: The answers of the model as it came; filled when training begins.
     """
 
     asked: list[Question]
     tokenizer: Any
     max_new_tokens: int
-    limits: Limits | None = None
     before: list[str] = field(default_factory=list)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -463,8 +471,7 @@ class ShowAnswers(TrainerCallback):
             self.tokenizer,
             [each.turns for each in self.asked],
             max_new_tokens=self.max_new_tokens,
-            glue=[each.glue for each in self.asked],
-            limits=self.limits,
+            separator=[each.glue for each in self.asked],
         )
 
     def known(self) -> list[dict[str, str]]:

@@ -120,7 +120,7 @@ class MemoryStop(TrainerCallback):
             write_json(self.folder.guard, told)
         trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
         trainer.end()
-        self.leave(MemoryShort(text_of(told), resumable=trainer.save_problem is None))
+        self.leave(MemoryShort(text_of(told), resumable=trainer.checkpoints.problem is None))
 
     def end_at_once(self, alarm: Alarm) -> None:
         """Write the report with what is known here, and leave; in the guard's thread."""

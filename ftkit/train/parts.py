@@ -20,8 +20,8 @@ from ftkit.config.recipe import Recipe, split_batch
 from ftkit.data.rendering import Rendering
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
-from ftkit.hf.inference.generation import base_of, prompt_ids, unanswerable
-from ftkit.hf.models.dtypes import check_dtype
+from ftkit.hf.dtypes import check_dtype
+from ftkit.hf.generate.generation import base_of, prompt_ids, unanswerable
 from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
@@ -86,7 +86,7 @@ def build_model(recipe: Recipe) -> Any:
     An adapter is drawn with the recipe's seed, the same on all ranks.
 
     Raises:
-        UserError: See `ftkit.hf.weights.loading.load_model`.
+        UserError: See `ftkit.hf.load.model.load_model`.
     """
     torch.manual_seed(recipe.train.seed)
     return build(recipe, recipe.model.name, recipe.model.config)
@@ -148,8 +148,8 @@ def check_questions(recipe: Recipe, model: Any, tokenizer: Any, asked: list[Ques
         return
     base = base_of(model)
     seq2seq = base.config.is_encoder_decoder
-    ids = [prompt_ids(tokenizer, each.turns, seq2seq=seq2seq, glue=each.glue) for each in asked]
-    problem = unanswerable(base, ids, range(len(ids)), recipe.show.max_new_tokens)
+    ids = [prompt_ids(tokenizer, each.turns, seq2seq=seq2seq, separator=each.glue) for each in asked]
+    problem = unanswerable(base, ids, recipe.show.max_new_tokens)
     if problem is not None:
         raise UserError(f"show: {problem}")
 

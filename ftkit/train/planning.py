@@ -20,13 +20,14 @@ from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
-from ftkit.hf.models.attention import use_packed_attention
-from ftkit.hf.models.fusing import unusable
-from ftkit.hf.models.head import HeadLoss, proven_head_loss
-from ftkit.hf.models.model_config import read_config
-from ftkit.hf.models.shapes import disk_free, limits_here
-from ftkit.hf.sharding import divisible, find_blocks, model_shape
-from ftkit.hf.weights.loading import load_model
+from ftkit.hf.blocks import divisible, find_blocks
+from ftkit.hf.kernels.attention import use_packed_attention
+from ftkit.hf.kernels.fuse import unusable
+from ftkit.hf.kernels.head import HeadLoss, proven_head_loss
+from ftkit.hf.load.config import read_config
+from ftkit.hf.load.model import load_model
+from ftkit.hf.memory.shape import disk_free, limits_here
+from ftkit.hf.sharding import model_shape
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.architectures import architectures
 from ftkit.plan.choice import Asked, Plan
@@ -122,10 +123,9 @@ def epoch_of(recipe: Recipe, plan: Plan) -> Epoch | None:
     return Epoch(tokens, tokens / plan.speed.tokens_per_s)
 
 
-def disk_room(recipe: Recipe) -> int | None:
+def disk_room(recipe: Recipe) -> int:
     """Return the bytes of disk for a run's checkpoints and model: what is free, and what they take already."""
-    free = disk_free(recipe.output.dir)
-    return None if free is None else free + RunFolder(Path(recipe.output.dir)).held_bytes()
+    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).held_bytes()
 
 
 def ask_model(
@@ -149,22 +149,18 @@ def ask_model(
     sequence_tokens = recipe.data.sequence_tokens
     named: Any = dtype or strategy.dtype
     computes = DTYPES[named]
-    shape = model_shape(
-        model,
-        find_blocks(model),
-        ranks,
-        computes,
-        sequence_tokens,
-        cpu=limits.cpu,
+    shape = replace(
+        model_shape(model, find_blocks(model), ranks, computes, sequence_tokens, cpu=limits.cpu),
+        fresh=recipe.model.name is None,
         chunked_loss=_makes_loss_by_chunks(recipe, model, computes),
         checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
+        rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum),
     )
-    shape = replace(shape, rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum))
     wanted = replace(strategy, dtype=named, micro_batch=micro_batch if chosen else AUTO, accumulation=AUTO)
     if strategy.accumulate_in == AUTO and not divisible(find_blocks(model)):
         wanted = replace(wanted, accumulate_in=STEP)
     return Asked(
-        replace(shape, fresh=recipe.model.name is None),
+        shape,
         limits,
         wanted,
         sequences=micro_batch * accumulation,
@@ -253,7 +249,7 @@ def build(recipe: Recipe, name: str | None, config: Any) -> Any:
         config: the configuration, where it is not the folder's.
 
     Raises:
-        UserError: See `ftkit.hf.weights.loading.load_model`.
+        UserError: See `ftkit.hf.load.model.load_model`.
     """
     try:
         return load_model(

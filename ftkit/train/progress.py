@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from ftkit.engine.comm.shared_memory import of_other_ranks
-from ftkit.hf.models.fp32_search import widens_inputs
+from ftkit.hf.fp16.search import widens_inputs
 from ftkit.hf.sharding import units_of
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.plan.choice import Plan
@@ -170,7 +170,7 @@ class TellFused(TrainerCallback):
             return
         self.told = True
         where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
-        self.console.print(literal(f"fused{where}: {units.fused.told()}"))
+        self.console.print(literal(f"fused{where}: {units.fused.summary()}"))
 
 
 class LookAtFp16(TrainerCallback):
@@ -186,7 +186,7 @@ class LookAtFp16(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look; refuse where what must be fp32 does not fit."""
-        self.trainer.look_for_fp32_modules(self.trainer.first_batches())
+        self.trainer.overflow_scan.look(self.trainer.first_batches())
         if widens_inputs(self.trainer.units):
             self.plan.check_wide_inputs()
 

@@ -28,10 +28,10 @@ from ftkit.data.batches import Collator
 from ftkit.data.packing import leaks, refuse_leak
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
-from ftkit.hf.inference.evaluation import row_statistics
-from ftkit.hf.models.attention import is_packed
-from ftkit.hf.models.fp32_search import BATCHES
-from ftkit.hf.models.head import usable_loss
+from ftkit.hf.fp16.search import BATCHES
+from ftkit.hf.generate.evaluation import row_statistics
+from ftkit.hf.kernels.attention import is_packed
+from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.ownership import strangers_in_checkpoint
 from ftkit.output.replacing import remove_unfinished, set_aside
@@ -197,9 +197,6 @@ class RecipeTrainer(Trainer):
             own = leaks(self.model, self._prepare_inputs(inputs))
             shares = self.all_ranks(own) if self.engine_is_on else [own]
             refuse_leak(self.model, max((share for share in shares if share is not None), default=0.0))
-
-    def take_failure(self, problem: str) -> None:
-        """Leave it to the run, which writes its summary first."""
 
     def step_loss(self) -> float:
         """Return the loss of the step whose backward is done, the mean over ranks. A collective, once a step."""

@@ -19,8 +19,7 @@ from ftkit.data.batches import StepOrder
 from ftkit.data.columns import refuse_marks, refuse_unmatched
 from ftkit.data.faults import Fault
 from ftkit.data.prepared import Prepared, prepare, prepare_section, split
-from ftkit.hf.models.config_names import check_special_tokens, check_template_files, check_tokenizer_fields
-from ftkit.hf.models.model_config import check_folder, read_config, reading
+from ftkit.hf.load.config import reading
 
 
 @dataclass(frozen=True)
@@ -77,24 +76,13 @@ def load_tokenizer(model: Model) -> Any:
     """Load the tokenizer of a recipe.
 
     Raises:
-        UserError: There is none of that name, it would need its own code, or it names a token that it does not have.
+        UserError: There is no tokenizer of that name, or it needs its own code.
     """
     name = model.tokenizer_name
     revision = model.revision if model.tokenizer is None else None
-    _, fields = check_folder(name)
     needed = "needed: a folder with tokenizer.json, or a hub id; set model.name or model.tokenizer"
     with reading(name, "no tokenizer could be loaded from it", advice=needed):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
-        except Exception:
-            if fields:  # transformers reads it for the tokenizer's class: what is wrong with it is no tokenizer's fault
-                read_config(name, None, trust_remote_code=model.trust_remote_code)
-            raise
-    check_tokenizer_fields(name)
-    check_special_tokens(tokenizer, name)
-    if not tokenizer.chat_template:
-        check_template_files(name)
-    return tokenizer
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
 
 
 def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:

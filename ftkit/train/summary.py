@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def summarise(
         "planned_per_rank": planned(plan),
         "cores_per_rank": cores,
         "nvme_per_rank": trainer.all_ranks(nvme_traffic(units.tiers.disk)),
-        "fused": units.fused.as_dict(),
+        "fused": asdict(units.fused),
         "fp16": _fp16(trainer),
         "plan": plan.as_dict(),
         "dtype": dtype,
@@ -136,14 +137,12 @@ def _losses(history: list[dict[str, Any]]) -> list[float]:
 
 
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
-    """Return what computing in fp16 took: fp32 modules, weights it holds badly, steps skipped; None for other dtypes."""
+    """Return what computing in fp16 took: fp32 modules, steps skipped; None for other dtypes."""
     if trainer.engine.compute_dtype != torch.float16:
         return None
     upcast, skipped = trainer.engine.fp32_modules, trainer.engine_optimizer.loss_scale.skipped_steps
-    source = getattr(trainer.model, "_ftkit_source", None)
-    weights = source.report.narrowing.told() if source is not None and source.report is not None else "weights not looked at"
-    told = f"fp32 modules: {upcast.describe()}; {weights}; {counted(skipped, 'step')} skipped"
-    overflows = [{"step": step, "where": where} for step, where in trainer.overflows]
+    told = f"fp32 modules: {upcast.describe()}; {counted(skipped, 'step')} skipped"
+    overflows = [{"step": step, "where": where} for step, where in trainer.overflow_scan.overflows]
     return {"fp32_modules": upcast.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
 
 

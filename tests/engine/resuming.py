@@ -23,7 +23,7 @@ from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import Saving, save_checkpoint
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.hf.sharding import is_adapter
+from ftkit.hf.adapters import adapter_parameters
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
 from tests.engine import families
@@ -106,7 +106,8 @@ def build(kind: str) -> nn.Module:
 @contextmanager
 def engine(side: Side, model: nn.Module) -> Iterator[tuple[ShardedModel, ShardedAdamW]]:
     """Shard a model over this world, with an optimizer of two groups."""
-    units = shard_model(model, side.strategy, replicated=is_adapter)
+    adapters = adapter_parameters(model)
+    units = shard_model(model, side.strategy, replicated=lambda name, _: name in adapters)
     assert units.comm.world_size == side.world
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 2e-3}]

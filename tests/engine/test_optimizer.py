@@ -22,7 +22,7 @@ from ftkit.engine.optim.loss_scale import LossScale
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.shard import shard
-from ftkit.hf.models.shard_kernels import FLAT_KERNELS
+from ftkit.hf.kernels.flat import FLAT_KERNELS
 from ftkit.spec.strategy import Strategy
 from tests.engine import gradients
 

@@ -32,7 +32,7 @@ from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.shard import shard
-from ftkit.hf.sharding import batch_rows
+from ftkit.hf.blocks import batch_rows
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import Tier
 from tests.engine import families

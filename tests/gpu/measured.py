@@ -26,8 +26,8 @@ import ftkit
 from benchmarks.plan_against_runs import GPU_CASES, Case, llama
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.hf.models.head import only_loss, usable_loss
-from ftkit.hf.models.sharded_model import ShardedTransformer
+from ftkit.hf.kernels.head import only_loss, usable_loss
+from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.plan.memory import DEVICE_RUNTIME, memory
 from ftkit.spec.tiers import DEVICE, NVME
 

@@ -150,7 +150,7 @@ def free_port() -> int:
 
 def answers(rank: int, world: int, port: int) -> None:
     """Compare a sharded model's answers, gathered once and streamed, with the whole model's on this rank; then train on."""
-    from ftkit.hf.inference.generation import generate_everywhere  # here: it imports datasets, the other tests do not
+    from ftkit.hf.generate.generation import generate_ids  # here: it imports datasets, the other tests do not
 
     torch.backends.cuda.matmul.allow_tf32 = False
     comm = join(rank, world, port, DEVICES)
@@ -159,14 +159,14 @@ def answers(rank: int, world: int, port: int) -> None:
     whole = model().to(device)
     expected, others = {}, {"batch_size": 2, "max_new_tokens": 12, "pad_token_id": 0}
     for temperature in (0.0, 1.0):
-        expected[temperature] = generate_everywhere(whole, prompts, temperature=temperature, **others)
+        expected[temperature] = generate_ids(whole, prompts, temperature=temperature, **others)
     for places, hold in itertools.product([{}, dict(zip(KINDS, PLACES["nvme"][-1]))], (True, False)):
         network = model()
         settings = {"stage": 3, "debug": True, "nvme_dir": tempfile.gettempdir(), **places}
         units = ftkit.shard(network, settings, device=device, comm=comm)
         optimizer = ftkit.ShardedAdamW(units, lr=0.0)
         for temperature, found in expected.items():
-            assert generate_everywhere(network, prompts, temperature=temperature, hold=hold, **others) == found, settings
+            assert generate_ids(network, prompts, temperature=temperature, hold=hold, **others) == found, settings
             rows = batches()[0].to(device)
             optimizer.scale(network(input_ids=rows, labels=rows).loss).backward()
             assert math.isfinite(optimizer.grad_norm())

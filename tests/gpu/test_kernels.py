@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.hf.models import varlen
-from ftkit.hf.models.fusing import fuse
-from ftkit.hf.models.head import attach_head_loss
+from ftkit.hf.kernels import varlen
+from ftkit.hf.kernels.fuse import fuse
+from ftkit.hf.kernels.head import attach_head_loss
 from ftkit.kernels.activation import ACTIVATIONS, activation, activation_reference
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import LossTerms, cross_entropy, cross_entropy_reference
@@ -120,19 +120,19 @@ def test_families_fuse_on_a_card(name: str) -> None:
     assert done == fusible.FAMILIES[name][1]
 
 
-@pytest.mark.parametrize("way", ["efficient", "flash"])
+@pytest.mark.parametrize("kernel", ["efficient", "flash"])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_packed_attention(way: str, window: int | None, groups: int) -> None:
-    if way == "flash" and (varlen.FLASH is None or torch.cuda.get_device_capability() < (8, 0)):
+def test_packed_attention(kernel: str, window: int | None, groups: int) -> None:
+    if kernel == "flash" and (varlen.FLASH is None or torch.cuda.get_device_capability() < (8, 0)):
         pytest.skip("needs compute capability 8.0 and torch 2.13")
     lengths = torch.tensor([5, 100, 1, 0, 64, 30])
     ends = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     leaves = [torch.randn(200, heads, 64, device="cuda").half() for heads in (8, 8 // groups, 8 // groups)]
     results = []
-    for each in (way, "loop"):
+    for each in (kernel, "loop"):
         own = [leaf.clone().requires_grad_() for leaf in leaves]
-        out = varlen.attend(*own, ends, 100, window=window, way=each)
+        out = varlen.attend(*own, ends, 100, window=window, kernel=each)
         (out.float() * torch.linspace(-1, 1, 64, device="cuda")).sum().backward()
         results.append([out, *(leaf.grad for leaf in own)])
     for ours, theirs in zip(*results):

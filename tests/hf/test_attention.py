@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from ftkit.data.batches import Collator
 from ftkit.data.packing import boundaries_of, leaks, refuse_leak
 from ftkit.errors import UserError
-from ftkit.hf.models import attention as module
-from ftkit.hf.models import varlen
-from ftkit.hf.models.attention import use_packed_attention
-from ftkit.hf.models.varlen import attend
+from ftkit.hf.kernels import attention as module
+from ftkit.hf.kernels import varlen
+from ftkit.hf.kernels.attention import use_packed_attention
+from ftkit.hf.kernels.varlen import attend
 from tests import fusible
 
 PACKS = sorted(set(fusible.FAMILIES) - {"falcon3", "gpt2", "opt", "t5", "t5-gated"})
@@ -113,21 +114,21 @@ def test_boundaries() -> None:
 def test_the_private_operation_is_the_one_that_is_known() -> None:
     assert varlen.EFFICIENT, "this torch is one of those that are supported"
     changed = mock.Mock()
-    changed.default._schema = "aten::_efficient_attention_forward(Tensor query) -> Tensor"
+    changed.default._schema.arguments = torch.ops.aten._efficient_attention_forward.default._schema.arguments[:-1]
     with mock.patch.object(torch.ops.aten, "_efficient_attention_forward", changed, create=True):
-        assert not varlen._efficient_as_expected()
+        assert not varlen._knows_efficient()
     query = mock.Mock(is_cuda=True, dtype=torch.float16, shape=(4, 2, 8))
     narrow = mock.Mock(shape=(4, 2, 4))
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 0)):
-        assert varlen.way_for(query, query, dropout=0.0, softcap=None) == "efficient"
-        told = pytest.raises(UserError, match="another memory-efficient attention")
-        with mock.patch.object(varlen, "EFFICIENT", False), told:
-            varlen.way_for(query, query, dropout=0.0, softcap=None)
+        assert varlen.kernel_for(query, query, dropout=0.0, softcap=None) == "efficient"
+        refused = pytest.raises(UserError, match=f"torch {re.escape(torch.__version__)}: .* takes other arguments")
+        with mock.patch.object(varlen, "EFFICIENT", False), refused:
+            varlen.kernel_for(query, query, dropout=0.0, softcap=None)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        assert varlen.way_for(query, query, dropout=0.0, softcap=None) == "flash"
-        assert varlen.way_for(query, query, dropout=0.1, softcap=None) == "efficient"
-        assert varlen.way_for(query, narrow, dropout=0.0, softcap=None) == "efficient"
-        assert varlen.way_for(query, query, dropout=0.0, softcap=30.0) == "loop"
+        assert varlen.kernel_for(query, query, dropout=0.0, softcap=None) == "flash"
+        assert varlen.kernel_for(query, query, dropout=0.1, softcap=None) == "efficient"
+        assert varlen.kernel_for(query, narrow, dropout=0.0, softcap=None) == "efficient"
+        assert varlen.kernel_for(query, query, dropout=0.0, softcap=30.0) == "loop"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -180,14 +181,14 @@ def test_heads_whose_values_are_narrower() -> None:
     assert found.shape == (7, 4, 6)
 
 
-def test_what_would_be_lost_is_refused() -> None:
+def test_chunks_and_position_biases_are_refused_for_packed_samples() -> None:
     module_ = torch.nn.Module()
     query = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="gives its attention s_aux, which ftkit's does not know"):
-        module.attention(module_, query, query, query, None, s_aux=torch.zeros(2))
+    ends = torch.tensor([[[[0, 2, 4]]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="without a position bias"):
+        module.attention(module_, query, query, query, ends, position_bias=torch.zeros(1, 2, 4, 4))
     module_.config = mock.Mock(layer_types=["chunked_attention"], sliding_window=None)
     module_.layer_idx = 0
-    ends = torch.tensor([[[[0, 2, 4]]]], dtype=torch.int32)
     with pytest.raises(ValueError, match="attends within chunks"):
         module.attention(module_, query, query, query, ends)
 
@@ -217,6 +218,6 @@ def test_a_window_counts_in_backward_too() -> None:
 
     ends = torch.tensor([0, 12, 20], dtype=torch.int32)
     with Noted():
-        attend(*leaves, ends, 20, window=4, scale=0.5, way="efficient").sum().backward()
+        attend(*leaves, ends, 20, window=4, scale=0.5, kernel="efficient").sum().backward()
     assert len(seen) == 2
     assert all(each == {"scale": 0.5, "window_size": 4} for each in seen.values())

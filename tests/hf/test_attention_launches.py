@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.hf.models import attention as module
-from ftkit.hf.models.attention import REPEATED, repeat_grouped_keys, repeated_sdpa, takes_groups
-from ftkit.hf.models.fake import CudaAttentionBackward
-from ftkit.hf.models.varlen import attend
+from ftkit.hf.kernels import attention as module
+from ftkit.hf.kernels.attention import REPEATED, repeat_grouped_keys, repeated_sdpa, takes_groups
+from ftkit.hf.kernels.varlen import attend
+from ftkit.hf.memory.fake import CudaAttentionBackward
 from ftkit.plan.attention import Attention, backward_bytes
 from tests import fusible
 
@@ -83,7 +83,7 @@ def test_launches_compute_what_the_loop_does(kernels: Kernels, lengths: list[int
     results = []
     for how in ("efficient", "loop"):
         leaves = [each.clone().requires_grad_() for each in drawn]
-        out = attend(*leaves, torch.tensor(cuts, dtype=torch.int32), 40, scale=0.3, way=how)
+        out = attend(*leaves, torch.tensor(cuts, dtype=torch.int32), 40, scale=0.3, kernel=how)
         (out * torch.arange(out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results):
@@ -95,7 +95,7 @@ def test_launches_compute_what_the_loop_does(kernels: Kernels, lengths: list[int
 def test_a_row_of_short_samples_takes_no_more_than_one_of_long_ones(kernels: Kernels) -> None:
     """The defect: with the row's length for every sample, 40 samples of one token took forty rows' workspace."""
     leaves = [torch.randn(40, 2, 8, dtype=torch.float64) for _ in range(3)]
-    attend(*leaves, torch.arange(41, dtype=torch.int32), 40, scale=1.0, way="efficient")
+    attend(*leaves, torch.arange(41, dtype=torch.int32), 40, scale=1.0, kernel="efficient")
     assert {longest for _, longest in kernels.launches} == {1}
 
 

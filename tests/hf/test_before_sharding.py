@@ -50,6 +50,7 @@ ADAPTERS = {
     "lora gaussian": lora(init_lora_weights="gaussian"),
     "lora not zero": lora(init_lora_weights=False),
     "lora pissa": lora(init_lora_weights="pissa"),
+    "lora olora": lora(init_lora_weights="olora"),
     "dora": lora(use_dora=True, init_lora_weights=False),
     "rslora with bias": lora(use_rslora=True, init_lora_weights=False, bias="lora_only"),
     "tokens": lora(trainable_token_indices=[3, 5]),
@@ -173,7 +174,8 @@ CHANGES = {
         )
     },
 }
-QUICK = ["dora", "tied head trained whole", "wider_head", "turned", "written_in_place", "two_adapters"]
+QUICK = ["lora pissa", "lora olora", "dora", "tied head trained whole", "wider_head", "turned", "written_in_place"]
+QUICK += ["two_adapters", "merged"]
 
 
 @pytest.fixture(scope="module")

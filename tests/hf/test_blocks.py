@@ -101,7 +101,7 @@ def mixtral() -> torch.nn.Module:
     """Return a small Mixtral."""
     torch.manual_seed(3)
     config = transformers.MixtralConfig(
-        vocab_size=families.VOCABULARY,
+        vocab_size=runs.VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -114,7 +114,6 @@ def mixtral() -> torch.nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-FLAGS = ("output_router_logits", "output_attentions")
 RECOMPUTED = {"stage": 0, "activations": "recompute"}
 KEPT = {"stage": 1, "activations": "keep"}
 CUT = [  # (ranks, settings) under which blocks are not run by plain autograd
@@ -124,41 +123,46 @@ CUT = [  # (ranks, settings) under which blocks are not run by plain autograd
 WHOLE = [(2, KEPT), (1, {"stage": 3, "activations": "keep"})]
 
 
-def norm_of(make: Callable[[], torch.nn.Module], settings: dict | None, asked: dict[str, bool]) -> float:
+def routed() -> torch.nn.Module:
+    """Return the Mixtral with its router loss on, as its configuration asks."""
+    model = mixtral()
+    model.config.output_router_logits = True
+    return model
+
+
+def norm_of(make: Callable[[], torch.nn.Module], settings: dict | None) -> float:
     """Return the gradient norm of one batch, in plain PyTorch or on the engine."""
     ids = torch.randint(3, families.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     model = make().train()
     units = ftkit.shard(model, settings) if settings else None
-    model(input_ids=ids, labels=ids, use_cache=False, **asked).loss.backward()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     if units is not None:
         return ftkit.ShardedAdamW(units).grad_norm()
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
 
-def refused(make: Callable[[], torch.nn.Module], settings: dict, words: str, asked: dict[str, bool]) -> None:
-    """A case for a world: a batch that is refused with these words."""
+def refused(make: Callable[[], torch.nn.Module], settings: dict, words: str) -> None:
+    """A case for a world: a model that is refused with these words."""
     with pytest.raises(ftkit.UserError, match=words):
-        norm_of(make, settings, asked)
+        ftkit.shard(make().train(), settings)
 
 
 @pytest.mark.parametrize("ranks, settings", CUT)
-def test_what_passes_beside_results_is_refused_where_it_would_get_no_gradient(ranks, settings, worlds):
-    words = r"num_kv_shared_layers=2: .* set ftkit=\{'stage': 1, 'activations': 'keep'\}"
-    worlds[ranks].run(refused, gemma, settings, words, {})
-    for flag in FLAGS:
-        worlds[ranks].run(refused, mixtral, settings, f"{flag}=True while gradients are on", {flag: True})
+@pytest.mark.parametrize("make, words", [(gemma, "num_kv_shared_layers=2"), (routed, "output_router_logits")])
+def test_what_passes_beside_results_is_refused_where_it_would_get_no_gradient(make, words, ranks, settings, worlds):
+    worlds[ranks].run(refused, make, settings, words + r".* set ftkit=\{'stage': 1, 'activations': 'keep'\}")
 
 
 @pytest.mark.parametrize("ranks, settings", WHOLE)
-def test_what_passes_beside_results_trains_by_plain_autograd(ranks, settings, worlds):
-    for make, asked in ((gemma, {}), *((mixtral, {flag: True}) for flag in FLAGS)):
-        for ours in worlds[ranks].run(norm_of, make, settings, asked):
-            assert ours == pytest.approx(norm_of(make, None, asked), rel=1e-5)
+@pytest.mark.parametrize("make", [gemma, routed])
+def test_what_passes_beside_results_trains_by_plain_autograd(make, ranks, settings, worlds):
+    for ours in worlds[ranks].run(norm_of, make, settings):
+        assert ours == pytest.approx(norm_of(make, None), rel=1e-5)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_tensors_inside_blocks_may_be_asked_for_without_gradients(flag):
-    model = mixtral()
-    ftkit.shard(model, RECOMPUTED)
-    with torch.no_grad():
-        assert model(input_ids=torch.ones(1, 4, dtype=torch.int64), **{flag: True})[flag.removeprefix("output_")]
+def test_a_router_loss_trains_as_in_the_stock_trainer(world1, stock, tmp_path):
+    run = runs.Run(model=routed, arguments={"num_train_epochs": 2}, ftkit=KEPT)
+    ours = world1.run(runs.train, "ours", str(tmp_path), run)[0]
+    assert len(ours.column("loss")) >= 10
+    runs.assert_same_history(ours, stock(run))
+    runs.assert_same_weights(ours.weights, stock(run).weights)

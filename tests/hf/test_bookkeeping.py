@@ -190,19 +190,3 @@ def test_two_ranks_keep_the_same_checkpoints(world2, tmp_path):
     one, two = world2.run(on_two_ranks, str(tmp_path))
     assert one["best"] == two["best"] == "checkpoint-4"
     assert one["folders"] == ["checkpoint-4"]  # rank 0 removes the others; rank 1 may look before
-
-
-def with_folders_of_the_users(folder: str, row: Row) -> dict[str, Any]:
-    """Make a run where the user has put copies of checkpoints beside them."""
-    for name in ("checkpoint-best", "checkpoint-1-backup", "checkpoint-7"):
-        Path(folder, name).mkdir()
-        Path(folder, name, "model.safetensors").write_text("mine")
-    return outcome("ours", folder, row)
-
-
-def test_folders_of_the_users_are_not_rotated(world1, tmp_path):
-    settings = {**DEFAULTS, "evaluate": "steps 2", "save": "steps 2", "limit": 1, "load_best": True}
-    [plain] = world1.run(outcome, "ours", str(tmp_path / "plain"), settings)
-    (tmp_path / "run").mkdir()
-    [told] = world1.run(with_folders_of_the_users, str(tmp_path / "run"), settings)
-    assert told["folders"] == sorted([*plain["folders"], "checkpoint-1-backup", "checkpoint-7", "checkpoint-best"])

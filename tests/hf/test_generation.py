@@ -1,4 +1,4 @@
-"""Answers of sharded models are those of the whole model, token for token, however many ranks and however held."""
+"""Answers of sharded models are those of the whole model, token for token, on any number of ranks, gathered or streamed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig, BartFo
 import ftkit
 from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.holding import gathered_bytes
-from ftkit.errors import UserError
-from ftkit.hf.inference import generation
-from ftkit.hf.inference.generation import Draw, generate, generate_everywhere, generate_ids
-from ftkit.hf.models import weight_holding as room
-from ftkit.hf.models.rank_sync import in_step
+from ftkit.hf.generate import generation, holding
+from ftkit.hf.generate.generation import generate, generate_ids
+from ftkit.hf.generate.in_step import in_step
 from ftkit.launch.local import Stop
 from ftkit.train.answers import answers, sharded_answers
 from tests.engine import families
@@ -66,13 +64,13 @@ def sharded(name: str, settings: dict[str, Any], wanted: dict[str, Any]) -> list
     model = build(name)
     ftkit.shard(model, {**SHARDED, **settings})
     before = torch.get_rng_state()
-    found = generate_everywhere(model, prompts(), **wanted)
+    found = generate_ids(model, prompts(), **wanted)
     assert torch.equal(torch.get_rng_state(), before)
     return found
 
 
 def whole(name: str, wanted: dict[str, Any]) -> list[list[int]]:
-    return generate_everywhere(build(name), prompts(), **wanted)
+    return generate_ids(build(name), prompts(), **wanted)
 
 
 def one_by_one(name: str) -> list[list[int]]:
@@ -132,78 +130,110 @@ def test_greedy_answers_are_those_of_transformers(name):
     assert whole(name, MANY) == one_by_one(name)
 
 
-def batches_seen() -> list[list[int]]:
-    """Lengths of the prompts of each batch that a rank computes."""
+def batches_seen() -> list[tuple[int, ...]]:
+    """Lengths of the prompts of each batch, on all ranks."""
     model = families.build("llama")
     units = ftkit.shard(model, {**SHARDED})
     seen = []
 
-    def note(batch: Any, given: Any, *others: Any) -> list[list[int]]:
-        seen.append([len(prompt) for prompt in given])
+    def note(model: Any, given: Any, *others: Any, **settings: Any) -> list[list[int]]:
+        seen.append(tuple(len(prompt) for prompt in given))
         return [[] for _ in given]
 
-    with mock.patch.object(generation, "_batch", note):
-        generate_everywhere(model, prompts(), **{**MANY, "batch_size": 3})
+    with mock.patch.object(generation, "_answer_batch", note):
+        generate_ids(model, prompts(), **{**MANY, "batch_size": 3})
     return [lengths for each in units.comm.all(seen) for lengths in each]
 
 
 def test_batches_are_the_same_on_any_number_of_ranks(worlds):
-    expected = sorted(worlds[1].run(batches_seen)[0])
+    expected = set(worlds[1].run(batches_seen)[0])
     assert len(expected) == 3
-    assert [sorted(each) for each in worlds[2].run(batches_seen)] == [expected] * 2
+    assert [set(each) for each in worlds[2].run(batches_seen)] == [expected] * 2
+
+
+# --- settings of transformers' generation
+
+SETTINGS = {
+    "top_k": {"temperature": 1.3, "seed": 5, "top_k": 4},
+    "min_p": {"temperature": 1.3, "seed": 5, "min_p": 0.3},
+    "beams": {"num_beams": 3},
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("wanted", SETTINGS.values(), ids=SETTINGS)
+def test_top_k_min_p_and_beams_give_the_same_tokens_on_any_number_of_ranks(world2, wanted):
+    wanted = {**MANY, **wanted}
+    expected = whole("llama", wanted)
+    assert len({len(answer) for answer in expected}) > 1
+    for hold in (STREAMED, HELD):
+        assert world2.run(sharded, "llama", {"debug": True}, {**wanted, **hold}) == [expected] * 2
+
+
+def test_settings_of_transformers_generation_count():
+    sampled = {**MANY, "temperature": 1.3, "seed": 5}
+    greedy, free = whole("llama", MANY), whole("llama", sampled)
+    assert whole("llama", {**sampled, "top_k": 1}) == greedy
+    assert whole("llama", {**sampled, "min_p": 0.999}) == greedy
+    assert free != greedy
+    assert whole("llama", {**sampled, "top_k": 4}) not in (greedy, free)
+    assert whole("llama", {**sampled, "min_p": 0.3}) not in (greedy, free)
+    assert whole("llama", {**MANY, "num_beams": 3}) != greedy
+    model = build("llama").eval()
+    prompt = prompts()[0]
+    beams = model.generate(torch.tensor([prompt]), num_beams=3, max_new_tokens=9, eos_token_id=None, pad_token_id=0)
+    alone = {"num_beams": 3, "max_new_tokens": 9, "eos_token_ids": [], "pad_token_id": 0}
+    assert generate_ids(model, [prompt], **alone) == [beams[0, len(prompt) :].tolist()]
+
+
+def test_the_models_own_settings_of_sampling_do_not_count():
+    model = build("llama")
+    model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.1, min_p=0.9)
+    sampled = {**MANY, "temperature": 1.3, "seed": 5}
+    assert generate_ids(model, prompts(), **MANY) == whole("llama", MANY)
+    assert generate_ids(model, prompts(), **sampled) == whole("llama", sampled) != whole("llama", MANY)
+
+
+def refused_settings() -> list[str]:
+    """Errors of one prompt, which only one rank answers first, of a sharded model."""
+    model = build("llama")
+    ftkit.shard(model, {**SHARDED})
+    found = []
+    for hold in (True, False):
+        with pytest.raises(ValueError, match="not used by the model") as error:
+            generate_ids(model, [[3, 4]], hold=hold, num_beam=3)
+        found.append(str(error.value))
+    return found
+
+
+def test_unknown_settings_raise_the_error_of_transformers_on_all_ranks(world2):
+    for found in world2.run(refused_settings):
+        assert all("num_beam" in text for text in found)
+    with pytest.raises(TypeError, match="num_return_sequences"):  # an answer for each prompt is returned
+        generate_ids(build("llama"), [[3, 4]], num_return_sequences=2)
 
 
 # --- sampling
 
 
-def test_a_prompt_draws_from_its_own_stream():
+def test_draws_depend_on_the_seed_the_batch_and_the_row():
     model = families.build("llama")
-    every = {**SAMPLED, "batch_size": 1}
-    found = generate_everywhere(model, prompts(), **every)
-    assert found != generate_everywhere(model, prompts(), **{**every, "seed": 6})
-    for number, prompt in enumerate(prompts()):  # whoever else was asked
-        assert generate_ids(model, [prompt], numbers=[number], **every) == [found[number]]
-    other = generate_ids(model, [prompts()[0]] * 2, numbers=[0, 1], **every)
-    assert other[0] == found[0] != other[1]
+    first = prompts()[0]
+    alone = generate_ids(model, [first], **SAMPLED)
+    assert alone == generate_ids(model, [first], **SAMPLED)
+    assert alone != generate_ids(model, [first], **{**SAMPLED, "seed": 6})
+    rows = generate_ids(model, [first] * 4, **SAMPLED)  # two batches of two
+    assert len({tuple(answer) for answer in rows}) == 4
 
 
-def test_draws_follow_the_probabilities():
-    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(2000, 1)
-    for top_p, expected in ((1.0, [0.5, 0.3, 0.15, 0.05]), (0.7, [0.625, 0.375, 0, 0])):
-        draw = Draw(1.0, top_p, 0, range(2000))
-        picked = draw(torch.zeros(2000, 1), scores).argmax(-1)
-        shares = torch.bincount(picked, minlength=4) / 2000
-        assert torch.allclose(shares, torch.tensor(expected), atol=0.04)
-        assert ((shares > 0) == (torch.tensor(expected) > 0)).all()
-    cold = Draw(0.01, 1.0, 0, range(50))(torch.zeros(50, 1), scores[:50])
-    assert (cold.argmax(-1) == 0).all()
-
-
-# --- ranks with prompts of their own
-
-
-def own_prompts(hold: bool, counts: list[int]) -> list[list[int]]:
-    model = families.build("gpt2")
-    ftkit.shard(model, {**SHARDED, "debug": True})
-    rank = runs.rank()
-    given = prompts()[: counts[rank]]
-    return generate_ids(model, given, **{**MANY, "max_new_tokens": [9, 3, 1][rank]}, hold=hold)
-
-
-@pytest.mark.parametrize("hold", [False, True])
-def test_each_rank_may_have_prompts_of_its_own(world3, hold):
-    expected = [
-        generate_ids(families.build("gpt2"), prompts()[:count], **{**MANY, "max_new_tokens": tokens})
-        for count, tokens in ((1, 9), (5, 3), (0, 1))
-    ]
-    assert world3.run(own_prompts, hold, [1, 5, 0]) == expected
+# --- transformers' own generate
 
 
 def plainly(name: str, fits: bool) -> list[list[int]]:
     """transformers' own `generate` on ranks whose prompts and answers differ in length, one up to the last position."""
     model = build(name)
     ftkit.shard(model, {**SHARDED, "debug": True})
-    with mock.patch.object(room, "usable_host", room.usable_host if fits else lambda share: (0, "nothing", 0)):
+    with mock.patch.object(holding, "usable_host", holding.usable_host if fits else lambda share: (0, "nothing", 0)):
         return by_transformers(model.eval(), runs.rank())
 
 
@@ -221,56 +251,55 @@ def test_transformers_own_generate(world2, name, fits):
 
 CALLS = [
     (1, {"max_new_tokens": 8}, True),
-    (1, {"max_length": 12}, True),
+    (1, {"max_length": 8}, True),
     (1, {"max_new_tokens": 9}, False),
-    (1, {"max_length": 13}, False),
+    (1, {"max_length": 9}, False),
     (1, {}, False),
     (2, {"max_new_tokens": 3}, False),
     (1, {"max_new_tokens": 3, "num_beams": 2}, False),
-    (2, {"max_new_tokens": 9, "use_cache": False}, True),
 ]
 """Rows of 4 tokens, settings of a call, and whether weights and cache fit where a cache of 12 tokens does."""
 
 
-def held_by_transformers() -> list[bool]:
-    """Whether transformers' `generate` holds the weights, for each of `CALLS`."""
+def gathered_by_transformers() -> list[bool]:
+    """Whether transformers' `generate` gathers all weights, for each of `CALLS`."""
     model = build("llama").eval()
     units = ftkit.shard(model, {**SHARDED})
-    room_each = gathered_bytes(units) + room.cache_bytes(model, 1, 12)
+    needed = gathered_bytes(units) + holding.cache_bytes(model, 1, 12)
     found = []
     model.model.register_forward_pre_hook(lambda module, args: found.append(units.transfer.whole is not None))
-    held = []
+    gathered = []
     for rows, settings, _ in CALLS:
         found.clear()
         ids = torch.ones(rows, 4, dtype=torch.int64)
         greedy = {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with mock.patch.object(room, "usable_host", return_value=(2 * room_each, "the box", 0)):
+        with mock.patch.object(holding, "usable_host", return_value=(2 * needed, "this node", 0)):
             model.generate(ids, **{**greedy, **settings})
-        held.append(any(found))
-    return held
+        gathered.append(any(found))
+    return gathered
 
 
 def test_transformers_own_generate_counts_its_cache(world2):
-    assert world2.run(held_by_transformers) == [[held for _, _, held in CALLS]] * 2
+    assert world2.run(gathered_by_transformers) == [[gathered for _, _, gathered in CALLS]] * 2
 
 
 def apart(hold: bool) -> str:
-    """What ranks that call different parts of a model are told."""
+    """Return the error of ranks that call different parts of a model."""
     model = build("t5").eval()
     units = ftkit.shard(model, {**SHARDED})
     ids = torch.ones(1, 3, dtype=torch.int64)
     try:
-        with torch.no_grad(), room.held(units, hold), in_step(units):
+        with torch.no_grad(), holding.holding(units, hold), in_step(units):
             model.encoder(input_ids=ids) if runs.rank() == 0 else model(input_ids=ids, decoder_input_ids=ids)
     except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
-def test_ranks_that_call_different_parts_are_told_and_do_not_mix_them(world2):
-    told = "next (rank 0: T5Stack, rank 1: T5ForConditionalGeneration), and its weights come block by block"
-    assert all(told in text for text in world2.run(apart, False))
-    assert world2.run(apart, True) == ["nothing", "nothing"]  # held weights need no other rank
+def test_ranks_that_call_different_parts_are_refused(world2):
+    expected = "next (rank 0: T5Stack, rank 1: T5ForConditionalGeneration), and its weights are gathered block by block"
+    assert all(expected in text for text in world2.run(apart, False))
+    assert world2.run(apart, True) == ["nothing", "nothing"]  # gathered weights need no other rank
 
 
 # --- training, and caches
@@ -290,7 +319,7 @@ def trains_generates_trains(name: str, wanted: dict[str, Any] | None) -> list[fl
         optimizer.zero_grad()
         losses.append(loss.item())
         if wanted is not None:
-            generate_everywhere(model, prompts(), **wanted)
+            generate_ids(model, prompts(), **wanted)
             assert model.training
     return losses
 
@@ -311,7 +340,7 @@ def one_prompt_after_an_update(settings: dict[str, Any]) -> list[list[list[int]]
         token_loss(model, rows, families.label_tokens(rows)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(generate_everywhere(model, prompts(1), **MANY))
+        found.append(generate_ids(model, prompts(1), **MANY))
     return found
 
 
@@ -329,7 +358,7 @@ def with_a_cache(hold: bool | str) -> list[bool]:
     expected, cache, found = plain(input_ids=ids).logits, None, []
     with torch.no_grad():
         for part, wanted in zip(ids.split(4, dim=1), (hold, False, hold)):
-            with room.held(units, wanted):
+            with holding.holding(units, wanted):
                 out = model(input_ids=part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             found.append(out.logits)
@@ -345,35 +374,34 @@ def test_a_cache_lives_across_calls(world2, hold):
 
 
 def asked(hold: bool | str, fits: bool) -> tuple[bool, str]:
-    """Whether weights are held, or the refusal."""
+    """Return whether all weights are gathered, and the refusal."""
     units = ftkit.shard(families.build("llama"), {**SHARDED})
     grant = {True: 1 << 40, False: 1000}[fits if runs.rank() == 1 else True]  # one rank decides for all
-    box = mock.patch.object(room, "usable_host", return_value=(grant, "the box", grant))
+    memory = mock.patch.object(holding, "usable_host", return_value=(grant, "this node", grant))
     try:
-        with box, room.held(units, hold) as whole:
-            return whole, str(units.transfer.whole is not None)
+        with memory, holding.holding(units, hold):
+            return units.transfer.whole is not None, ""
     except ftkit.UserError as error:
         return False, str(error)
 
 
-def test_weights_are_held_where_they_fit_on_every_rank(world2):
-    assert world2.run(asked, "auto", True) == [(True, "True")] * 2
-    assert world2.run(asked, "auto", False) == [(False, "False")] * 2
-    assert world2.run(asked, False, True) == [(False, "False")] * 2
-    for held, text in world2.run(asked, True, False):
-        assert not held
-        assert "all weights take 0.00 GiB on rank 1" in text
-        assert "the box" in text
-    assert "one of 'auto', True, False" in world2.run(asked, "yes", True)[0][1]
+def test_weights_are_gathered_where_they_fit_on_every_rank(world2):
+    assert world2.run(asked, "auto", True) == [(True, "")] * 2
+    assert world2.run(asked, "auto", False) == [(False, "")] * 2
+    assert world2.run(asked, False, True) == [(False, "")] * 2
+    for gathered, text in world2.run(asked, True, False):
+        assert not gathered
+        assert "all weights take 0.00 GiB and the key/value cache 0.00 GiB on rank 1" in text
+        assert "its share of host memory (this node) has 0.00 GiB left" in text
 
 
 def granted() -> str:
-    """What a grant by number, less what the ranks take, says to weights that would fit the box."""
+    """Return the limit of a grant by number, minus the memory in use, for weights that would fit the node."""
     units = ftkit.shard(families.build("llama"), {**SHARDED, "host_gib": 6.0})
-    taken = sum(units.comm.all(room.psutil.Process().memory_info().rss - of_other_ranks()))
-    found = room.room_for(units)
-    assert found.free_bytes <= (6 * 2**30 - taken + 2**26) // 2
-    return found.where
+    used = sum(units.comm.all(holding.psutil.Process().memory_info().rss - of_other_ranks()))
+    free, source = holding.free_memory(units.comm, units.plan.limits)
+    assert free <= (6 * 2**30 - used + 2**26) // 2
+    return source
 
 
 def test_what_was_granted_counts(world2):
@@ -392,11 +420,11 @@ def bart() -> nn.Module:
 
 def test_an_answer_is_as_long_as_the_decoders_positions():
     model, wanted = bart(), {"eos_token_ids": [], "pad_token_id": 0}
-    assert len(generate_everywhere(model, [[3, 4]], max_new_tokens=31, **wanted)[0]) == 31
-    with pytest.raises(ftkit.UserError, match="max_new_tokens is 32, and the model has 32 positions"):
-        generate_everywhere(model, [[3, 4]], max_new_tokens=32, **wanted)
-    with pytest.raises(ftkit.UserError, match="prompt 0 has 33 tokens, and the model has 32 positions"):
-        generate_everywhere(model, [[3] * 33], max_new_tokens=3, **wanted)
+    assert len(generate_ids(model, [[3, 4]], max_new_tokens=31, **wanted)[0]) == 31
+    with pytest.raises(ftkit.UserError, match="asks for 32 more, and the model has 32 positions"):
+        generate_ids(model, [[3, 4]], max_new_tokens=32, **wanted)
+    with pytest.raises(ftkit.UserError, match="prompt 0 has 33 tokens and asks for 3 more, and the model has 32 positions"):
+        generate_ids(model, [[3] * 33], max_new_tokens=3, **wanted)
 
 
 @pytest.mark.parametrize(
@@ -404,29 +432,7 @@ def test_an_answer_is_as_long_as_the_decoders_positions():
 )
 def test_a_refusal_names_the_prompt_by_its_place_in_the_whole_list(prompt, told):
     with pytest.raises(ftkit.UserError, match=told):
-        generate_everywhere(families.build("gpt2"), [[3], [3, 4], prompt, [5] * 3], max_new_tokens=9)
-
-
-def refused(given: list[list[int]], wanted: dict[str, Any]) -> str:
-    model = families.build("gpt2")
-    ftkit.shard(model, {**SHARDED})
-    try:
-        generate_ids(model, given if runs.rank() == 1 else [[3]], **wanted)
-    except ftkit.UserError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "told"),
-    [
-        ([[3], [4] * 30], {"max_new_tokens": 9}, "prompt 1 has 30 tokens and asks for 9 more, and the model has 32 posi"),
-        ([[3]], {"top_p": 0.0}, "top_p in (0, 1]"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_on_all_ranks(world2, given, wanted, told):
-    for text in world2.run(refused, given, wanted):
-        assert told in text
+        generate_ids(families.build("gpt2"), [[3], [3, 4], prompt, [5] * 3], max_new_tokens=9)
 
 
 # --- texts
@@ -467,40 +473,14 @@ FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
 
 def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path / "base")
-    told = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
-    assert len(set(told.values())) == 3
-    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(told.values())] * 2
+    alone = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
+    assert len(set(alone.values())) == 3
+    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(alone.values())] * 2
     peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
     adapter = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
     with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
         world2.run(from_the_command_line, str(tmp_path))
-
-
-def batches_of_the_command(folder: str, several: bool) -> list[list[list[int]]]:
-    """The batches that a rank of `ftkit generate` computes of more prompts than one batch takes."""
-    asked = [f"{'1' * (1 + 7 * number % 12)}+{number}?" for number in range(11)]
-    seen = []
-
-    def note(batch: Any, given: Any, *others: Any) -> list[list[int]]:
-        seen.append(given)
-        return [[3]] * len(given)
-
-    with mock.patch.object(generation, "_batch", note):
-        if several:
-            with as_a_job() as stop:
-                sharded_answers(stop, folder, asked, {})
-        else:
-            assert [prompt for prompt, _ in answers(folder, asked)] == asked
-    return seen
-
-
-def test_the_command_cuts_the_same_batches_with_one_process_and_two(world2, tmp_path):
-    make_base(tmp_path)
-    expected = batches_of_the_command(str(tmp_path), False)
-    assert [len(batch) for batch in expected] == [8, 3]
-    found = world2.run(batches_of_the_command, str(tmp_path), True)
-    assert sorted(batch for each in found for batch in each) == sorted(expected)
 
 
 def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
@@ -518,21 +498,20 @@ def test_prompts_that_are_no_list_of_them_stop(prompts):
 
 
 USER = {"role": "user", "content": "1+1?"}
-NAMED = TEMPLATE.replace("'Q:' +", "'Q' + (message.name or '') + ':' +")
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat template", "none"])
-@pytest.mark.parametrize(
-    ("turns", "told"),
-    [
-        pytest.param([{**USER, "name": "Ann"}], "number 0 has turns with name, which", id="a name"),
-        ([{"role": "usr", "content": "1+1?"}], "did you mean user"),
-    ],
-)
-def test_what_nobody_reads_of_a_prompt_stops(tmp_path, template, turns, told):
+def test_a_turn_that_cannot_be_read_names_the_prompt(tmp_path, template):
     make_base(tmp_path)
-    with pytest.raises(ftkit.UserError, match=rf"^prompts: .*{told}"):
-        generate(runs.llama(), make_tokenizer(tmp_path, template), [turns])
+    with pytest.raises(ftkit.UserError, match=r"^prompts: number 1: .*did you mean user"):
+        generate(runs.llama(), make_tokenizer(tmp_path, template), ["1+1?", [{"role": "usr", "content": "1+1?"}]])
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path):
+    make_base(tmp_path)
+    refusing = "{% for message in messages %}{{ raise_exception('no system turns') }}{% endfor %}"
+    with pytest.raises(ftkit.UserError, match=r"^prompts: number 0: .*no system turns"):
+        generate(runs.llama(), make_tokenizer(tmp_path, refusing), [[USER]])
 
 
 @pytest.mark.parametrize(
@@ -550,17 +529,6 @@ def test_turns_of_a_prompt_are_read_as_those_of_rows(tmp_path, turns, same):
     assert answers[0] == answers[1]
 
 
-def test_a_key_that_the_template_reads_may_be_in_a_prompt(tmp_path):
-    make_base(tmp_path)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), make_tokenizer(tmp_path, NAMED)
-    assert len(generate(model, tokenizer, [[{**USER, "name": "Ann"}]], max_new_tokens=2)) == 1
-
-
-def test_glue_is_one_text_or_one_of_each_prompt():
-    with pytest.raises(ftkit.UserError, match="glue: found 1 of them and 3 prompts"):
-        generate(runs.llama(), None, ["a", "b", "c"], glue=["\n"])
-
-
 def test_strings_that_stop_an_answer(tmp_path):
     make_base(tmp_path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -574,27 +542,6 @@ def test_strings_that_stop_an_answer(tmp_path):
     first = next(place for place in range(1, 10) if stop in tokenizer.decode(whole[:place]))
     model.generation_config = loaded.generation_config
     assert generate_ids(model, [[5, 6]], tokenizer=tokenizer, **wanted) == [whole[:first]]
-    with pytest.raises(ftkit.UserError, match="stop_strings, which need a tokenizer"):
-        generate_ids(model, [[5, 6]], **wanted)
+    model.generation_config.stop_strings = None
+    assert generate_ids(model, [[5, 6]], tokenizer=tokenizer, stop_strings=[stop], **wanted) == [whole[:first]]
     assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1
-
-
-def answered_without_finite_logits(temperature: float) -> list[str]:
-    """Return what a rank is told of a model whose weights are finite and whose logits are not, whole and sharded."""
-    told = []
-    for settings in (None, {"stage": 3}):
-        model = families.build("llama")
-        with torch.no_grad():
-            model.lm_head.weight.fill_(1e38)  # finite, and no sum of two such products is
-            model.model.norm.weight.fill_(1e3)
-        if settings is not None:
-            ftkit.shard(model, settings)
-        with pytest.raises(UserError) as refused:
-            generation.generate_ids(model, prompts(2), max_new_tokens=2, temperature=temperature)
-        told.append(str(refused.value))
-    return told
-
-
-def test_logits_that_are_not_finite_are_no_answers(world2):
-    for told in world2.run(answered_without_finite_logits, 0.8):
-        assert all(each.startswith("the model's logits are NaN or infinite, though its weights are finite") for each in told)

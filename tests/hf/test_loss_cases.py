@@ -160,11 +160,12 @@ DISPATCHED = {**TEN, "accelerator_config": {"dispatch_batches": True}}
 SMOOTHED = {**TEN, "label_smoothing_factor": 0.1}
 TOLD = {"eval_rows": 12, "arguments": {**TEN, "eval_strategy": "epoch"}}
 DROPPED = {**TEN, "dataloader_drop_last": True}
+SUM, ROWS = {"loss_reduction": "sum"}, {"loss_reduction": "mean-rows"}
 
 CASES: dict[str, Run] = {
-    "rows of tokens": case(runs.llama, 27, mixin=RowsOfTokens),
-    "sum of tokens": case(runs.llama, 27, mixin=SumOfTokens),
-    "sum of rows": case(runs.llama, 27, mixin=SumOfRows),
+    "rows of tokens": case(runs.llama, 27, mixin=RowsOfTokens, ftkit=ROWS),
+    "sum of tokens": case(runs.llama, 27, mixin=SumOfTokens, ftkit=SUM),
+    "sum of rows": case(runs.llama, 27, mixin=SumOfRows, ftkit=SUM),
     "function by count": case(runs.llama, 27, options={"compute_loss_func": by_count}),
     "function by count, parts": case(runs.llama, 27, options={"compute_loss_func": by_count}, arguments=FOUR),
     "function with a part": case(runs.llama, 24, options={"compute_loss_func": with_a_part}, **TOLD),
@@ -177,7 +178,7 @@ CASES: dict[str, Run] = {
     "without labels": case(losses.tagger, some_without_labels),
     "texts without labels": case(runs.llama, some_texts_without_labels),
     "incomplete accumulation": case(runs.llama, 27, arguments=FOUR),
-    "incomplete accumulation, own": case(runs.llama, 27, mixin=SumOfTokens, arguments=FOUR),
+    "incomplete accumulation, own": case(runs.llama, 27, mixin=SumOfTokens, arguments=FOUR, ftkit=SUM),
     "stream": case(runs.llama, stream, arguments=STREAMED),
     "stream of rows": case(runs.classifier, stream_of_labelled, arguments=STREAMED),
     "dispatched": case(runs.classifier, losses.labelled, arguments=DISPATCHED),
@@ -190,7 +191,7 @@ CASES: dict[str, Run] = {
     "uneven padding, texts": case(runs.llama, lengths, options={"data_collator": pad}),
     "uneven padding, parts": case(runs.llama, lengths, options={"data_collator": pad}, arguments=FOUR),
     "dropped": case(runs.classifier, losses.labelled, arguments=DROPPED),
-    "own rows, parts": case(runs.llama, 27, mixin=RowsOfTokens, arguments=THREE_PARTS),
+    "own rows, parts": case(runs.llama, 27, mixin=RowsOfTokens, arguments=THREE_PARTS, ftkit=ROWS),
 }
 
 

@@ -6,7 +6,6 @@ micro-batches (a model that ignores `num_items_in_batch`), the reference is its 
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from dataclasses import replace
@@ -19,13 +18,19 @@ import torch
 import transformers
 from torch import nn
 
-from ftkit.errors import Diverged
-from ftkit.hf.models.head import proven_head_loss
-from ftkit.hf.trainer.row_parts import can_split, rows_of, selected
+import ftkit
+from ftkit.hf.kernels.head import proven_head_loss
+from ftkit.hf.trainer.loss import first_rows, rows_of
 from ftkit.hf.trainer.seeding import SeededCollator, seeded
 from tests.hf import losses, runs
 from tests.hf.losses import TEN, THREE_PARTS, case
 from tests.hf.runs import Run, assert_same_history, assert_same_weights, train
+
+
+def declared(kind: str) -> dict[str, Any]:
+    """Return settings that say how a loss is reduced, which neither a probe nor the labels show."""
+    return {"loss_reduction": kind}
+
 
 EVALUATED = {**TEN, "eval_strategy": "epoch"}
 KINDS = {
@@ -43,7 +48,7 @@ MORE = {
     "several labels": (case(losses.multi_label, losses.several), "mean-rows"),
     "answers": (case(losses.reader, losses.asked, eval_rows=losses.asked, arguments=EVALUATED), "mean-rows"),
     "choices": (case(losses.chooser, losses.chosen), "mean-rows"),
-    "users sum": (case(runs.classifier, losses.labelled, mixin=losses.OwnSum), "sum"),
+    "users sum": (case(runs.classifier, losses.labelled, mixin=losses.OwnSum, ftkit=declared("sum")), "sum"),
     "users function": (case(runs.llama, 27, options={"compute_loss_func": losses.last_token}), "mean-tokens"),
     "smoothed": (case(runs.llama, 27, arguments={**THREE_PARTS, "label_smoothing_factor": 0.1}), "counted"),
     "smoothed t5": (case(losses.t5, losses.prompted, arguments={**TEN, "label_smoothing_factor": 0.1}), "counted"),
@@ -51,7 +56,8 @@ MORE = {
 
 
 def scaling_of(trainer: Any) -> str:
-    return trainer.scaling.kind if hasattr(trainer, "scaling") else ""
+    losses_of = getattr(trainer, "loss_of_ranks", None)
+    return losses_of.reduction.kind if losses_of is not None else ""
 
 
 def check(name: str, ranks: int, worlds: Any, stock: Any, folder: str) -> None:
@@ -75,40 +81,18 @@ def test_the_loss_of_ranks_is_that_of_one_in_more_cases(name, worlds, stock, tmp
     check(name, 3, worlds, stock, str(tmp_path))
 
 
-# --- what no parts of a batch explain
+# --- what is declared
 
 
 def even() -> Any:
     return losses.labelled(24)
 
 
-class Heard(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
-
-
-def train_and_hear(kind: str, folder: str, run: Run) -> tuple[Any, list[str]]:
-    heard, logger = Heard(), logging.getLogger("ftkit.hf.trainer.loss")
-    logger.addHandler(heard)
-    try:
-        return train(kind, folder, run), heard.told
-    finally:
-        logger.removeHandler(heard)
-
-
-def test_a_loss_with_negatives_from_the_batch_is_the_mean_of_ranks_and_says_so(world2, tmp_path):
-    run = case(runs.classifier, even, mixin=losses.Contrastive, after=scaling_of)
-    ours, told = world2.run(train_and_hear, "ours", str(tmp_path / "ours"), run)[0]
+def test_a_loss_with_negatives_from_the_batch_is_the_mean_of_ranks(world2, tmp_path):
+    run = case(runs.classifier, even, mixin=losses.Contrastive, ftkit=declared("mean-ranks"), after=scaling_of)
+    ours = world2.run(train, "ours", str(tmp_path / "ours"), run)[0]
     theirs = world2.run(train, "stock", str(tmp_path / "stock"), replace(run, after=None))[0]
     assert ours.after == "mean-ranks"
-    assert len(told) == 1
-    assert "mean of theirs, as under DDP" in told[0]
     assert_same_history(ours, theirs)
 
 
@@ -122,44 +106,38 @@ def test_what_is_declared_is_not_looked_for(given, found, world2, stock, tmp_pat
     assert (off < 1e-5) == (given == "mean-tokens")
 
 
-# --- a trial leaves no trace
+# --- the probe
 
 
 class Normed(nn.Module):
-    """A classifier with BatchNorm, a counter, and rows that are drawn."""
+    """A classifier with BatchNorm, and a draw of random numbers; it accepts the count."""
+
+    accepts_loss_kwargs = True
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.bert = runs.classifier()
         self.norm = nn.BatchNorm1d(runs.LENGTH)
-        self.calls = 0
-        self.seen: list[int] = []
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, input_ids, labels=None, **kwargs):
-        self.calls += 1
-        self.seen.append(len(input_ids))
-        self.steps += 1
-        noise = torch.rand(()) * 0
-        drawn = self.norm(input_ids.float()).mean() * 0 + noise
+        drawn = self.norm(input_ids.float()).mean() * 0 + torch.rand(()) * 0
         out = self.bert(input_ids=input_ids, labels=labels)
         return {"loss": out.loss + drawn, "logits": out.logits}
 
 
 def state_of_the_norm(trainer: Any) -> tuple[Any, ...]:
-    model = trainer.model
-    norm = model.norm
-    return model.calls, model.seen[:3], int(model.steps), int(norm.num_batches_tracked), norm.running_mean.tolist()
+    norm = trainer.model.norm
+    return int(norm.num_batches_tracked), norm.running_mean.tolist(), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_a_trial_leaves_statistics_counters_and_random_numbers_alone(ranks, worlds, tmp_path):
-    run = case(Normed, even, batch=3 * ranks, arguments={**TEN, "num_train_epochs": 1}, after=state_of_the_norm)
-    ours = worlds[ranks].run(train, "ours", str(tmp_path / "ours"), run)[0].after
-    theirs = worlds[ranks].run(train, "stock", str(tmp_path / "stock"), run)[0].after
-    assert ours[:4] == theirs[:4]
-    assert ours[4] == pytest.approx(theirs[4])
+def test_the_probe_leaves_statistics_and_random_numbers_alone(world2, tmp_path):
+    run = case(Normed, even, arguments={**TEN, "num_train_epochs": 1}, after=state_of_the_norm)
+    told = replace(run, ftkit=declared("mean-rows"))  # without a probe
+    outcomes = (world2.run(train, "ours", str(tmp_path / name), each)[0] for name, each in (("a", run), ("b", told)))
+    ours, known = (outcome.after for outcome in outcomes)
+    assert ours == known
+    assert ours[0] > 0
 
 
 # --- random numbers
@@ -274,22 +252,15 @@ def test_worker_processes_draw_as_the_rank_itself(kept):
 # --- rows of a batch
 
 
-def test_rows_of_nested_batches():
-    inner = {"a": torch.arange(8).view(4, 2), "texts": ["a", "b", "c", "d"]}
-    batch = {**inner, "more": [{"x": torch.arange(4)}, torch.zeros(4, 3)], "scale": torch.tensor(3.0), "name": "n"}
+def test_the_first_rows_of_a_batch():
+    batch = {"a": torch.arange(8).view(4, 2), "texts": ["a", "b", "c", "d"], "one": torch.zeros(1, 3), "name": "n"}
+    batch["scale"] = torch.tensor(3.0)
     assert rows_of(batch) == 4
-    assert can_split(batch, 4)
-    part = selected(batch, [2, 0], 4)
-    assert part["a"].tolist() == [[4, 5], [0, 1]]
-    assert part["texts"] == ["c", "a"]
-    assert part["more"][0]["x"].tolist() == [2, 0]
-    assert part["more"][1].shape == (2, 3)
-    assert (part["scale"].item(), part["name"]) == (3.0, "n")
-    assert not can_split({**batch, "images": torch.zeros(7, 3)}, 4)
-    assert selected({"boxes": [torch.zeros(5), torch.ones(2)], "y": torch.zeros(2)}, [1, 1], 2)["boxes"][0].tolist() == [
-        1,
-        1,
-    ]
+    part = first_rows(batch, 2, 4)
+    assert part["a"].tolist() == [[0, 1], [2, 3]]
+    assert (part["texts"], part["one"].shape, part["scale"].item(), part["name"]) == (["a", "b"], (1, 3), 3.0, "n")
+    images = {**batch, "images": torch.zeros(7, 3)}
+    assert first_rows(images, 2, 4) is images
 
 
 # --- a head whose logits the model reads
@@ -324,7 +295,7 @@ def own_loss() -> nn.Module:
 @pytest.mark.parametrize("kind", [OwnLoss, Penalised])
 def test_a_model_that_reads_its_logits_has_no_chunked_loss(kind):
     model = kind(runs.llama().config)
-    assert "may read its logits" in str(proven_head_loss(model, torch.float32, torch.device("cpu")))
+    assert "more than its head" in str(proven_head_loss(model, torch.float32, torch.device("cpu")))
 
 
 def test_a_causal_model_with_its_own_mean_trains_as_on_one_rank(world2, stock, tmp_path):
@@ -363,15 +334,45 @@ def test_a_first_step_without_labels_is_nan_as_on_one_rank(model, worlds, tmp_pa
     run = case(model, all_masked, arguments={**TEN, "max_steps": 1}, batch=18)
     run = replace(run, ftkit={"kernels": "off"})
     for ranks in (1, 2):
-        found = worlds[ranks].run(diverged, str(tmp_path / str(ranks)), run)[0]
+        found = worlds[ranks].run(train, "ours", str(tmp_path / str(ranks)), run)[0].column("loss")
         assert [math.isnan(loss) for loss in found] == [True]
 
 
-def diverged(folder: str, run: Any) -> list[float]:
-    trainer = runs.make_trainer("ours", folder, run)
-    with pytest.raises(Diverged):
-        trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+# --- evaluation of rows without labels
+
+
+def partly_masked() -> list[dict[str, torch.Tensor]]:
+    """Rows of which some, and one whole batch of all ranks, have no label."""
+    rows = runs.token_rows(18)
+    for number in (1, 6, 7, 8, 9, 10, 11, 12):
+        rows[number] = {**rows[number], "labels": torch.full_like(rows[number]["labels"], -100)}
+    return rows
+
+
+def evaluated(folder: str, run: Any) -> float:
+    return float(runs.make_trainer("ours", folder, run).evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_without_labels_do_not_count_in_an_evaluation(ranks, kernels, worlds, tmp_path):
+    run = case(runs.llama, 6, eval_rows=partly_masked, ftkit={"kernels": kernels})
+    model, rows = runs.llama(), partly_masked()
+    batches = [rows[start : start + 6] for start in (0, 12)]
+    with torch.no_grad():
+        expected = [model(**transformers.default_data_collator(each)).loss.item() for each in batches]
+    for found in worlds[ranks].run(evaluated, str(tmp_path), run):
+        assert found == pytest.approx(sum(expected) / 2, rel=1e-5)
+
+
+def refused(folder: str, run: Any) -> None:
+    with pytest.raises(ftkit.UserError, match="none of the 3 batches has a label that counts"):
+        evaluated(folder, run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_without_any_label_is_an_error_that_names_labels(ranks, worlds, tmp_path):
+    worlds[ranks].run(refused, str(tmp_path), case(runs.llama, 6, eval_rows=all_masked))
 
 
 class Tuples:
@@ -411,23 +412,3 @@ def places_of(folder: str) -> list[Any]:
 def test_a_second_call_of_train_numbers_its_micro_batches_anew(world2, tmp_path):
     seen = world2.run(places_of, str(tmp_path))[0]
     assert [place for place, _ in seen][-4:] == [(0, 0), (0, 1)] * 2
-
-
-class Adversarial:
-    """A user's loss that looks at a gradient: it cannot be computed without gradients."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        embedded = self.model.get_input_embeddings()(inputs["input_ids"])
-        loss = model(inputs_embeds=embedded, labels=inputs["labels"]).loss
-        (gradient,) = torch.autograd.grad(loss, embedded, retain_graph=True)
-        return loss + model(inputs_embeds=embedded + gradient.detach(), labels=inputs["labels"]).loss
-
-
-@pytest.mark.parametrize("given, told", [({}, True), ({"loss_reduction": "mean-rows"}, False)], ids=str)
-def test_a_loss_that_cannot_be_tried_is_told(given, told, tmp_path, caplog):
-    settings = {"stage": 1, "activations": "keep", **given}
-    arguments = {"max_steps": 2, "gradient_accumulation_steps": 2}
-    run = Run(runs.classifier, losses.labelled, mixin=Adversarial, ftkit=settings, arguments=arguments)
-    runs.make_trainer("ours", str(tmp_path), run).train()
-    assert caplog.text.count("how the loss scales with its batch was not found") == told
-    assert ("does not require grad" in caplog.text) == told

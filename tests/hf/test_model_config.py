@@ -1,11 +1,11 @@
-"""Whatever stands in a model's config.json: an error that names the file and, where that can be known, the key."""
+"""A broken config.json gives an error that names the file and has the library's reason; changes are merged as in stock."""
 
 import json
 
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.hf.weights.loading import load_model
+from ftkit.hf.load.model import load_model
 from tests.tiny import make_base
 
 
@@ -38,21 +38,20 @@ def fields_of(base, **changes):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "reason"),
     [
-        ("num_attention_heads", 0),
-        ("num_attention_heads", "4"),
-        ("hidden_size", 2**62),
-        ("vocab_size", -1),
-        ("num_hidden_layers", 10**12),
-        ("rope_parameters", {"rope_type": "nope"}),
-        ("model_type", "nope"),
+        ("num_attention_heads", 0, "ZeroDivisionError"),
+        ("num_attention_heads", "4", "num_attention_heads"),
+        ("hidden_size", 2**62, ""),
+        ("vocab_size", -1, "-1"),
+        ("rope_parameters", {"rope_type": "nope"}, "nope"),
+        ("model_type", "nope", "nope"),
     ],
 )
-def test_a_value_that_no_model_can_be_made_of_is_named(folder, base, key, value):
+def test_the_error_names_the_file_and_has_the_reason(folder, base, key, value, reason):
     text = told(folder, fields_of(base, **{key: value}))
-    assert str(folder) in text
-    assert key in text or key == "model_type", text
+    assert str(folder / "config.json") in text
+    assert reason in text
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 100_000])
@@ -61,6 +60,24 @@ def test_a_file_that_is_no_configuration(folder, content):
 
 
 def test_an_error_of_our_own_is_not_taken_for_the_users(monkeypatch, base):
-    monkeypatch.setattr("ftkit.hf.weights.loading.find_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr("ftkit.hf.load.model.find_weights", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         load_model(base)
+
+
+GEMMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+GEMMA3 = {"model_type": "gemma3", "text_config": {**GEMMA, "num_key_value_heads": 2, "head_dim": 8}}
+GEMMA3["vision_config"] = {key: value for key, value in GEMMA.items() if key != "vocab_size"} | {"image_size": 28}
+
+
+def test_a_part_of_a_configuration_is_merged_with_its_other_fields():
+    made = load_model(None, config=GEMMA3, task="image-text-to-text", text_config={"attention_dropout": 0.1})
+    text = made.config.text_config
+    assert (text.attention_dropout, text.hidden_size, text.head_dim) == (0.1, 32, 8)
+
+
+def test_a_keyword_sets_a_field_of_the_configuration(base):
+    assert load_model(base, task="sequence-classification", num_labels=5).score.out_features == 5
+    assert load_model(base, attn_implementation="eager").config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="'num_label' is neither an argument nor a field of a llama configuration"):
+        load_model(base, num_label=5)

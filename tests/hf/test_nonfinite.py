@@ -12,10 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ftkit
-from ftkit.engine.checkpoint.finite import is_finite
-from ftkit.errors import Diverged
-from ftkit.hf.weights.exporting import Outgoing, write_model
-from ftkit.train.answers import answers
+from ftkit.engine.checkpoint.finite import NotFinite, is_finite
+from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base
@@ -112,26 +110,9 @@ TOO_LARGE = r"b holds an infinite value in float16: .* write a wider dtype \(--d
     ],
 )
 def test_what_is_not_finite_is_not_exported(value, dtype, message, tmp_path):
-    values = torch.tensor([1.0, value])
-    good = Outgoing((2,), torch.float32, lambda: [(0, torch.ones(2))])
-    tensors = {"a": good, "b": Outgoing((2,), dtype, lambda: [(0, values)])}
-    with pytest.raises(ftkit.UserError, match=message):
-        write_model(tmp_path, tensors, 10**9, lambda done, total: None)
-    assert not files_in(tmp_path)
-
-
-# --- never answered with
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_folder_that_is_not_finite_answers_nothing(bad, tmp_path):
-    folder = make_base(tmp_path)
-    assert list(answers(str(folder), ["a"], max_new_tokens=1))
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.self_attn.o_proj.weight"][-1, 0] = bad
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ftkit.UserError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or infinite weights"):
-        list(answers(str(folder), ["a"], max_new_tokens=1))
+    create_file(tmp_path / "out", [("b", (2,), dtype)])
+    with TensorFile(tmp_path / "out", writable=True) as file, pytest.raises(NotFinite, match=message):
+        file.write("b", 0, torch.tensor([1.0, value]))
 
 
 # --- in a Trainer
@@ -157,8 +138,7 @@ class NaNWeights(NaNLoss):
 
 def diverges(folder, run):
     trainer = runs.make_trainer("ours", folder, run)
-    with pytest.raises(Diverged, match=r"the loss was not finite at the last step, in \d of \d steps"):
-        trainer.train()
+    trainer.train()  # ends as the stock Trainer
     with pytest.raises(ftkit.UserError, match="holds NaN"):
         trainer.save_model(f"{folder}/model")
     return trainer.state.log_history
@@ -171,27 +151,13 @@ def test_a_loss_that_is_nan_is_logged_as_it_is(worlds, tmp_path):
     assert all(math.isnan(line["train_loss"]) for line in history if "train_loss" in line)
 
 
-def test_a_trainer_whose_last_loss_is_nan_fails_and_keeps_the_last_good_checkpoint(worlds, tmp_path):
+def test_a_trainer_whose_weights_become_nan_keeps_the_last_good_checkpoint(worlds, tmp_path):
     saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     run = Run(arguments=saving, mixin=NaNWeights, ftkit={"stage": 3})
     history = worlds[2].run(diverges, str(tmp_path), run)[0]
     assert [math.isfinite(line["loss"]) for line in history if "loss" in line] == [True, False, False, False]
     assert [path.name for path in Path(tmp_path).glob("checkpoint-*")] == ["checkpoint-1"]
     assert not list(Path(tmp_path, "model").glob("*.safetensors"))
-
-
-def fails(folder, run):
-    with pytest.raises(Diverged, match="the loss was not finite at the last step, in 1 of 3 steps"):
-        runs.make_trainer("ours", folder, run).train()
-
-
-class NaNLast(NaNLoss):
-    steps = (3,)
-
-
-def test_a_last_loss_of_fp16_that_is_nan_fails_where_its_step_was_not_skipped(worlds, tmp_path):
-    run = Run(mixin=NaNLast, arguments={"max_steps": 3}, ftkit={**SETTINGS, "dtype": "fp16"})
-    worlds[1].run(fails, str(tmp_path), run)
 
 
 def test_the_filter_that_hides_a_nan_is_refused(tmp_path):
@@ -218,11 +184,6 @@ def test_a_loss_that_a_user_logs_leaves_the_trainers_sum_alone(worlds, tmp_path)
     assert len(told[0]) == 2
     assert told[0] == pytest.approx(told[1], rel=1e-5)
     assert ours.column("train_loss") == pytest.approx(stock.column("train_loss"), rel=1e-5)
-
-
-def fails_in(folder, run, words):
-    with pytest.raises(Diverged, match=words):
-        runs.make_trainer("ours", folder, run).train(resume_from_checkpoint=run.resume)
 
 
 class HugeLoss:
@@ -268,25 +229,7 @@ class NaNGradient:
         return loss + (self.model.model.norm.weight * 0).sum().sqrt() if last else loss
 
 
-@pytest.mark.parametrize("stage, ranks", [(3, 2), (1, 1)])
-def test_a_run_whose_last_gradient_is_nan_fails(stage, ranks, worlds, tmp_path):
-    run = Run(mixin=NaNGradient, arguments={"max_steps": 2}, ftkit={"stage": stage})
-    worlds[ranks].run(fails_in, str(tmp_path), run, "is not finite after the last step, whose loss was")
-
-
-class NaNGradients:
-    """The loss of each step is finite, and its gradient is not."""
-
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs) + (self.model.model.norm.weight * 0).sum().sqrt()
-
-
-@pytest.mark.parametrize("ranks", [1])
-def test_in_fp16_a_run_without_an_update_fails(ranks, worlds, tmp_path):
-    run = Run(mixin=NaNGradients, rows=120, arguments={"max_steps": 17}, ftkit={**SETTINGS, "dtype": "fp16"})
-    worlds[ranks].run(fails_in, str(tmp_path), run, "training failed: not one of 17 steps made an update: in fp16")
-
-
 def test_in_fp16_a_last_step_that_was_skipped_leaves_finite_weights(worlds, tmp_path):
     run = Run(mixin=NaNGradient, arguments={"max_steps": 2}, ftkit={**SETTINGS, "dtype": "fp16"})
-    assert worlds[1].run(train, "ours", str(tmp_path), run)[0].weights
+    weights = worlds[1].run(train, "ours", str(tmp_path), run)[0].weights
+    assert all(is_finite(weight) for weight in weights.values())

@@ -11,7 +11,8 @@ import torch
 
 import ftkit
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.hf.models.overflow import began_in, first_overflow
+from ftkit.hf.fp16.overflow import began_in
+from ftkit.hf.fp16.search import find_fp32_modules
 from tests import fusible
 from tests.tiny import make_base
 
@@ -43,8 +44,8 @@ class Forced(ftkit.Trainer):
             if handle is not None and self.state.global_step + 1 == step:
                 self.handle = handle
 
-    def tell_overflow(self) -> None:
-        super().tell_overflow()
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        super().log(*args, **kwargs)
         if getattr(self, "handle", None) is not None:
             self.handle.remove()
             self.handle = None
@@ -60,7 +61,7 @@ def test_a_forced_inf_is_named_skipped_and_recovered_from(tmp_path: Path, caplog
     trainer.at = ("model.layers.1.mlp.down_proj", 3)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert trainer.overflows == [(3, "in the forward of model.layers.1.mlp.down_proj")]
+    assert trainer.overflow_scan.overflows == [(3, "in the forward of model.layers.1.mlp.down_proj")]
     assert "step 3: overflow in the forward of model.layers.1.mlp.down_proj; it is skipped" in caplog.text
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 6
@@ -71,12 +72,15 @@ def test_a_forced_inf_is_named_skipped_and_recovered_from(tmp_path: Path, caplog
 
 def test_the_first_module_that_overflows() -> None:
     model = fusible.build("llama")
+    units = ftkit.shard(model, {"dtype": "fp16", "kernels": "off"})
     inputs = fusible.batch("llama", 2, 6, 0)
-    assert first_overflow(model, inputs) is None
-    with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.inf
-    assert first_overflow(model, inputs) == "model.layers.1.self_attn.o_proj"
-    assert not any(module._forward_hooks for module in model.modules())
+    assert find_fp32_modules(units, [inputs]).overflowed is None
+
+    def spoil(module: Any, args: Any, output: Any) -> Any:
+        return output * torch.inf
+
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(spoil)
+    assert find_fp32_modules(units, [inputs]).overflowed == "model.layers.1.self_attn.o_proj"
 
 
 def test_where_a_backward_began_to_overflow() -> None:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 
 import ftkit
@@ -81,6 +81,25 @@ def adaptive() -> PeftModel:
     return get_peft_model(base, AdaLoraConfig(task_type="CAUSAL_LM", **fields))
 
 
+def decomposed() -> PeftModel:
+    """DoRA: LoRA with a trained magnitude of each row."""
+    return adapted(target_modules=["q_proj", "down_proj"], use_dora=True)
+
+
+def orthogonal() -> PeftModel:
+    """OFT: rotations of the inputs."""
+    base = runs.llama()
+    torch.manual_seed(16)
+    fields = {"target_modules": ["q_proj", "v_proj"], "oft_block_size": 8, "use_cayley_neumann": False}
+    return get_peft_model(base, OFTConfig(task_type="CAUSAL_LM", **fields))
+
+
+def with_tied_head() -> PeftModel:
+    """LoRA on a tied model, whose head is trained whole and apart from its embedding."""
+    torch.manual_seed(17)
+    return get_peft_model(runs.tied_llama(), lora(modules_to_save=["lm_head"]))
+
+
 def state(trainer: Any) -> dict[str, Any]:
     """Return what carries gradients and state on this rank."""
     units, optimizer = trainer.units, trainer.sharded_optimizer
@@ -120,7 +139,7 @@ def test_lora_is_that_of_the_stock_trainer(make, ranks, settings, worlds, stock,
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("make", [with_embedding, prompted, adaptive, scaled])
+@pytest.mark.parametrize("make", [with_embedding, prompted, adaptive, scaled, decomposed, orthogonal, with_tied_head])
 def test_other_adapters(make, world2, stock, tmp_path):
     run = replace(BASE, model=make)
     ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit=SHARDED))[0]

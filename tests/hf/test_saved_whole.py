@@ -23,9 +23,7 @@ from transformers import TrainerCallback
 
 import ftkit
 from ftkit.errors import UserError
-from ftkit.hf.trainer.checkpoint_files import load_scheduler
-from ftkit.hf.trainer.run_checkpoints import check_folder, publish
-from ftkit.hf.weights.saving import save_arguments
+from ftkit.hf.trainer.checkpoints import check_folder, load_scheduler, publish
 from tests.hf import runs
 from tests.hf.runs import Run
 
@@ -76,6 +74,54 @@ def ended_early(folder: str, error: BaseException) -> list[str]:
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
 def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_path):
     assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]
+
+
+# --- callbacks and files
+
+
+class Notes(TrainerCallback):
+    """A callback that adds a file to each checkpoint."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write beside the files of the Trainer, which are complete."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        check_folder(folder)
+        (folder / "note.txt").write_text("mine")
+
+
+def resumed_beside_a_note(folder: str) -> str:
+    """Resume from a checkpoint with a callback's file, then from one in which a file was changed; return the refusal."""
+    trainer = runs.make_trainer("ours", folder, run_of([Notes()]))
+    trainer.train()
+    (Path(folder) / "checkpoint-1" / "note.txt").write_text("changed")
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    assert trainer.state.global_step == 3
+    (Path(folder) / "checkpoint-1" / "config.json").write_text("{}")
+    with pytest.raises(UserError) as refused:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    return str(refused.value)
+
+
+def test_a_callbacks_file_is_no_part_of_a_checkpoint_and_a_changed_file_is_named(world1, tmp_path):
+    [said] = world1.run(resumed_beside_a_note, str(tmp_path))
+    assert "checkpoint-1/config.json" in said
+
+
+def saved_with_a_bad_config(folder: str) -> str:
+    """Train with a generation config that transformers does not write; return what was raised."""
+    trainer = runs.make_trainer("ours", folder, run_of([]))
+    with mock.patch.object(transformers.GenerationConfig, "save_pretrained", side_effect=ValueError("temperature")):
+        try:
+            trainer.train()
+        except (UserError, ValueError) as error:
+            return f"{error} at step {trainer.state.global_step}"
+    return "nothing was raised"
+
+
+def test_a_generation_config_that_cannot_be_written_stops_the_run_before_its_first_step(world2, tmp_path):
+    for said in world2.run(saved_with_a_bad_config, str(tmp_path)):
+        assert said.startswith("model.generation_config cannot be saved: temperature at step 0")
+    assert not list(tmp_path.iterdir())
 
 
 # --- adapters and buffers
@@ -179,12 +225,16 @@ def test_the_best_of_adapters_with_names_comes_back(name, world1, tmp_path):
 # --- mixtures of experts
 
 
-def mixtral_with_lora() -> Any:
-    """Return a small mixture of experts, whose weights transformers merges on load, with an adapter on its attention."""
+def mixtral() -> Any:
+    """Return a small mixture of experts, whose weights transformers merges on load."""
     fields = {"vocab_size": runs.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
-    mixture = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields))
-    return get_peft_model(mixture, LoraConfig(r=2, **PLACES))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields))
+
+
+def mixtral_with_lora() -> Any:
+    """Return it with an adapter on its attention."""
+    return get_peft_model(mixtral(), LoraConfig(r=2, **PLACES))
 
 
 def saves_a_mixture(folder: str) -> None:
@@ -203,35 +253,67 @@ def test_an_adapter_of_a_mixture_is_saved(world1, tmp_path):
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_refused_save_leaves_no_folder(adapted, tmp_path):
+def test_a_refused_save_writes_no_file(adapted, tmp_path):
     model = small()
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if adapted else model
     with torch.no_grad():
         next(value for value in model.parameters() if value.requires_grad).fill_(1e6)
     units = ftkit.shard(model, {"affinity": False})
-    (tmp_path / "mine").mkdir()
-    for name in ("new/folder", "mine"):
-        with pytest.raises(UserError, match="holds an infinite value in float16: such a model is not written"):
-            ftkit.save_model(units, tmp_path / name, dtype="fp16")
-    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    with pytest.raises(UserError, match="holds an infinite value in float16: such a model is not written"):
+        ftkit.save_model(units, tmp_path / "out", dtype="fp16")
+    assert not list((tmp_path / "out").glob("*"))
 
 
-# --- secrets
+def test_what_cannot_be_saved_is_refused_before_training(tmp_path):
+    """transformers would refuse such a generation configuration at the first checkpoint."""
+
+    def invalid() -> Any:
+        model = small()
+        model.generation_config.temperature = 0.5  # without do_sample
+        return model
+
+    def adapted() -> Any:
+        model = small()
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+        return model
+
+    refused = {invalid: "generation_config cannot be saved", adapted: "has an adapter inside", mixtral: "is cut or merged"}
+    for model, words in refused.items():
+        run = Run(model=model, rows=24, arguments=SAVING, ftkit={**SHARDED, "affinity": False})
+        trainer = runs.make_trainer("ours", str(tmp_path), run)
+        with pytest.raises(UserError, match=words):
+            trainer.train()
 
 
-def test_no_token_is_written_with_the_arguments(tmp_path):
-    """Whether JSON has a form for all of them or not."""
+# --- save_pretrained of a sharded model
 
-    class Mine(ftkit.TrainingArguments):
-        pass
 
-    arguments = Mine(str(tmp_path), hub_token="hf_secret", use_cpu=True)
-    for optimizer in (None, {"betas": torch.ones(2)}):
-        arguments.optim_args = optimizer
-        save_arguments(arguments, tmp_path)
-        told = (tmp_path / "training_args.json").read_text()
-        assert "<HUB_TOKEN>" in told
-        assert "hf_secret" not in told
+def saved_after_an_update(folder: str, stage: int) -> bool:
+    """Save a model and its backbone by their own methods, while updates are deferred."""
+    model = small()
+    units = ftkit.shard(model, {"stage": stage, "update": "deferred", "state": "host", "affinity": False, "dtype": "bf16"})
+    optimizer = ftkit.ShardedAdamW(units, lr=0.1)
+    rows = torch.arange(3, 9)[None]
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    if stage:  # a rank lacks the other's part of the update
+        for module in (model.model, model):
+            with pytest.raises(UserError, match="updates are deferred"):
+                module.save_pretrained(folder)
+        return True
+    for part, module in (("backbone", model.model), ("model", model)):
+        module.save_pretrained(f"{folder}/{part}")
+    now = units.state_dict()
+    return units.comm.rank > 0 or all(  # transformers writes on rank 0 alone
+        torch.equal(tensor, now[prefix + name])
+        for part, prefix in (("backbone", "model."), ("model", ""))
+        for name, tensor in load_file(f"{folder}/{part}/model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_save_pretrained_never_writes_weights_of_before_the_update(stage, world2, tmp_path):
+    assert world2.run(saved_after_an_update, str(tmp_path), stage) == [True, True]
 
 
 # --- modules around a model
@@ -401,7 +483,7 @@ def test_a_publication_that_was_broken_off_goes_on(tmp_path):
     folder, final = tmp_path / "new", tmp_path / "checkpoint-2"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
-    broken = mock.patch("ftkit.hf.trainer.run_checkpoints.sync_tree", side_effect=KeyboardInterrupt)
+    broken = mock.patch("ftkit.hf.trainer.checkpoints.sync_tree", side_effect=KeyboardInterrupt)
     with broken, pytest.raises(KeyboardInterrupt):
         publish(folder, final)
     publish(folder, final)

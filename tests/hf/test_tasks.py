@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import ftkit
-from ftkit.hf.models.tasks import TASKS
+from ftkit.hf.load.tasks import TASKS
 from tests.hf import runs
 from tests.hf.test_before_sharding import SETTINGS
 
@@ -203,5 +203,5 @@ def test_a_task_that_does_not_follow_is_asked_for(tmp_path):
     assert type(ftkit.load_model(tmp_path, task="feature-extraction")).__name__ == "BertModel"
     with pytest.raises(ftkit.UserError, match="task is 'chat', one of auto, causal-lm"):
         ftkit.load_model(tmp_path, task="chat")
-    with pytest.raises(ftkit.UserError, match="has no form for task speech-ctc; other tasks: causal-lm, masked-lm"):
+    with pytest.raises(ftkit.UserError, match="has no class for task speech-ctc; other tasks: causal-lm, masked-lm"):
         ftkit.load_model(tmp_path, task="speech-ctc")

@@ -420,6 +420,7 @@ class OurMeanTrainer(ftkit.TrainerMixin, MeanTrainer):
 
 OVER_MEAN = replace(
     SHORT,
+    ftkit={"loss_reduction": "mean-rows"},
     stock_classes=(MeanTrainer, transformers.TrainingArguments),
     our_classes=(OurMeanTrainer, ftkit.TrainingArguments),
 )
@@ -431,7 +432,7 @@ OVER_MEAN = replace(
         replace(QUIET, options={"compute_loss_func": summed_loss}),
         OVER_MEAN,
         replace(QUIET, mixin=PenalisedLoss),
-        replace(SHORT, mixin=OwnMean),
+        replace(SHORT, mixin=OwnMean, ftkit={"loss_reduction": "mean-rows"}),
     ],
     ids=["function", "beneath", "around", "instead"],
 )

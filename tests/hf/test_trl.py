@@ -270,3 +270,112 @@ def test_plain_training_arguments_are_refused_rather_than_dropped(tmp_path):
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ftkit.UserError, match="SFTConfig has no field 'ftkit'"):
         OurSFTTrainer(runs.llama(), arguments, train_dataset=answers(), processing_class=tokenizer())
+
+
+# --- ten steps of every trainer: two ranks as one
+
+
+class OurKTOTrainer(ftkit.TrainerMixin, trl.KTOTrainer):
+    """As a user writes it."""
+
+
+class OurKTOConfig(ftkit.ArgumentsMixin, trl.KTOConfig):
+    """As a user writes it."""
+
+
+class OurRewardTrainer(ftkit.TrainerMixin, trl.RewardTrainer):
+    """As a user writes it."""
+
+
+class OurRewardConfig(ftkit.ArgumentsMixin, trl.RewardConfig):
+    """As a user writes it."""
+
+
+class OurGRPOTrainer(ftkit.TrainerMixin, trl.GRPOTrainer):
+    """As a user writes it."""
+
+
+class OurGRPOConfig(ftkit.ArgumentsMixin, trl.GRPOConfig):
+    """As a user writes it."""
+
+
+def judged() -> datasets.Dataset:
+    """Return prompts with completions that are wanted or not."""
+    random = torch.Generator().manual_seed(5)
+    rows = [
+        {"prompt": sentence(random, 2, 5), "completion": " " + sentence(random, 3, 8), "label": number % 2 == 0}
+        for number in range(24)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def asked() -> datasets.Dataset:
+    """Return prompts alone."""
+    random = torch.Generator().manual_seed(6)
+    return datasets.Dataset.from_list([{"prompt": sentence(random, 2, 5)} for _ in range(24)])
+
+
+def scorer() -> torch.nn.Module:
+    """Return the small Llama with one score in the head's place."""
+    torch.manual_seed(18)
+    config = transformers.LlamaConfig(**{**runs.llama().config.to_dict(), "num_labels": 1})
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def longest(completions: list[str], **kwargs: Any) -> list[float]:
+    """Reward completions with many different words."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+TEN = {"bf16": False, "max_steps": 10, "learning_rate": 1e-2, "dataloader_drop_last": True}
+TRAINERS = {
+    "sft": replace(SFT, eval_rows=0, arguments={**TEN, "max_length": 32}, before=None, after=None),
+    "dpo": replace(DPO, arguments={**TEN, "max_length": 32, "beta": 0.5}, before=None, after=None),
+    "kto": Run(
+        rows=judged,
+        stock_classes=(trl.KTOTrainer, trl.KTOConfig),
+        our_classes=(OurKTOTrainer, OurKTOConfig),
+        arguments={**TEN, "max_length": 32},
+        options={"processing_class": tokenizer, "ref_model": other_llama},
+    ),
+    "reward": Run(
+        model=scorer,
+        rows=preferences,
+        stock_classes=(trl.RewardTrainer, trl.RewardConfig),
+        our_classes=(OurRewardTrainer, OurRewardConfig),
+        arguments={**TEN, "max_length": 32},
+        options={"processing_class": tokenizer},
+    ),
+}
+MEANS_OF_RANKS = ["train_loss", "entropy", "accuracy", "num_tokens", "rewards", "logps", "logits", "margin"]
+"""Metrics that TRL averages over ranks without weights."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_ten_steps_of_two_ranks_are_those_of_one(name, worlds, tmp_path):
+    run = replace(TRAINERS[name], ftkit={"stage": 3})
+    one, two = (worlds[ranks].run(train, "ours", str(tmp_path / str(ranks)), run)[0] for ranks in (1, 2))
+    assert len(one.column("loss")) == 10
+    assert_same_history(two, one, leave_out=MEANS_OF_RANKS)
+    assert_same_weights(two.weights, one.weights, limit=1e-3)
+
+
+GRPO = Run(
+    rows=asked,
+    stock_classes=(trl.GRPOTrainer, trl.GRPOConfig),
+    our_classes=(OurGRPOTrainer, OurGRPOConfig),
+    arguments={**TEN, "num_generations": 3, "max_completion_length": 6, "per_device_train_batch_size": 3},
+    options={"processing_class": tokenizer, "reward_funcs": longest},
+)
+
+
+@pytest.mark.slow
+def test_grpo_on_two_ranks_is_trls(world2, tmp_path):
+    """Each rank samples its own completions, so the reference is TRL itself on two ranks."""
+    stock, ours = (
+        world2.run(train, kind, str(tmp_path / kind), replace(GRPO, ftkit={"stage": 3}))[0] for kind in ("stock", "ours")
+    )
+    assert len(ours.column("loss")) == 10
+    assert_same_history(ours, stock, leave_out=["step_time"])
+    assert_same_weights(ours.weights, stock.weights, limit=1e-3)

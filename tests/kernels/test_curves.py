@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from ftkit.hf.models.fusing import fuse
-from ftkit.hf.models.head import attach_head_loss
+from ftkit.hf.kernels.fuse import fuse
+from ftkit.hf.kernels.head import attach_head_loss
 from ftkit.kernels.launch import INTERPRETED
 from tests import fusible
 from tests.hf.test_fusing import assert_same_weights, train

@@ -13,8 +13,9 @@ from ftkit.config.recipe import packaged
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.optim.adamw import ShardedAdamW
-from ftkit.hf.models.fake import graph_bytes, nothing_behind
-from ftkit.hf.sharding import find_blocks, model_shape, shard_as
+from ftkit.hf.blocks import find_blocks
+from ftkit.hf.memory.fake import graph_bytes, nothing_behind
+from ftkit.hf.sharding import model_shape, shard_as
 from ftkit.plan.choice import make_plan
 from ftkit.plan.limits import Limits
 from ftkit.spec.strategy import Strategy

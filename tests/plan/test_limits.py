@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ftkit.config.engine import EngineSettings
-from ftkit.hf.models.shapes import limits_here
+from ftkit.hf.memory.shape import limits_here
 from ftkit.plan.host_memory import MACHINE, Reading, guarded_bytes
 from ftkit.plan.memory import GIB, MIB
 from ftkit.train.memory_guard import SAVE
@@ -21,7 +21,7 @@ def here(*readings, ranks=2, **settings):
     """Return the limits on a box whose memory says `readings`, and the bytes that this process holds already."""
     memory = mock.Mock(find=lambda: mock.Mock(read=lambda: list(readings)))
     process = mock.Mock(memory_info=lambda: mock.Mock(rss=300 * MIB))
-    with mock.patch("ftkit.hf.models.shapes.HostMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
+    with mock.patch("ftkit.hf.memory.shape.HostMemory", memory), mock.patch.object(psutil, "Process", return_value=process):
         return limits_here(EngineSettings.of(settings), CPU, ranks)
 
 
@@ -47,7 +47,7 @@ def test_of_a_machine_a_share_is_granted_and_of_a_group_all():
 
 
 def test_of_a_drive_no_more_is_granted_than_was_said(tmp_path):
-    with mock.patch("ftkit.hf.models.shapes.shutil.disk_usage", return_value=mock.Mock(free=9 * GIB)):
+    with mock.patch("ftkit.hf.memory.shape.shutil.disk_usage", return_value=mock.Mock(free=9 * GIB)):
         assert here(MACHINE_64, nvme_dir=str(tmp_path)).nvme_bytes == 9 * GIB
         assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=0.5).nvme_bytes == GIB // 2
         assert here(MACHINE_64, nvme_dir=str(tmp_path), nvme_gib=1e9).nvme_bytes == 9 * GIB

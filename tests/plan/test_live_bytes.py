@@ -20,7 +20,7 @@ from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.sgd import ShardedSGD
-from ftkit.hf.models import shapes
+from ftkit.hf.memory import shape as shapes
 from ftkit.hf.sharding import shard
 from ftkit.plan import memory as plan
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes

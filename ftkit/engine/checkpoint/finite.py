@@ -20,14 +20,18 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(float(values.sum(dtype=torch.float32))) or bool(values.isfinite().all())
 
 
+class NotFinite(UserError):
+    """Weights that are not finite were to be written."""
+
+
 def refuse_not_finite(name: str, values: Tensor) -> None:
-    """Raise UserError if `values` (n,), which are to be written as tensor `name`, are not finite."""
+    """Raise NotFinite if `values` (n,), which are to be written as tensor `name`, are not finite."""
     if is_finite(values):
         return
     dtype = str(values.dtype).removeprefix("torch.")
     kind = "NaN" if bool(values.isnan().any()) else f"an infinite value in {dtype}"
     advice = "If the weight is finite in training, write a wider dtype (--dtype bf16). " if dtype == "float16" else ""
-    raise UserError(
+    raise NotFinite(
         f"{name} holds {kind}: such a model is not written. {advice}Training diverged: go back to an earlier checkpoint, "
         "and lower the learning rate or check the data of the first step whose loss is not finite"
     )

@@ -87,14 +87,6 @@ def write_contents(folder: Path, *, apart: Iterable[str] = ()) -> None:
     write_sealed(folder / CONTENTS, {"files": {name: _entry(folder / name) for name in listed if name != CONTENTS}})
 
 
-def rewrite_contents(folder: Path) -> None:
-    """Update a folder's list, durably, after listed files were changed or removed. Cost: one read of the files."""
-    files = {name: _entry(folder / name) for name in _listed(folder) if (folder / name).is_file()}
-    new = folder / f"{CONTENTS}.writing"
-    write_sealed(new, {"files": files})
-    new.replace(folder / CONTENTS)
-
-
 def check_contents(folder: Path) -> list[str]:
     """Compare a folder's files with its list, and return their names. Cost: one read of the files.
 

@@ -1,406 +1,382 @@
-"""The loss of a Trainer's step: on W ranks that of one rank.
+"""The loss of a Trainer's step on W ranks: that of one rank with all their rows.
 
-One micro-batch of W ranks is their batches together, and its loss is what one rank would compute of all their rows. The
-micro-batches of a step are added up as the stock Trainer adds them on one rank: equally where it divides by their number,
-by label tokens where the model's loss is divided by `num_items_in_batch`. One case differs on purpose: a model that takes
-`num_items_in_batch` and ignores it, and whose loss is a mean. The stock Trainer adds the means of micro-batches up, so that
-accumulation multiplies the gradient; here the step's loss is the mean over all its rows or label tokens.
+The engine averages gradients over ranks, so each rank's loss needs a weight. A loss is one of five kinds:
 
-How a loss scales is found out at the first step (`loss_scaling`), or given by `ftkit={"loss_reduction": ...}`.
+    counted       divided by `num_items_in_batch`, the label tokens of all ranks and micro-batches. Each rank gets its share
+                  of that count and computes as if it ran alone, since the Trainer would multiply by W. A part that does not
+                  depend on the count (a router's balance, a penalty) is then averaged over ranks.
+    mean-tokens   a mean over label tokens: weight W * n_r / sum(n_r)
+    mean-rows     a mean over rows: the same with rows
+    sum           a sum over rows: weight W
+    mean-ranks    neither (negatives from the batch): weight 1, as in DDP
+
+One probe of the first batch shows whether the loss is counted. Otherwise the labels decide: integers with a sequence
+dimension make a mean over tokens, anything else a mean over rows. `ftkit={"loss_reduction": ...}` overrides both.
+
+Micro-batches of one rank are added up as the stock Trainer adds them. One case differs on purpose: the loss of a model that
+accepts `num_items_in_batch` and ignores it. The stock Trainer adds up the means of micro-batches; here the loss is the mean
+over all rows or label tokens of the step.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+import copy
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-import transformers
 from accelerate.data_loader import DataLoaderDispatcher
-from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset
+from transformers.trainer_utils import has_length
 
-from ftkit.config.engine import EngineSettings
-from ftkit.hf.models.head import adds_to_loss, only_loss, usable_loss
+from ftkit.errors import UserError
+from ftkit.hf.adapters import adds_to_loss
+from ftkit.hf.generate.generation import evaluating
+from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.reading import read_by_all
-from ftkit.hf.trainer.accelerator import Accelerator
-from ftkit.hf.trainer.loss_scaling import COUNTED, RANKS, ROWS, SUM, TOKENS, Scaling, Trial
-from ftkit.hf.trainer.row_parts import IGNORED, can_split, rows_of, selected, token_labels, with_labels
-from ftkit.hf.trainer.seeding import STEPS, SeededCollator, seeded
-from ftkit.hf.trainer.untouched import untouched
+from ftkit.hf.trainer.seeding import STEPS, seeded
 from ftkit.spec.strategy import AUTO
 
-logger = logging.getLogger(__name__)
-
-TRIALS = 8
-"""Batches by which rows and label tokens may be told apart, before the likelier of the two is taken for good."""
-
-
-if TYPE_CHECKING:
-    _Beside = transformers.Trainer  # every class that has the mixin has this as well
-else:
-    _Beside = object
+COUNTED, SUM, ROWS, TOKENS, RANKS = "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"
+IGNORED = -100
+"""The label that no loss of transformers counts."""
+REACTION = 1e-3
+"""Relative change of a loss under another count that rounding does not explain."""
 
 
-class LossMixin(_Beside):
-    """What `TrainerMixin` does with losses: finds out how they scale, weights ranks and micro-batches, seeds each.
+@dataclass(frozen=True)
+class Reduction:
+    """How a loss is reduced over its batch.
 
-    It stands between a Trainer and `TrainerMixin`; with `ftkit=None`, every override steps aside.
+    Args:
+        kind: counted | sum | mean-rows | mean-tokens | mean-ranks.
+        shifted: Whether the first label of each row does not count, because nothing predicts it.
+        label_names: Keys of the labels in a batch.
     """
 
-    args: Any
-    accelerator: Any
-    model: Any
-    state: Any
+    kind: str
+    shifted: bool = False
+    label_names: Sequence[str] = ("labels",)
 
-    _parts = 1  # into which blocks divide a rank's batch
-    scaling: Scaling | None = None
-    """How the loss scales, once that is known."""
-    _trials = 0
-    _trial_problem = ""  # why the last trial's loss could not be computed
-    _trying = False  # whether the loss is computed for a trial
-    _reached_stock = False  # whether the last loss was computed by the Trainer's own compute_loss
-    _hides_count = False  # whether the Trainer's own loss is asked for without the count
-    _was_counted = False  # whether the last loss was asked for with a count
-    _predicting = False  # whether a batch is evaluated
-    _outputs_unread = False  # whether nobody reads the outputs that are asked for with a loss
-    _weights: Sequence[float] = ()  # of the step's micro-batches
-    _place = (-1, 0)  # step and number of the last micro-batch
-    _collator: SeededCollator | None = None
+    def count(self, batch: Any) -> int:
+        """Return what the loss of a batch is a mean over: rows, or label tokens."""
+        return rows_of(batch, self.label_names) if self.kind == ROWS else counted_labels(batch, shifted=self.shifted)
+
+
+def by_labels(batch: Any, config: Any) -> str:
+    """Return the reduction of a loss that is not counted, by the form of its labels.
+
+    Args:
+        batch: A batch of the loader.
+        config: The model's configuration, or None. Speech models state the reduction of their CTC loss there.
+    """
+    of_speech = {"sum": SUM, "mean": ROWS}.get(getattr(config, "ctc_loss_reduction", None) or "")
+    if of_speech is not None:
+        return of_speech
+    labels = token_labels(batch)
+    return TOKENS if labels is not None and labels.dim() > 1 else ROWS
+
+
+class LossOfRanks:
+    """The losses of one Trainer: how they are reduced, and the weight of each on this rank.
+
+    Attributes:
+        reduction: How the loss is reduced; None until a batch with labels has shown it.
+        hides_count: Whether the Trainer's own loss is computed without the count, because the model ignores it.
+        reached_stock: Whether the Trainer's own `compute_loss` computed the last loss.
+        was_counted: Whether the last loss was computed with a count.
+        weights: Weight of the loss of each micro-batch of the step.
+        evaluated: Batches of the present evaluation.
+        unlabelled: Those of them in which no rank has a label.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.reduction: Reduction | None = None
+        self.hides_count = self.reached_stock = self.was_counted = False
+        self.weights: Sequence[float] = ()
+        self.evaluated = self.unlabelled = 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the loss is divided by `num_items_in_batch`."""
+        return self.reduction is not None and self.reduction.kind == COUNTED
+
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether each rank's loss is a mean over its own labels."""
+        return not self.trainer.args.average_tokens_across_devices
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the model's loss leaves out the first label of each row; transformers knows it of causal models."""
+        return bool(getattr(self.trainer, "_loss_shifts_labels", False))
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Report one rank to the code of a counted loss, which might multiply it by the number of ranks."""
+        return self.trainer.accelerator.with_num_processes(1) if self.is_counted else nullcontext()
+
+    def share(self, count: Any) -> Any:
+        """Return this rank's share of the count of all ranks, where the loss is divided by it."""
+        if count is None or not self.is_counted or self.is_per_rank:
+            return count
+        return count / self.trainer.engine.comm.world_size
 
     # --- a training step
 
-    @property
-    def _has_parts(self) -> bool:
-        """Whether a step's batch comes in several parts, of ranks or micro-batches."""
-        return isinstance(self.accelerator, Accelerator) and (
-            self.accelerator.num_processes > 1 or self.args.gradient_accumulation_steps > 1
-        )
-
-    def weighted(self, batches: list[Any]) -> list[Any]:
-        """Return a step's batches without repeated samples, and note how much each counts. A collective.
+    def weigh(self, batches: list[Any]) -> list[Any]:
+        """Return a step's batches without repeated rows, and set the weights of their losses. A collective.
 
         Args:
-            batches: this rank's batches, as the loader gave them.
+            batches: This rank's micro-batches, as the loader gave them.
         """
-        self._weights, self._place = (), (-1, 0)
-        if not self._has_parts or not batches or not self._can_try():
-            return batches
-        scaling = self._scaling_by(batches[0])
-        ranks = self.accelerator.num_processes
-        last, empty = self._without_repeated(batches[-1], scaling)
+        trainer, comm = self.trainer, self.trainer.engine.comm
+        reduction, ranks = self.reduction_by(batches[0]), comm.world_size
+        last, empty = own_rows(batches[-1], trainer.accelerator, reduction, per_rank=self.is_per_rank)
         batches = [*batches[:-1], last]
-        given = 1 / ranks if scaling.multiplied and not self._hides_count else 1.0
-        if scaling.kind == SUM:
-            self._weights = [0.0 if empty and each is last else given * ranks for each in batches]
-        elif scaling.kind == RANKS or (not self.args.average_tokens_across_devices and scaling.kind != ROWS):
-            self._weights = [1.0 if scaling.kind == COUNTED else given] * len(batches)
-        elif scaling.kind == COUNTED:
-            self._weights = [given if scaling.partly else given * ranks] * len(batches)
-        else:
-            counts = [scaling.count(each, self.label_names) for each in batches]
+        self.weights = [1.0] * len(batches)
+        if reduction.kind == SUM:
+            self.weights = [0.0 if empty and each is last else float(ranks) for each in batches]
+        elif reduction.kind == ROWS or (reduction.kind == TOKENS and not self.is_per_rank):
+            counts = [reduction.count(each) for each in batches]
             counts[-1] = 0 if empty else counts[-1]
-            comm = self.accelerator.sharded(self.model).comm
             totals = comm.totals(torch.tensor(counts, dtype=torch.float32, device=comm.device))
-            self._weights = [given * weight for weight in self._shares(counts, totals)]
-            if scaling.kind == TOKENS:  # where no rank has a label, the mean is no number, as on one rank
+            if reduction.kind == TOKENS:
                 known = zip(batches, counts, totals, strict=True)
-                batches = [_with_one_label(each) if total and not count else each for each, count, total in known]
+                batches = [with_one_label(each) if total and not count else each for each, count, total in known]
+            if self.hides_count:  # the Trainer divides by the number of micro-batches
+                totals = [sum(totals) / len(totals)] * len(totals)
+            self.weights = [ranks * count / total if total else 1.0 for count, total in zip(counts, totals, strict=True)]
         return batches
-
-    def _shares(self, counts: Sequence[int], totals: list[float]) -> list[float]:
-        """Return the factors of this rank's means that make the mean over all ranks' rows or tokens.
-
-        Args:
-            counts: number of rows or tokens in each micro-batch of this rank.
-            totals: for each micro-batch, the number in that of all ranks together.
-        """
-        if self._hides_count and self.loss_is_scaled_for_ga is False:  # the Trainer divides by the number of micro-batches
-            totals = [sum(totals) / len(totals)] * len(totals)
-        ranks = self.accelerator.num_processes
-        return [ranks * count / total if total else 1.0 for count, total in zip(counts, totals, strict=True)]
-
-    @property
-    def _partly(self) -> bool:
-        return self.scaling is not None and self.scaling.partly
-
-    def _as_if_alone(self) -> AbstractContextManager[None]:
-        """Tell a loss of which a part does not depend on the count that there is one rank: nothing is multiplied."""
-        return self.accelerator.telling_ranks(1) if self._partly else nullcontext()
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Do the Trainer's forward and backward, with the weight and the random numbers of this micro-batch."""
-        if not self._has_parts:
-            return super().training_step(model, inputs, num_items_in_batch)
-        step, number = self.state.global_step, self._place[1] + 1 if self._place[0] == self.state.global_step else 0
-        self._place = (step, number)
-        weight = self._weights[number] if number < len(self._weights) else None
-        if self._partly and num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch / self.accelerator.num_processes
-        place = number * self.accelerator.num_processes + self.accelerator.process_index
-        self.accelerator.loss_weight = weight
-        try:
-            draws = seeded(self.accelerator.device, STEPS, self.args.seed, step, place, together=number)
-            with draws, self._as_if_alone():
-                loss = super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            self.accelerator.loss_weight = None
-        return loss if weight is None else loss * weight
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Compute the loss as the Trainer does; a mean that ignores `num_items_in_batch` without it.
-
-        The Trainer would multiply such a mean by the ranks, and not divide it by the micro-batches of a step. Where the loss
-        is all that is wanted, the model may make it without its logits.
-        """
-        stock: Any = super().compute_loss
-        plain = stock.__func__ is transformers.Trainer.compute_loss
-        engine = isinstance(self.accelerator, Accelerator)
-        self._reached_stock = self._reached_stock or plain
-        hides = engine and plain and not self._trying and self._hides_count
-        self._was_counted = num_items_in_batch is not None and not hides
-        nothing_else = plain and engine and not (self.label_smoother or self.compute_loss_func)
-        with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
-            asked = {"return_outputs": True} if return_outputs else {}  # as the Trainer asks: a user's may know no more
-            return stock(model, inputs, **asked, num_items_in_batch=None if hides else num_items_in_batch)
-
-    # --- how the loss scales
-
-    def _can_try(self) -> bool:
-        """Whether batches come to the model as the loader gives them: TRL's online trainers generate from them first."""
-        definers = [each for each in type(self).__mro__ if "_prepare_inputs" in vars(each)]
-        return not any(each.__module__.startswith("trl.") for each in definers)
-
-    def _scaling_by(self, batch: Any) -> Scaling:
-        """Return how the loss scales; found by this batch if it is not known. A collective."""
-        if self.scaling is None or not self.scaling.certain:
-            found = self._found(batch)
-            if found is None:
-                return Scaling(RANKS)
-            self.scaling = found
-        return self.scaling
-
-    def _found(self, batch: Any) -> Scaling | None:
-        """Return how the loss scales; None where this batch cannot tell, because no row of any rank has a label."""
-        reduction = EngineSettings.of(self.args.ftkit).strategy.loss_reduction
-        units = self.accelerator.sharded(self.model)
-        comm = units.comm
-        stock = _definer(type(self), "compute_loss") is LossMixin and self._is_stock_beneath()
-        averaged, added = self.args.average_tokens_across_devices, adds_to_loss(self.model)
-        if stock and not self.label_smoother and not self.compute_loss_func and usable_loss(self.model) is not None:
-            return Scaling(COUNTED, multiplied=averaged and not added, partly=averaged and added)
-        rows = rows_of(batch, self.label_names)
-        if self._parts > 1 and can_split(batch, rows):  # as much as fits a forward
-            batch = selected(batch, range(max(1, rows // self._parts)), rows)
-        given = self._prepare_inputs(copy(batch))
-        known = isinstance(given, Mapping)
-        if not all(comm.all(known)):
-            return Scaling(RANKS)
-        if not any(comm.all(_may_have_a_label(given))):
-            return None
-        dtype = units.compute_dtype or next(iter(units.dtypes.values()))
-        shifts = bool(getattr(self, "_loss_shifts_labels", False))
-        counting = bool(self.model_accepts_loss_kwargs or self.compute_loss_func)
-        trial = Trial(self._tried_loss, comm, self.label_names, shifts, counting, dtype)
-        before = self.scaling
-        if before is None:
-            self._reached_stock = False
-            counted, multiplied, partly = trial.counts(given)
-            if counted and stock and added:  # which may be less than a trial can tell
-                multiplied, partly = False, True
-            if counted and reduction in (AUTO, COUNTED):
-                return Scaling(COUNTED, multiplied=multiplied, partly=partly and averaged)
-        else:
-            multiplied = before.multiplied
-        if reduction != AUTO:
-            found = Scaling(reduction, shifted=shifts)
-        else:
-            self._trial_problem = ""
-            found = trial.kind(given)
-            self._trials += 1
-            self._tell_trial(found)
-        found = replace(found, multiplied=multiplied, certain=found.certain or self._trials >= TRIALS)
-        if self._reached_stock and found.kind not in (COUNTED, SUM):
-            self._hides_count = True
-            if self.loss_is_scaled_for_ga is None:
-                self.loss_is_scaled_for_ga = False
-        if found.kind == RANKS and reduction == AUTO and comm.world_size > 1 and comm.rank == 0:
-            logger.warning(
-                "the loss of this batch is neither a sum nor a mean of the losses of its parts (negatives from the batch, "
-                "class weights, inputs that cannot be split): the loss of %d ranks is the mean of theirs, as under DDP. If "
-                "it is a sum or a mean, say so: ftkit={'loss_reduction': 'sum', 'mean-rows' or 'mean-tokens'}",
-                comm.world_size,
-            )
-        return found
-
-    def _tell_trial(self, found: Scaling) -> None:
-        """Say once that how the loss scales was guessed, because a loss of the user's cannot be tried. A collective."""
-        comm = self.accelerator.sharded(self.model).comm
-        problems = [each for each in comm.all(self._trial_problem) if each]
-        if problems and not found.certain and self._trials == 1 and comm.rank == 0:
-            logger.warning(
-                "how the loss scales with its batch was not found, because it cannot be computed without gradients (%s): it "
-                "is taken for %s. If it is something else, say so: ftkit={'loss_reduction': 'sum', 'mean-rows', "
-                "'mean-tokens' or 'mean-ranks'}",
-                problems[0].splitlines()[0],
-                found.kind,
-            )
-
-    def _is_stock_beneath(self) -> bool:
-        stock: Any = super().compute_loss
-        return stock.__func__ is transformers.Trainer.compute_loss
-
-    def _tried_loss(self, batch: Mapping[str, Any], count: Tensor | None, ranks: int | None = None) -> float:
-        """Return the loss of a batch, leaving no trace; NaN where it cannot be computed. See `loss_scaling.Loss`."""
-        things = [self, self.state, self.accelerator, *([self.compute_loss_func] if self.compute_loss_func else [])]
-        self._trying, reached, problem = True, self._reached_stock, ""
-        told = nullcontext() if ranks is None else self.accelerator.telling_ranks(ranks)
-        with untouched(self.model, self.accelerator.device, *things), told:
-            try:
-                with read_by_all(self), self.compute_loss_context_manager():
-                    loss = self.compute_loss(self.model, dict(batch), num_items_in_batch=count)
-                value = float(loss.detach().float().mean())
-            except torch.OutOfMemoryError:
-                raise
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                problem = f"{type(error).__name__}: {error}"
-                logger.debug("the loss of a trial batch: %s", problem)
-                value = math.nan
-            reached = reached or self._reached_stock
-        self._trying, self._reached_stock, self._trial_problem = False, reached, problem
-        return value
-
-    # --- samples that are repeated to fill the last batch
-
-    def _without_repeated(self, batch: Any, scaling: Scaling) -> tuple[Any, bool]:
-        """Return a batch without the samples that fill it up, and whether nothing of it is this rank's.
-
-        A rank must compute as many batches as the others: of one that has repeated samples only, one is left.
-        """
-        rows = rows_of(batch, self.label_names)
-        left = rows_left(self.accelerator, rows)
-        if not left or scaling.kind == RANKS:
-            return batch, False
-        own = min(max(left - self.accelerator.process_index * rows, 0), rows)
-        if scaling.kind in (COUNTED, TOKENS) and torch.is_tensor(batch.get("labels")):
-            of_rank = not own and not self.args.average_tokens_across_devices  # a mean of this rank's, and it has no other
-            return (batch, False) if own == rows or of_rank else (_without_labels(batch, own), own == 0)
-        if own == rows or not can_split(batch, rows):
-            return batch, False
-        return selected(batch, range(max(own, 1)), rows), own == 0
 
     # --- evaluation
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **others: Any,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluate a batch as one rank would evaluate the batches of all ranks: its loss is that of their rows together."""
-        ranks = self.accelerator.num_processes if isinstance(self.accelerator, Accelerator) else 1
-        if ranks == 1 or not self._can_try() or not self._gives_loss(inputs):
-            return self._predict(model, inputs, prediction_loss_only, ignore_keys, **others)
-        scaling = self._scaling_by(inputs)
-        own, empty = self._without_repeated(inputs, scaling)
-        rows, kept = rows_of(inputs, self.label_names), rows_of(own, self.label_names)
-        if any(self.accelerator.sharded(self.model).comm.all(kept != rows)):  # the outputs must have the others' shape
-            loss, _, _ = self._predict(model, own, True, ignore_keys, **others)
-            logits = labels = None
-            if not prediction_loss_only:
-                _, logits, labels = self._predict(model, inputs, False, ignore_keys, **others)
-        else:
-            loss, logits, labels = self._predict(model, own, prediction_loss_only, ignore_keys, **others)
-        if loss is not None:
-            loss = self._loss_of_all(loss, own, empty, scaling)
-        return loss, logits, labels
+    def of_all(self, loss: Tensor, batch: Any, empty: bool) -> Tensor:
+        """Return the loss of all ranks' batches from that of this rank's. A collective.
 
-    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None, **others: Any) -> Any:
-        plain = _definer(type(self), "compute_loss") is LossMixin  # somebody else's may look at the outputs
-        self._was_counted, self._outputs_unread, self._predicting = not plain, loss_only and plain, True
-        try:
-            with self._as_if_alone():
-                return super().prediction_step(model, inputs, loss_only, ignore_keys, **others)
-        finally:
-            self._outputs_unread = self._predicting = False
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the count that the Trainer takes; in evaluation this rank's share of it, where `Scaling.partly` says so."""
-        count = super()._get_num_items_in_batch(batch_samples, device)
-        if count is None or not (self._predicting and self._partly):
-            return count
-        return count / self.accelerator.sharded(self.model).comm.world_size
-
-    def _loss_of_all(self, loss: Tensor, batch: Any, empty: bool, scaling: Scaling) -> Tensor:
-        """Return the loss of all ranks' batches from that of this rank's. A collective."""
-        ranks = self.accelerator.num_processes
-        given = 1 / ranks if scaling.multiplied and self._was_counted else 1.0
-        if scaling.kind == COUNTED and not self._was_counted:  # Seq2SeqTrainer evaluates without the count
-            scaling = Scaling(TOKENS, shifted=bool(getattr(self, "_loss_shifts_labels", False)))
-        if scaling.kind == RANKS or (scaling.kind != ROWS and not self.args.average_tokens_across_devices):
+        Args:
+            loss: This rank's loss, a scalar.
+            batch: This rank's own rows.
+            empty: Whether they only repeat others.
+        """
+        comm = self.trainer.engine.comm
+        reduction = self.reduction or Reduction(RANKS)
+        if reduction.kind == COUNTED and not self.was_counted:  # Seq2SeqTrainer evaluates without the count
+            reduction = replace(reduction, kind=TOKENS)
+        if reduction.kind == RANKS or (self.is_per_rank and reduction.kind in (COUNTED, TOKENS)):
             return loss
-        if scaling.partly:
-            return self.accelerator.reduce(loss, "mean")
-        if scaling.is_mean:
-            count = 0 if empty else scaling.count(batch, self.label_names)
-            comm = self.accelerator.sharded(self.model).comm
+        weight = 1.0
+        if reduction.kind == SUM:
+            weight = 0.0 if empty else float(comm.world_size)
+        elif reduction.kind != COUNTED:
+            count = 0 if empty else reduction.count(batch)
             total = comm.totals(torch.tensor([float(count)], device=comm.device))[0]
-            weight = given * ranks * count / total if total else given
-        else:
-            weight = 0.0 if empty and scaling.kind == SUM else given * ranks
-        return self.accelerator.reduce(loss * weight if weight else torch.zeros_like(loss), "mean")
+            weight = comm.world_size * count / total if total else 1.0
+        reduced: Tensor = self.trainer.accelerator.reduce(loss * weight if weight else torch.zeros_like(loss), "mean")
+        return reduced
 
-    def _gives_loss(self, inputs: Any) -> bool:
+    def evaluate(self, predict: Callable[[Any, bool], Any], batch: Any, loss_only: bool) -> tuple[Tensor | None, Any, Any]:
+        """Return loss, outputs and labels of a batch; the loss is that of all ranks' batches. A collective.
+
+        Args:
+            predict: Evaluates a batch on this rank: (batch, whether only its loss is used) to loss, outputs and labels.
+            batch: This rank's batch.
+            loss_only: Whether only the loss is used.
+        """
+        trainer, comm = self.trainer, self.trainer.engine.comm
+        if not self._has_loss(batch):
+            loss, outputs, labels = predict(batch, False)
+            return loss, outputs, labels
+        labelled = self.has_labels(batch)
+        self.evaluated, self.unlabelled = self.evaluated + 1, self.unlabelled + (not labelled)
+        if comm.world_size == 1 or not labelled:
+            loss, outputs, labels = predict(batch, loss_only)
+            return loss if labelled else None, outputs, labels
+        own, empty = own_rows(batch, trainer.accelerator, self.reduction_by(batch), per_rank=self.is_per_rank)
+        cut = comm.any(rows_of(own, trainer.label_names) != rows_of(batch, trainer.label_names))
+        loss, outputs, labels = predict(own, cut or loss_only)
+        loss = None if loss is None else self.of_all(loss, own, empty)
+        if cut and not loss_only:  # the outputs must have the other ranks' shape
+            _, outputs, labels = predict(batch, False)
+        return loss, outputs, labels
+
+    def check_evaluated(self) -> None:
+        """Raise UserError if no batch of an evaluation had a label."""
+        if self.unlabelled and self.unlabelled == self.evaluated:
+            raise UserError(
+                f"evaluation: none of the {self.evaluated} batches has a label that counts: all labels are {IGNORED}. "
+                "Prompts that fill the whole length leave none; check the labels that the data collator makes"
+            )
+
+    def _has_loss(self, batch: Any) -> bool:
         """Return whether the Trainer computes a loss of a batch in evaluation."""
-        if not isinstance(inputs, Mapping):
+        if not isinstance(batch, Mapping):
             return False
-        if not self.label_names:
-            return bool(inputs.get("return_loss", self.can_return_loss))
-        return all(inputs.get(name) is not None for name in self.label_names)
+        if not self.trainer.label_names:
+            return bool(batch.get("return_loss", self.trainer.can_return_loss))
+        return all(batch.get(name) is not None for name in self.trainer.label_names)
 
-    # --- random numbers of collators
+    def has_labels(self, batch: Any) -> bool:
+        """Return whether any rank's batch has a label that counts, or labels that are not of tokens. A collective."""
+        comm, labels = self.trainer.engine.comm, token_labels(batch)
+        return comm.any(labels is None or labels.dim() < 2 or counted_labels(batch, shifted=self.shifted) > 0)
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Return the Trainer's loader; a collator that draws does so by the number of the batch, not by the rank."""
-        loader = super().get_train_dataloader()
-        base = getattr(loader, "base_dataloader", loader)  # inside accelerate's
-        if self._has_parts and isinstance(base, DataLoader) and not isinstance(base.collate_fn, SeededCollator):
-            one = isinstance(loader, DataLoaderDispatcher)  # rank 0 makes all ranks' batches
-            rank, ranks = (0, 1) if one else (self.accelerator.process_index, self.accelerator.num_processes)
-            shared = base.num_workers > 0
-            base.collate_fn = self._collator = SeededCollator(base.collate_fn, self.args.seed, rank, ranks, shared=shared)
-        return loader
+    # --- how the loss is reduced
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as the Trainer does, and number its batches from where it is resumed."""
-        if self._collator is not None:
-            epoch, skipped = kwargs["epoch"], 0
-            loader = kwargs["train_dataloader"]
-            resumed = kwargs["resume_from_checkpoint"] is not None and epoch == kwargs["epochs_trained"]
-            if resumed and not self.args.ignore_data_skip and not isinstance(loader.dataset, IterableDataset):
-                skipped = kwargs["steps_trained_in_current_epoch"]
-            self._collator.begin(epoch, skipped)
-        super()._run_epoch(*args, **kwargs)
+    def reduction_by(self, batch: Any) -> Reduction:
+        """Return how the loss is reduced; found by this batch if it is not known. A collective."""
+        if self.reduction is None:
+            self.reduction = self._find(batch)
+        return self.reduction or Reduction(RANKS)
+
+    def _find(self, batch: Any) -> Reduction | None:
+        """Return how the loss is reduced; None where no row of any rank has a label. A collective."""
+        trainer, comm = self.trainer, self.trainer.engine.comm
+        if not all(comm.all(isinstance(batch, Mapping))):  # TRL's online trainers make the model's batches of it
+            return Reduction(RANKS)
+        kind = trainer.engine.strategy.loss_reduction
+        takes_count = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func) and "labels" in batch
+        if kind == AUTO and takes_count:
+            labels = token_labels(batch)
+            if not comm.any(labels is None or bool(labels.ne(IGNORED).any())):
+                return None
+            kind = COUNTED if self._reacts_to_count(batch) else AUTO
+        if kind == AUTO:
+            kind = by_labels(batch, getattr(trainer.model, "config", None))
+        if kind != COUNTED and takes_count and (self.reached_stock or trainer.computes_as_stock):
+            self.hides_count = True
+            if trainer.loss_is_scaled_for_ga is None:
+                trainer.loss_is_scaled_for_ga = False
+        return Reduction(kind, self.shifted, trainer.label_names)
+
+    def _reacts_to_count(self, batch: Any) -> bool:
+        """Return whether the loss depends on `num_items_in_batch`, by two forwards without gradients. A collective."""
+        trainer = self.trainer
+        device, model = trainer.accelerator.device, trainer.model
+        plain = trainer.computes_as_stock and not trainer.label_smoother and not trainer.compute_loss_func
+        if plain and usable_loss(model) is not None and not adds_to_loss(model):
+            return True  # the chunked loss divides by it
+        rows = rows_of(batch, trainer.label_names)
+        batch = first_rows(batch, max(1, rows // trainer.parts), rows)  # as much as fits a forward
+        count = torch.tensor(max(counted_labels(batch, shifted=self.shifted), 1), device=device)
+        found = []
+        for factor in (1, 2):
+            with ExitStack() as stack:
+                if (metrics := vars(trainer).get("_metrics")) is not None:  # TRL's trainers add to them in compute_loss
+                    stack.callback(setattr, trainer, "_metrics", metrics)
+                    trainer._metrics = copy.deepcopy(metrics)
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(evaluating(model))
+                stack.enter_context(read_by_all(trainer))
+                stack.enter_context(trainer.accelerator.with_num_processes(1))
+                stack.enter_context(seeded(device, STEPS, trainer.args.seed))
+                stack.enter_context(trainer.compute_loss_context_manager())
+                inputs = dict(trainer._prepare_inputs(dict(batch)))
+                found.append(float(trainer.compute_loss(model, inputs, num_items_in_batch=factor * count).mean()))
+        return bool(trainer.engine.comm.any(abs(found[0] - found[1]) > REACTION * max(map(abs, found))))
+
+
+# --- batches
+
+
+def rows_of(batch: Any, label_names: Sequence[str] = ("labels",)) -> int:
+    """Return the number of rows of a batch: of its labels, else of its first tensor; 0 if it has none."""
+    if not isinstance(batch, Mapping):
+        return 0
+    values = [batch[name] for name in label_names if name in batch] + list(batch.values())
+    return next((len(each) for each in values if isinstance(each, list) or (torch.is_tensor(each) and each.dim())), 0)
+
+
+def first_rows(batch: Any, count: int, rows: int) -> Any:
+    """Return a batch of the first `count` of its rows; the batch itself where its tensors do not all have rows."""
+    tensors = [each for each in batch.values() if torch.is_tensor(each) and each.dim()]
+    if any(len(each) not in (1, rows) for each in tensors):
+        return batch
+    has_rows = {
+        key: ((torch.is_tensor(value) and value.dim() > 0) or isinstance(value, (list, tuple))) and len(value) == rows
+        for key, value in batch.items()
+    }
+    return {key: value[:count] if has_rows[key] else value for key, value in batch.items()}
+
+
+def token_labels(batch: Any) -> Tensor | None:
+    """Return the integer labels of a batch, with at least one dimension; None if it has no such labels."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not torch.is_tensor(labels) or labels.dim() == 0 or labels.is_floating_point():
+        return None
+    return labels
+
+
+def counted_labels(batch: Any, *, shifted: bool) -> int:
+    """Return how many labels count; shifted: without the first label of each row."""
+    labels = token_labels(batch)
+    if labels is None:
+        return 0
+    return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
+
+
+def without_labels(batch: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """Return the batch with the labels of its rows from `first` on ignored."""
+    labels = batch["labels"].clone()
+    labels[first:] = IGNORED
+    return {**batch, "labels": labels}
+
+
+def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch without label tokens with one: a mean over none is NaN, also with the weight 0."""
+    labels = batch["labels"].clone()
+    labels.view(-1)[-1] = 0
+    return {**batch, "labels": labels}
+
+
+def own_rows(batch: Any, accelerator: Any, reduction: Reduction, *, per_rank: bool) -> tuple[Any, bool]:
+    """Return a batch without the rows that repeat earlier ones to fill it, and whether none of its rows is left.
+
+    A rank must compute as many batches as the others: of a batch that has repeated rows only, one row is left.
+
+    Args:
+        batch: A batch of the loader.
+        accelerator: The Trainer's accelerator.
+        reduction: How the loss is reduced.
+        per_rank: Whether each rank's loss is a mean over its own labels (`average_tokens_across_devices=False`).
+    """
+    rows = rows_of(batch, reduction.label_names)
+    left = rows_left(accelerator, rows)
+    own = min(max(left - accelerator.process_index * rows, 0), rows) if left else rows
+    if own == rows or reduction.kind == RANKS:
+        return batch, False
+    if reduction.kind in (COUNTED, TOKENS) and torch.is_tensor(batch.get("labels")):
+        if own == 0 and per_rank:  # it has no other labels
+            return batch, False
+        return without_labels(batch, own), own == 0
+    return first_rows(batch, max(own, 1), rows), own == 0
+
+
+def check_even(trainer: Any, number: int) -> None:
+    """Raise UserError where a stream gave ranks different numbers of batches: they would compute different blocks together.
+
+    Args:
+        trainer: The Trainer.
+        number: This rank's batches of the step.
+    """
+    loader = trainer.accelerator.gradient_state.active_dataloader
+    if loader is not None and has_length(loader):
+        return
+    numbers = trainer.engine.comm.all(number)
+    if len(set(numbers)) > 1:
+        raise UserError(
+            f"step {trainer.state.global_step + 1}: the ranks were given {numbers} batches; a stream must give each rank as "
+            "many: split it evenly, or let rank 0 read it (accelerator_config={'dispatch_batches': True})"
+        )
 
 
 def rows_left(accelerator: Any, rows: int) -> int:
-    """Return how many samples all ranks' present batches of `rows` hold, if they are an epoch's last and are not full.
+    """Return how many different rows all ranks' present batches hold, if they are an epoch's last and are not full.
 
-    0 otherwise, and where it cannot be told (a stream that each rank reads, samples laid end to end in one row): there
-    repeated samples count, as in the Trainer.
+    0 otherwise, and where it is not known (a stream that each rank reads): there repeated rows count, as in the Trainer.
     """
     state = accelerator.gradient_state
     if not state.end_of_dataloader or accelerator.num_processes == 1:
@@ -416,26 +392,3 @@ def rows_left(accelerator: Any, rows: int) -> int:
         return 0
     samples = sampler.batch_size if split else sampler.batch_size * ranks
     return len(cast(Sized, sampler.sampler)) % samples if rows * ranks == samples else 0
-
-
-def _without_labels(batch: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """Return the batch with the labels of its rows from `first` on masked."""
-    labels = batch["labels"].clone()
-    labels[first:] = IGNORED
-    return with_labels(batch, labels)
-
-
-def _may_have_a_label(batch: Mapping[str, Any]) -> bool:
-    labels = token_labels(batch)
-    return labels is None or bool(labels.ne(IGNORED).any())
-
-
-def _with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without label tokens with one: a mean over none is no number, and the weight of this one is 0."""
-    labels = batch["labels"].clone()
-    labels.view(-1)[-1] = 0
-    return with_labels(batch, labels)
-
-
-def _definer(kind: type, name: str) -> type:
-    return next(each for each in kind.__mro__ if name in vars(each))

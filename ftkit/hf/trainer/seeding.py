@@ -1,13 +1,13 @@
 """Random numbers by (seed, step, number of the micro-batch in the global batch), not by rank.
 
-Micro-batch j of rank r of W is number j * W + r of its step: one rank with W times the accumulation takes the same
-micro-batches in the same order. Before each the random numbers of torch and numpy are seeded by that number, and restored
-after it, so that dropout and noise do not depend on the number of ranks, and nothing outside sees a change. Python's own are
-seeded by j: a step that takes a branch by `random.random()` takes it on all ranks.
-`SeededCollator` does the same for a collator that draws (masks of a masked language model): by (seed, epoch, number of the
-batch in the epoch). It counts the calls; a worker process of a loader makes every n-th batch.
+Micro-batch j of rank r of W has the number j * W + r in its step: one rank with W times the accumulation takes the same
+micro-batches in the same order. The random numbers of torch and numpy are seeded by that number before each micro-batch and
+restored after it, so that dropout and noise do not depend on the number of ranks. Python's own are seeded by j: a step that
+branches on `random.random()` does so on all ranks.
 
-Random numbers that a data set draws itself, as it gives a row, are left as they are.
+`SeededCollator` does the same for a collator that draws (masks of a masked language model): by (seed, epoch, number of the
+batch in the epoch). It counts its calls; a worker process of a loader makes every n-th batch. Random numbers that a data set
+draws itself are left as they are.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import DataLoader, get_worker_info
 
 STEPS, BATCHES = 0, 1
-"""First numbers of a seed: of the random numbers of steps, and of the collation of batches."""
+"""First numbers of a seed: for the random numbers of steps, and for the collation of batches."""
 
 
 @contextmanager
 def seeded(device: torch.device, *numbers: int, together: int | None = None) -> Iterator[None]:
-    """Draw random numbers in the body that are a function of `numbers`; afterwards go on as if none had been drawn.
+    """Draw random numbers in the body that are a function of `numbers`; restore the random state after it.
 
     Args:
-        device: the device whose random state is seeded beside the host's.
-        numbers: integers that the seeds are made of.
-        together: stands for the last number in the seed of Python's own `random`, so that it is the same on all ranks, which
-            take branches by it; None leaves the last number.
+        device: Device whose random state is seeded beside the host's.
+        numbers: Integers that the seed is made of.
+        together: Replaces the last number in the seed of Python's own `random`; None leaves the last number.
 
     Cost: two copies of the random states, about 0.1 ms.
     """
@@ -53,26 +53,25 @@ def seeded(device: torch.device, *numbers: int, together: int | None = None) -> 
 
 
 def _words(numbers: Sequence[int]) -> tuple[int, int]:
-    sequence = np.random.SeedSequence([abs(number) for number in numbers])
-    low, high = (int(word) for word in sequence.generate_state(2, np.uint32))
-    return low, high
+    low, high = np.random.SeedSequence([abs(number) for number in numbers]).generate_state(2, np.uint32)
+    return int(low), int(high)
 
 
 class SeededCollator:
     """A collator whose random numbers depend on the batch, not on the rank that makes it.
 
     Args:
-        collate: the collator.
-        seed: seed of the run.
-        rank: number of this process among those that make batches; its batch m is number m * ranks + rank of the epoch.
-        ranks: number of processes that make batches.
-        shared: whether worker processes collate.
+        collate: The collator.
+        seed: Seed of the run.
+        rank: Number of this process among those that make batches; its batch m has the number m * ranks + rank.
+        ranks: Number of processes that make batches.
+        shared: Whether worker processes collate.
     """
 
     def __init__(self, collate: Callable[[Any], Any], seed: int, rank: int, ranks: int, *, shared: bool = False) -> None:
         self.collate, self.seed, self.rank, self.ranks = collate, seed, rank, ranks
         self.place = torch.zeros(3, dtype=torch.int64)  # epochs begun, epoch, first batch
-        if shared:  # workers that outlive an epoch see a new one here
+        if shared:  # workers that outlive an epoch see the next one here
             self.place.share_memory_()
         self.begun, self.calls = 0, 0
 
@@ -80,8 +79,8 @@ class SeededCollator:
         """Begin an epoch.
 
         Args:
-            epoch: number of the epoch.
-            first: number of this process's first batch; a resumed run does not collate those before.
+            epoch: Number of the epoch.
+            first: Number of this process's first batch; a resumed run does not collate those before.
         """
         self.place.copy_(torch.tensor([int(self.place[0]) + 1, epoch, first]))
 
@@ -91,11 +90,29 @@ class SeededCollator:
         if begun != self.begun:
             self.begun, self.calls = begun, 0
         worker = get_worker_info()
-        each, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        number = (first + self.calls * each + own) * self.ranks + self.rank
+        workers, own = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        number = (first + self.calls * workers + own) * self.ranks + self.rank
         self.calls += 1
         with seeded(torch.device("cpu"), BATCHES, self.seed, epoch, number):
             return self.collate(rows)
+
+
+def seed_collator(loader: Any, seed: int, accelerator: Any) -> SeededCollator | None:
+    """Replace the collator of accelerate's loader by a seeded one, and return that; None for a loader of another kind.
+
+    Args:
+        loader: The loader.
+        seed: Seed of the run.
+        accelerator: The accelerator of this rank.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if not isinstance(base, DataLoader):
+        return None
+    if not isinstance(base.collate_fn, SeededCollator):
+        one = isinstance(loader, DataLoaderDispatcher)  # rank 0 makes all ranks' batches
+        rank, ranks = (0, 1) if one else (accelerator.process_index, accelerator.num_processes)
+        base.collate_fn = SeededCollator(base.collate_fn, seed, rank, ranks, shared=base.num_workers > 0)
+    return base.collate_fn
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -113,7 +130,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go back to what `random_state` returned."""
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

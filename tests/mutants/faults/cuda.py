@@ -39,14 +39,14 @@ FAULTS = (
     ),
     fault(
         "a launch over packed samples counts them as long as the row",
-        "ftkit/hf/models/varlen.py",
+        "ftkit/hf/kernels/varlen.py",
         "longest = max(b - a for a, b in pairwise(cuts[first : last + 1]))",
         "longest = row_tokens",
         _LAUNCHES + "test_a_row_of_short_samples_takes_no_more_than_one_of_long_ones",
     ),
     fault(
         "gradients of a later launch are lost",
-        "ftkit/hf/models/varlen.py",
+        "ftkit/hf/kernels/varlen.py",
         "                into[start:stop] = part[0]\n",
         "                into[: stop - start] = part[0]\n",
         _LAUNCHES + "test_launches_compute_what_the_loop_does",
@@ -68,14 +68,14 @@ FAULTS = (
     ),
     fault(
         "grouped keys go to the math kernel of a V100",
-        "ftkit/hf/models/attention.py",
+        "ftkit/hf/kernels/attention.py",
         "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        stand_in",
         "stand_in",
         _LAUNCHES + "test_grouped_keys_are_repeated_where_torch_has_no_kernel_for_them",
     ),
     fault(
         "models of the stock Trainer keep their grouped keys",
-        "ftkit/hf/models/attention.py",
+        "ftkit/hf/kernels/attention.py",
         "    model.set_attn_implementation(REPEATED)\n",
         "",
         _LAUNCHES + "test_models_of_the_stock_trainer_repeat_them_too",

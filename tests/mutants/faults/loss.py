@@ -1,4 +1,4 @@
-"""Faults of the loss: how it scales, weights of ranks and micro-batches, trials, random numbers."""
+"""Faults of the loss: how it scales, weights of ranks and micro-batches, the probe, random numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FAULTS = (
     fault(
         "loss: a sum is taken for a mean of ranks",
         "ftkit/hf/trainer/loss.py",
-        "            self._weights = [0.0 if empty and each is last else given * ranks for each in batches]\n",
-        "            self._weights = [given for each in batches]\n",
+        "            self.weights = [0.0 if empty and each is last else float(ranks) for each in batches]\n",
+        "            self.weights = [1.0 for each in batches]\n",
         _RANKS + "[sum]",
     ),
     fault(
@@ -25,30 +25,44 @@ FAULTS = (
     ),
     fault(
         "loss: label tokens are weighted by rows",
-        "ftkit/hf/trainer/loss_scaling.py",
-        "        if self.kind == TOKENS:\n",
-        "        if self.kind == COUNTED:\n",
+        "ftkit/hf/trainer/loss.py",
+        "if self.kind == ROWS else counted_labels",
+        "if True else counted_labels",
         _RANKS + "[tokens]",
     ),
     fault(
-        "loss: buffers stay as a trial left them",
-        "ftkit/hf/trainer/untouched.py",
-        "                buffer.copy_(content)\n",
-        "                pass\n",
-        _SCALING + "test_a_trial_leaves_statistics_counters_and_random_numbers_alone[2]",
+        "loss: the probe moves a model's statistics",
+        "ftkit/hf/trainer/loss.py",
+        "                stack.enter_context(evaluating(model))\n",
+        "",
+        _SCALING + "test_the_probe_leaves_statistics_and_random_numbers_alone",
+    ),
+    fault(
+        "loss: the probe draws random numbers of the run",
+        "ftkit/hf/trainer/loss.py",
+        "                stack.enter_context(seeded(device, STEPS, trainer.args.seed))\n",
+        "",
+        _SCALING + "test_the_probe_leaves_statistics_and_random_numbers_alone",
+    ),
+    fault(
+        "loss: no loss reacts to the count",
+        "ftkit/hf/trainer/loss.py",
+        "kind = COUNTED if self._reacts_to_count(batch) else AUTO",
+        "kind = AUTO",
+        _RANKS + "[users counted]",
     ),
     fault(
         "loss: micro-batches are seeded by their number on the rank",
-        "ftkit/hf/trainer/loss.py",
+        "ftkit/hf/trainer/trainer.py",
         "number * self.accelerator.num_processes + self.accelerator.process_index",
         "number",
         _SCALING + "test_random_numbers_do_not_depend_on_the_number_of_ranks[noise]",
     ),
     fault(
         "loss: a resumed run draws the masks of the epoch's first batches again",
-        "ftkit/hf/trainer/loss.py",
-        "            self._collator.begin(epoch, skipped)\n",
-        "            self._collator.begin(epoch)\n",
+        "ftkit/hf/trainer/trainer.py",
+        'kwargs["steps_trained_in_current_epoch"] if skips else 0',
+        "0",
         _SCALING + "test_masks_go_on_where_they_were_after_a_resume",
     ),
     fault(
@@ -59,31 +73,24 @@ FAULTS = (
         _CASES + "[dispatched]",
     ),
     fault(
-        "loss: what does not depend on the count is multiplied by the ranks",
-        "ftkit/hf/trainer/loss_scaling.py",
-        "            return True, not partly, partly  # a part's loss is computed where one rank is told\n",
-        "            return True, True, False\n",
+        "loss: each rank is given the count of all",
+        "ftkit/hf/trainer/loss.py",
+        "        return count / self.trainer.engine.comm.world_size\n",
+        "        return count\n",
         _CASES + "[function with a part]",
     ),
     fault(
-        "loss: a part of a loss is multiplied as if it were counted",
+        "loss: the Trainer multiplies a counted loss by the ranks",
         "ftkit/hf/trainer/loss.py",
-        "self.accelerator.telling_ranks(1) if self._partly else nullcontext()",
-        "nullcontext()",
+        "return self.trainer.accelerator.with_num_processes(1) if self.is_counted else nullcontext()",
+        "return nullcontext()",
         _CASES + "[a part and a penalty]",
     ),
     fault(
-        "loss: the penalty of an adapter counts once a rank",
+        "loss: a batch without labels counts in an evaluation",
         "ftkit/hf/trainer/loss.py",
-        "            return Scaling(COUNTED, multiplied=averaged and not added, partly=averaged and added)\n",
-        "            return Scaling(COUNTED, multiplied=averaged)\n",
-        "tests/hf/test_peft.py::test_other_adapters[adaptive]",
-    ),
-    fault(
-        "loss: in evaluation a part of a loss goes with the whole count",
-        "ftkit/hf/trainer/loss.py",
-        "        return count / self.accelerator.sharded(self.model).comm.world_size\n",
-        "        return count\n",
-        _CASES + "[own with a part]",
+        "        labelled = self.has_labels(batch)\n",
+        "        labelled = True\n",
+        _SCALING + "test_rows_without_labels_do_not_count_in_an_evaluation[2-off]",
     ),
 )

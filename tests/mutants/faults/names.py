@@ -9,10 +9,10 @@ _NAMES = "tests/hf/test_names_in_rows.py::"
 FAULTS = (
     _fault(
         "an adapter in the folder of a model is left out",
-        "ftkit/hf/weights/loading.py",
-        "    _refuse_other_weights(source, model.config)\n",
-        "",
-        "tests/hf/test_loading.py::test_an_adapter_in_the_folder_of_a_model_stops",
+        "ftkit/hf/load/config.py",
+        "        _refuse_adapter(source)\n",
+        "        pass\n",
+        "tests/hf/test_loading.py::test_an_adapter_in_place_of_a_model_stops",
     ),
     _fault(
         "a column that says 0 or false is passed over",
@@ -20,13 +20,6 @@ FAULTS = (
         'return value is None or value in ("", [], {})',
         "return not value",
         _NAMES + "test_a_name_that_nobody_reads_stops[zero says something]",
-    ),
-    _fault(
-        "a key of a prompt's turn that nobody reads is dropped in silence",
-        "ftkit/hf/inference/generation.py",
-        "            unread += rendering.unread_keys(Conversation(tuple(turns), column=PROMPT), asked=len(turns))\n",
-        "",
-        "tests/hf/test_generation.py::test_what_nobody_reads_of_a_prompt_stops[a name-none]",
     ),
     _fault(
         "the collator takes all tokens of a row for its own, whatever its mask says",
@@ -58,8 +51,8 @@ FAULTS = (
     ),
     _fault(
         "weights trained beside an adapter are lost in silence",
-        "ftkit/hf/weights/saving.py",
-        "    if (left := sorted(trained - {line_names[name] for name in wanted})) and",
+        "ftkit/hf/save/model.py",
+        "    if (left := sorted(trained - {own_names[name] for name in wanted})) and",
         "    if (left := []) and",
         "tests/hf/test_peft.py::test_weights_trained_beside_an_adapter_are_named_when_it_is_saved",
     ),

@@ -11,20 +11,6 @@ _PLACE = "tests/hf/test_engine_in_place.py::"
 
 FAULTS = (
     fault(
-        "a run whose last gradient was NaN ends well",
-        "ftkit/hf/trainer/trainer.py",
-        "        if problem is None and made and (names",
-        "        if problem is None and not made and (names",
-        _NONFINITE + "test_a_run_whose_last_gradient_is_nan_fails[1-1]",
-    ),
-    fault(
-        "in fp16 a last loss that is no number is no failure",
-        "ftkit/hf/trainer/trainer.py",
-        "        return optimizer is not None and optimizer.loss_scale.dynamic and optimizer.step_was_skipped\n",
-        "        return optimizer is not None and optimizer.loss_scale.dynamic\n",
-        _NONFINITE + "test_a_last_loss_of_fp16_that_is_nan_fails_where_its_step_was_not_skipped",
-    ),
-    fault(
         "a resharded parameter is computed with: its NaN goes on",
         "ftkit/engine/core/flat_parameter.py",
         "            parameter.__class__ = placeholder.resharded\n",
@@ -34,8 +20,8 @@ FAULTS = (
     fault(
         "a head that a loss reads outside the model is no function of its shards",
         "ftkit/hf/trainer/trainer.py",
-        "        with read_by_all(self), self.engine",
-        "        with torch.enable_grad(), self.engine",
+        "            stack.enter_context(read_by_all(self))\n            if",
+        "            if",
         _READS + "test_a_loss_that_reads_a_root_parameter_is_that_of_one_rank[HeadOutside-llama-3]",
     ),
     fault(
@@ -48,8 +34,8 @@ FAULTS = (
     fault(
         "a stock Trainer takes arguments that ask for the engine",
         "ftkit/hf/trainer/arguments.py",
-        "            check_reader(type(self).__name__)\n",
-        "            pass\n",
+        "        if self.ftkit is not None and not _building.get():\n",
+        "        if False:\n",
         _PLACE + "test_arguments_that_a_trainer_on_the_engine_has_read_are_refused_to_others",
     ),
     fault(
@@ -57,7 +43,7 @@ FAULTS = (
         "ftkit/engine/checkpoint/saving.py",
         "            if kind in WEIGHT_KINDS:\n",
         "            if False:\n",
-        _NONFINITE + "test_a_trainer_whose_last_loss_is_nan_fails_and_keeps_the_last_good_checkpoint",
+        _NONFINITE + "test_a_trainer_whose_weights_become_nan_keeps_the_last_good_checkpoint",
     ),
     fault(
         "a model with NaN is written",
@@ -65,20 +51,7 @@ FAULTS = (
         "            if check:\n",
         "            if False:\n",
         _NONFINITE + "test_what_is_not_finite_is_not_exported",
-    ),
-    fault(
-        "weights that are not finite give answers",
-        "ftkit/hf/inference/generation.py",
-        "    if broken := at_hand_not_finite(model, units):\n",
-        "    if broken := []:\n",
-        _NONFINITE + "test_a_folder_that_is_not_finite_answers_nothing[nan]",
-    ),
-    fault(
-        "a run of fp16 that never made an update ends well",
-        "ftkit/hf/trainer/trainer.py",
-        "            problem = made_no_update(self.engine_optimizer, self.state.global_step - first)\n",
-        "            problem = None\n",
-        _NONFINITE + "test_in_fp16_a_run_without_an_update_fails[1]",
+        _NONFINITE + "test_what_is_not_finite_is_not_written",
     ),
     fault(
         "a gradient norm whose square fp32 does not hold is no number",

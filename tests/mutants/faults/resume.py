@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutants.fault import fault
 
-_CHECKPOINTS = "ftkit/hf/trainer/run_checkpoints.py"
+_CHECKPOINTS = "ftkit/hf/trainer/checkpoints.py"
 _WHOLE = "tests/hf/test_saved_whole.py::"
 
 FAULTS = (
     fault(
         "a best checkpoint that was saved before its evaluation is forgotten",
         _CHECKPOINTS,
-        "or os.path.isdir(folder) else None",
-        "else None",
+        "state.global_step or os.path.isdir(folder):",
+        "state.global_step:",
         "tests/hf/test_bookkeeping.py::test_the_best_checkpoint_and_those_that_stay_are_stocks",
     ),
     fault(
@@ -24,9 +24,9 @@ FAULTS = (
     ),
     fault(
         "a learning rate that a callback set is the schedule's after a resume",
-        "ftkit/hf/trainer/checkpoint_files.py",
-        '                if group["lr"] == last:\n',
-        "                if True:\n",
+        _CHECKPOINTS,
+        '                if group["lr"] == last:  # otherwise',
+        "                if True:  # otherwise",
         "tests/hf/test_schedules.py::test_a_learning_rate_that_a_callback_sets_goes_on",
     ),
     fault(
@@ -45,17 +45,18 @@ FAULTS = (
     ),
     fault(
         "projections that adapters share are saved once",
-        "ftkit/hf/weights/loading.py",
+        "ftkit/hf/load/model.py",
         "model.named_modules(remove_duplicate=False)\n        for key, buffer",
         "model.named_modules()\n        for key, buffer",
         _WHOLE + "test_an_adapter_is_saved_with_everything_that_stock_saves[randlora]",
     ),
     fault(
-        "folders of the user's are rotated",
-        "ftkit/hf/trainer/trainer.py",
-        "use_mtime=True) if is_rotated(Path(path))]",
-        "use_mtime=True)]",
-        "tests/hf/test_bookkeeping.py::test_folders_of_the_users_are_not_rotated",
+        "an earlier state is removed before the new one has its name",
+        "ftkit/hf/trainer/accelerator.py",
+        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
+        "    [shutil.rmtree(state) for state in earlier]\n"
+        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
+        "tests/hf/test_accelerator.py::test_a_state_is_replaced_as_a_whole_or_not_at_all[1]",
     ),
     fault(
         "groups in another order take each other's learning rate",

@@ -14,8 +14,8 @@ FAULTS = (
     ),
     fault(
         "a refused export leaves its files",
-        "ftkit/hf/weights/new_folder.py",
-        "shutil.rmtree(partial, ignore_errors=True)",
+        "ftkit/hf/save/export.py",
+        "shutil.rmtree(partial_folder, ignore_errors=True)",
         "pass",
         f"{OWN}::test_a_refused_export_leaves_nothing",
     ),
@@ -42,10 +42,10 @@ FAULTS = (
     ),
     fault(
         "what transformers raises over a config.json is a traceback",
-        "ftkit/hf/models/model_config.py",
-        "    except Exception as error:\n        keys",
-        "    except OSError as error:\n        keys",
-        "tests/hf/test_model_config.py::test_a_value_that_no_model_can_be_made_of_is_named",
+        "ftkit/hf/load/config.py",
+        "    except Exception as error:\n        text",
+        "    except OSError as error:\n        text",
+        "tests/hf/test_model_config.py::test_the_error_names_the_file_and_has_the_reason",
     ),
     fault(
         "a dry run takes any reporter",

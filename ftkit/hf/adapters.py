@@ -1,0 +1,176 @@
+"""All that ftkit knows of PEFT: which parameters are an adapter's, and which adapters the engine cannot train.
+
+PEFT's layers name their own parameters (`adapter_layer_names`); no list of kinds is kept here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import (
+    AdaLoraModel,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from ftkit.engine.core.buffers import persistent_buffers
+from ftkit.engine.core.instance_class import specialise
+from ftkit.errors import UserError
+
+NOT_TRAINABLE = {
+    "PREFIX_TUNING": "it passes its prefix to the blocks in a key/value cache, which recomputed blocks would fill twice",
+    "CARTRIDGE": "it passes its prefix to the blocks in a key/value cache, which recomputed blocks would fill twice",
+    "CPT": "it replaces the storage of its weights in each forward",
+    "XLORA": "it runs the model twice in one forward",
+}
+"""Kinds of adapters that the engine cannot train, with the reason; `peft_type` as text."""
+UNNAMED = ("adaption_prompt", "adaption_gate")
+"""Parameters of LLaMA-Adapter, whose layers have no `adapter_layer_names`."""
+MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload", "add_weighted_adapter")
+"""Methods of PEFT that write to the base's weights, or replace its modules."""
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the base model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def adapter_parameters(model: nn.Module, *, copies: bool = False) -> set[str]:
+    """Return the names of the parameters that belong to adapters of any kind.
+
+    PEFT's layers list them in `adapter_layer_names`. Prompt learning keeps its parameters in `prompt_encoder`.
+
+    Args:
+        model: A model with or without adapters, sharded or not.
+        copies: Whether the copies that `modules_to_save` makes of whole modules are among them.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper) and not copies:
+            continue
+        parts = [getattr(module, name, None) for name in (*getattr(module, "adapter_layer_names", ()), *UNNAMED)]
+        parts += [getattr(module, "prompt_encoder", None)] if isinstance(module, PeftModel) else []
+        for part in parts:
+            if isinstance(part, nn.Module):
+                found.update(map(id, part.parameters()))
+            elif isinstance(part, nn.Parameter):
+                found.add(id(part))
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in found}
+
+
+def adds_to_loss(model: nn.Module) -> bool:
+    """Return whether PEFT adds a penalty on weights to the loss that the model returns (AdaLoRA)."""
+    return isinstance(model, PeftModel) and isinstance(model.base_model, AdaLoraModel)
+
+
+def may_read_logits(model: nn.Module) -> bool:
+    """Return whether the adapter has a forward of its own around the model, which may call its head again (Shadow)."""
+    tuner = model.base_model if isinstance(model, PeftModel) else None
+    return isinstance(tuner, BaseTuner) and type(tuner).forward is not BaseTuner.forward and not adds_to_loss(model)
+
+
+def add_adapter(model: nn.Module, config: PeftConfig) -> PeftModel:
+    """Return `peft.get_peft_model(model, config)`, once every name in the configuration matches a module.
+
+    Raises:
+        UserError: An entry of `target_modules` or `modules_to_save` matches no module. PEFT only requires that one does.
+    """
+    for field in ("target_modules", "modules_to_save"):
+        entries = getattr(config, field, None)
+        for entry in entries if isinstance(entries, (list, tuple, set)) else ():
+            if not any(re.fullmatch(rf"(.*\.)?{re.escape(entry)}", name) for name, _ in model.named_modules()):
+                last = sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if not name[-1:].isdigit()})
+                raise UserError(
+                    f"adapter: {field}: {entry!r} matches no module of {type(model).__name__}, so it would train nothing. "
+                    f"Its modules are {', '.join(filter(None, last))}"
+                )
+    return get_peft_model(model, config)
+
+
+def check_plain_lora(adapter: PeftConfig) -> None:
+    """Refuse an adapter that cannot be initialised on a base without weights.
+
+    Raises:
+        UserError: The adapter is not LoRA with its default initialisation.
+    """
+    plain = isinstance(adapter, LoraConfig) and adapter.init_lora_weights in (True, "gaussian")
+    plain = plain and not (adapter.use_dora or adapter.trainable_token_indices)  # type: ignore[attr-defined]  # LoRA's
+    if not plain:
+        raise UserError(
+            f"adapter: {PeftType(adapter.peft_type).value} with these settings is initialised from the base's weights, and "
+            "a model built from a configuration has none. Save the model first and load its folder with "
+            "ftkit.load_model(folder), or build it with from_config(), apply get_peft_model(), and pass the result to the "
+            "Trainer"
+        )
+
+
+def saved_names(model: PeftModel, names: Iterable[str], adapter: str) -> dict[str, str]:
+    """Return which of the tensors `names` PEFT saves with an adapter, each with its name in the file."""
+    # PEFT renames the entries of a state dict. Empty tensors stand for the values; identity connects the two names.
+    empty = {name: torch.empty(0, device="meta") for name in names}
+    with names_only(model):
+        saved = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter)
+    keys = {id(tensor): key for key, tensor in saved.items()}
+    return {name: keys[id(tensor)] for name, tensor in empty.items() if id(tensor) in keys}
+
+
+@contextmanager
+def names_only(model: PeftModel) -> Iterator[None]:
+    """Let trained copies of modules_to_save return their names from `state_dict()`: the engine refuses it for shards.
+
+    PEFT calls it for the names and takes the values from the state dict that it is given.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    copies = [module for wrapper in wrappers for module in wrapper.modules_to_save.values()]
+    try:
+        for module in copies:
+            module.state_dict = partial(dict, {**dict(module.named_parameters()), **persistent_buffers(module)})
+        yield
+    finally:
+        for module in copies:
+            vars(module).pop("state_dict", None)
+
+
+def refuse_untrainable(model: nn.Module) -> None:
+    """Raise for adapters that train in a way that the engine cannot follow.
+
+    Raises:
+        UserError: Naming the kind and the reason.
+    """
+    for module in model.modules():
+        for config in module.peft_config.values() if isinstance(module, PeftModel) else ():
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            if kind in NOT_TRAINABLE and not config.inference_mode:
+                raise UserError(
+                    f"adapter: {kind} is not supported: {NOT_TRAINABLE[kind]}. Use LoRA, prompt tuning or p-tuning, or "
+                    "train without the engine (ftkit=None)"
+                )
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Make the methods that merge an adapter raise on a sharded model, whose base weights are in shards."""
+    for module in model.modules():
+        if isinstance(module, (PeftModel, BaseTuner)):
+            specialise(module, **{name: _refusal(name) for name in MERGING})
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise UserError(
+            f"{name}() on a sharded model: the base's weights are in shards. Save the adapter with trainer.save_model() or "
+            "ftkit.save_model() and merge its folder: ftkit export ADAPTER OUT --merge-adapter. Or call it before sharding"
+        )
+
+    return refuse

@@ -1,0 +1,156 @@
+"""Overflow in fp16 during a Trainer's run.
+
+A step whose gradients are not finite is skipped, and the loss scale is halved. `ShardedOptimizer.overflowed` names the
+flat parameters without finite gradients. Backward goes from the last unit to the first, so it began in the last of them.
+If no unit has finite gradients, the forward may have overflowed, which no loss scale can fix: the step's batches are
+searched again for fp32 modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ftkit.errors import UserError
+from ftkit.hf.fp16.modules import Fp32Modules
+from ftkit.hf.fp16.search import BATCHES, find_fp32_modules, restore_fp32_modules, taken_by, widens_inputs
+
+logger = logging.getLogger(__name__)
+
+FP32_MODULES = "islands"  # checkpoints of the first format have this name
+"""Key of the fp32 modules in a checkpoint's notes."""
+
+
+def began_in(overflowed: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the flat parameter in whose backward an overflow began; None if all have overflowed, or none has.
+
+    Args:
+        overflowed: Names of the flat parameters whose gradients are not finite.
+        names: Names of all flat parameters with a gradient, in forward order.
+    """
+    if not overflowed or set(overflowed) >= set(names):
+        return None
+    return max(overflowed, key=names.index)
+
+
+class OverflowScan:
+    """A Trainer's search for overflow: on its first batches, and after a skipped step.
+
+    Args:
+        trainer: A Trainer on ftkit's engine. Where its model does not compute in fp16, all methods do nothing.
+
+    Attributes: overflows, (step, where the overflow began) of each skipped step.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.overflows: list[tuple[int, str]] = []
+        self._batches: Sequence[Any] = ()  # of the present step
+        self._looked = False  # whether this run, or the one that it resumes, has searched its first batches
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model is sharded and computes in fp16."""
+        units = self.trainer.units if self.trainer.engine_is_on else None
+        return units is not None and units.compute_dtype == torch.float16
+
+    def before_step(self, batches: Sequence[Any]) -> None:
+        """Take the batches of the next step, and search those of the first step. A collective."""
+        self._batches = batches
+        self.look(batches[:BATCHES])
+
+    def look(self, batches: Iterable[Any]) -> None:
+        """Search the run's first batches, once. A collective.
+
+        Raises:
+            UserError: The forward is not finite, and fp32 modules do not help.
+            DoesNotFit: The fp32 inputs of blocks do not fit.
+        """
+        if self._looked or not self.is_on:
+            return
+        self._looked = True
+        if not self.find(self._inputs_of(batches)):
+            raise UserError(
+                "fp16: the model's forward on the first batches is not finite, and computing parts of it in fp32 does not "
+                "help. Compute in bf16 or fp32 (train.dtype, or ftkit={'dtype': ...}), or check the weights"
+            )
+        units = self.trainer.engine
+        if units.plan is not None and widens_inputs(units):
+            units.plan.check_wide_inputs()
+
+    def after_step(self) -> None:
+        """Log where a skipped step overflowed. If its forward did, make fp32 modules. A collective then."""
+        optimizer, step = self.trainer.engine_optimizer, self.trainer.state.global_step
+        if not (self.is_on and optimizer.step_was_skipped and optimizer.overflowed):
+            return
+        units, finite = self.trainer.engine, True
+        unit = began_in(optimizer.overflowed, [flat.name for flat in units.trainable])
+        where = f"in the backward of {unit}"
+        if unit is None:
+            finite = self.find(self._inputs_of(self._batches))
+            module = units.fp32_modules.overflowed
+            where = f"in the forward of {module}" if module else "at once in all units: the loss, or its gradient"
+        self.overflows.append((step, where))
+        if units.comm.rank == 0:
+            scale = optimizer.loss_scale.value
+            logger.warning("step %d: overflow %s; it is skipped, the loss scale is %g now", step, where, scale)
+            if not finite:
+                logger.warning("fp16: that forward is not finite in fp32 either")
+
+    def find(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Make and log fp32 modules; return whether the forward is finite with them. A collective.
+
+        Args:
+            batches: This rank's batches on its device, as the model takes them.
+        """
+        units = self.trainer.engine
+        if not batches:
+            logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
+            return True
+        before = units.fp32_modules.found
+        found = find_fp32_modules(units, batches)
+        if units.comm.rank == 0:
+            level = logging.WARNING if found.found != before else logging.INFO
+            logger.log(level, "fp16: fp32 modules: %s", found.describe())
+        return found.finite
+
+    def _inputs_of(self, batches: Iterable[Any]) -> list[Any]:
+        """Return the batches that the model itself takes, on its device: of each as much as fits one forward."""
+        taken, parts = set(taken_by(self.trainer.model)), self.trainer.engine.strategy.parts
+        given = [self.trainer._prepare_inputs(_first_part(batch, parts)) for batch in batches]
+        return [each for each in given if isinstance(each, Mapping) and each.keys() <= taken]
+
+    # --- checkpoints
+
+    def noted(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps for `restore`."""
+        return {FP32_MODULES: self.trainer.engine.fp32_modules.as_dict()} if self.is_on else {}
+
+    def restore(self, noted: dict[str, Any], where: str) -> None:
+        """Take the fp32 modules out of a checkpoint's notes, and make them again.
+
+        Args:
+            noted: Notes of the checkpoint. The key of this class is removed.
+            where: File of the notes, for errors.
+
+        Raises:
+            UserError: The notes have another form, or name a module that the model has not.
+        """
+        given = noted.pop(FP32_MODULES, None)
+        if given is not None and self.is_on:
+            restore_fp32_modules(self.trainer.engine, Fp32Modules.from_dict(given, where))
+            self._looked = True
+
+
+def _first_part(batch: Any, parts: int) -> Any:
+    """Return the first of the parts into which blocks divide a batch."""
+    if parts == 1 or not isinstance(batch, Mapping):
+        return batch
+    rows = max((len(each) for each in batch.values() if torch.is_tensor(each) and each.dim()), default=0)
+    return {
+        key: each.tensor_split(parts)[0] if torch.is_tensor(each) and each.dim() and len(each) == rows else each
+        for key, each in batch.items()
+    }

@@ -1,1 +1,0 @@
-"""Answers and evaluation of a model, whole or sharded, with all ranks in step."""

@@ -1,0 +1,203 @@
+"""Attention over packed samples without a quadratic mask, registered with transformers as "ftkit".
+
+A packed batch (`ftkit.data.packing.boundaries_of`) says where its samples end. Its `attention_mask` is (B, 1, 1, S + 1)
+int32: for each row the boundaries of its samples, 0 first, padded with T. transformers passes a mask of four dimensions to
+every layer as it is, and its first dimension is the batch, so the engine may divide it. All other masks go to transformers'
+sdpa: evaluation, generation and padded batches compute as before. Packed positions without boundaries do not leak either:
+transformers builds its quadratic mask for them, as for sdpa.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ftkit.hf.kernels.varlen import ATTENTION, attend
+from ftkit.hf.memory.fake import CudaAttention
+
+REPEATED = "ftkit-sdpa"
+"""transformers' sdpa, with grouped keys repeated where PyTorch has no kernel for them."""
+
+
+def is_packed(attention_mask: Any) -> bool:
+    """Return whether a mask holds the boundaries of packed samples."""
+    return torch.is_tensor(attention_mask) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the result (B, T, H, E), and no weights. transformers calls this in every attention layer.
+
+    Args:
+        module: The attention module.
+        query: (B, H, T, D).
+        key: (B, G, T, D). G divides H.
+        value: (B, G, T, E).
+        attention_mask: Boundaries of packed samples, (B, 1, 1, S + 1) int32, or a mask for sdpa.
+        dropout: Probability of dropping an attention weight.
+        scaling: Factor on the scores; None for 1 / sqrt(D).
+        sliding_window: A token of a packed sample sees itself and sliding_window - 1 tokens before it; None takes the
+            configuration's.
+        softcap: Scores become softcap * tanh(scores / softcap).
+        kwargs: Further arguments for sdpa.
+
+    Raises:
+        ValueError: The samples are packed, and the layer has a position bias, attends within chunks or is not causal.
+    """
+    if is_packed(attention_mask):
+        assert attention_mask is not None
+        window = _window(module, sliding_window)
+        if kwargs.get("position_bias") is not None or not getattr(module, "is_causal", True):
+            raise ValueError(f"{type(module).__name__}: packed samples need causal attention without a position bias")
+        batch, _, tokens, _ = query.shape
+        rows = torch.arange(batch, device=attention_mask.device, dtype=torch.int32)[:, None] * tokens
+        ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
+        q, k, v = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
+        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
+        return found.view(batch, tokens, found.shape[1], -1), None
+    if softcap is not None:
+        return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
+    return repeated_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def repeated_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return transformers' sdpa, with grouped keys repeated first where no fused kernel takes them.
+
+    Otherwise PyTorch computes grouped keys without a mask by its math kernel: scores of (B, H, T, T), in fp32. The arguments
+    are those of `attention`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    stand_in: Any = module
+    if groups > 1 and attention_mask is None and query.shape[2] > 1 and not takes_groups(query, key, value, dropout):
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        stand_in = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # has no groups to repeat
+    with CudaAttention() if query.device.type == "meta" else nullcontext():  # fake runs count the GPU's memory
+        found, _ = sdpa_attention_forward(stand_in, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return found, None
+
+
+def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether a fused kernel computes causal attention with grouped keys. On a CPU scores are never whole.
+
+    Args:
+        query: (B, H, T, D).
+        key: (B, G, T, D).
+        value: (B, G, T, E).
+        dropout: Probability of dropping an attention weight.
+    """
+    if query.device.type == "cuda":  # PyTorch answers for this GPU and this version
+        asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, True)
+        kernels = torch.backends.cuda
+        fused = kernels.can_use_flash_attention, kernels.can_use_efficient_attention, kernels.can_use_cudnn_attention
+        return any(can(asked) for can in fused)
+    return query.device.type != "meta"  # a fake run counts what the oldest GPUs take
+
+
+def repeat_grouped_keys(model: Any, device: torch.device) -> bool:
+    """Let a model with transformers' sdpa repeat grouped keys if PyTorch has no kernel for them.
+
+    Args:
+        model: Any model. Only models of transformers change.
+        device: Compute device.
+
+    Returns:
+        Whether it repeats them.
+    """
+    config: Any = getattr(model, "config", None)
+    if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":
+        return False
+    if not hasattr(model, "set_attn_implementation"):  # a wrapper that shows the configuration of its model
+        return False
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
+    if groups == 1:
+        return False
+    probe = torch.empty(1, groups, 2, 8, device=device, dtype=torch.float16)
+    if takes_groups(probe, probe[:, :1], probe[:, :1], 0.0):
+        return False
+    model.set_attn_implementation(REPEATED)
+    return True
+
+
+def _window(module: nn.Module, given: int | None) -> int | None:
+    """Return how many tokens a layer sees. Some families say so only in their masks, which boundaries replace.
+
+    Raises:
+        ValueError: The layer attends within chunks.
+    """
+    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[place] if kinds and isinstance(place, int) else None
+    if kind == "chunked_attention" or (kind is None and getattr(config, "attention_chunk_size", None)):
+        raise ValueError(f"{type(module).__name__} attends within chunks: it cannot be packed with ftkit's attention")
+    if given is not None or kind not in (None, "sliding_attention"):
+        return given
+    return getattr(config, "sliding_window", None)
+
+
+def _capped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Return attention with soft-capped scores, (B, T, H, D). No kernel has them."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5) / softcap)
+    length, present = query.shape[2], key.shape[2]
+    if mask is None and length > 1:  # sdpa gets no mask for plain causal attention
+        mask = torch.ones(length, present, dtype=torch.bool, device=query.device).tril(present - length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (nn.functional.dropout(weights, dropout, module.training) @ value).transpose(1, 2)
+
+
+def use_packed_attention(model: Any) -> bool:
+    """Let a model use ftkit's attention, and return whether it does.
+
+    Families that transformers does not run by sdpa keep their own attention, except those with soft-capped scores.
+    """
+    capped = getattr(getattr(model, "config", None), "attn_logit_softcapping", None)
+    if not hasattr(model, "set_attn_implementation") or not (getattr(model, "_supports_sdpa", False) or capped):
+        return False
+    model.set_attn_implementation(ATTENTION)
+    return bool(model.config._attn_implementation == ATTENTION)
+
+
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(REPEATED, repeated_sdpa)
+AttentionMaskInterface.register(REPEATED, sdpa_mask)

@@ -1,0 +1,262 @@
+"""What the plan knows of a Hugging Face model, and of the memory of this machine.
+
+The sizes of flat parameters are exact: the engine's own `partition` gives them. What autograd keeps of a block is measured
+for GPUs (`fake.graph_bytes`). For CPUs, and where a model needs values to compute, it is estimated from the matrices of
+the largest block: per token all their inputs and outputs, times shares measured with saved-tensor hooks on Llama, Qwen2
+and GPT-2 blocks (transformers 5, SDPA, bf16 and fp32: 1.10 to 1.22 of the sum).
+
+Cost: nothing of the model's size; models may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from ftkit.config.engine import EngineSettings
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.engine.comm.shared_memory import of_other_ranks
+from ftkit.engine.core.partition import Group, partition
+from ftkit.errors import UserError
+from ftkit.hf.dtypes import own_dtype
+from ftkit.hf.kernels.attention import REPEATED
+from ftkit.hf.kernels.varlen import ATTENTION
+from ftkit.hf.memory.fake import graph_bytes
+from ftkit.plan.attention import Attention
+from ftkit.plan.host_memory import MACHINE, HostMemory
+from ftkit.plan.limits import Limits
+from ftkit.plan.memory import CONTEXT_BYTES, GIB
+from ftkit.plan.shape import Line, Shape
+from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
+
+logger = logging.getLogger(__name__)
+
+GRAPH_SHARE = (5, 4)
+"""Elements that autograd keeps of a block, as a share of the inputs and outputs of its matrices."""
+
+STEPWISE_ACTIVATIONS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
+"""Activations that transformers computes in several operations, each of which keeps its input."""
+
+STEPWISE_SHARE = (5, 2)
+"""Elements that such an activation keeps, as a share of its width. Measured on GPT-2."""
+
+SCORES = 3
+"""Attention scores kept by unfused attention: before dropout, after it, and its mask."""
+
+CPU_SHARE = (8, 10)
+"""Share of a machine's free memory that the ranks of a CPU run may use together. Of a cgroup they may use all."""
+
+HOST_SHARE = (95, 100)
+"""The same for the host memory of ranks on GPUs."""
+
+DEVICE_SHARE = (6, 100)
+"""Share of a GPU that is never used, for fragments of torch's allocator."""
+
+ADAPTER_RANK = 16
+
+
+def shape_of(
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    *,
+    world_size: int,
+    dtype: torch.dtype | None,
+    sequence_tokens: int,
+    replicated: Any,
+    wide: Any,
+    cpu: bool,
+) -> Shape:
+    """Return what the plan knows of a model.
+
+    Args:
+        model: The model, on any device.
+        blocks: (name, module) of its blocks.
+        world_size: Number of ranks.
+        dtype: Compute dtype; None takes each parameter's own.
+        sequence_tokens: Tokens of one sequence.
+        replicated: Selects replicated parameters; see `ftkit.engine.shard.shard`.
+        wide: Selects by name the parameters that stay fp32; see `ftkit.engine.shard.shard`.
+        cpu: Whether ranks compute on the host.
+    """
+    groups = partition(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    largest = max((block for _, block in blocks), key=_linear_elements, default=None)
+    itemsize = (dtype or own_dtype(model)).itemsize
+    elements = scores = 0
+    if largest is not None:
+        heads = getattr(text, "num_attention_heads", 0) or 0
+        elements = _linear_elements(largest)
+        scores = SCORES * heads * (4 // itemsize if cpu else 1) if _keeps_scores(text, cpu=cpu) else 0
+        if not cpu:
+            try:
+                kept = graph_bytes(model, largest, sequence_tokens, wide, dtype)
+                elements, scores = -(-kept // (sequence_tokens * itemsize)), 0
+            except Exception as error:  # a model that needs values raises anything
+                logger.warning("the memory that autograd keeps of a block is estimated, not measured: %s", error)
+    return Shape(
+        blocks=tuple(_flats(groups, "block", name) for name, _ in blocks),
+        roots=_flats(groups, "root"),
+        replicated=_flats(groups, "replicated"),
+        hidden=getattr(text, "hidden_size", 0) or max((p.shape[-1] for p in model.parameters() if p.dim() > 1), default=1),
+        vocabulary=getattr(text, "vocab_size", 0) or 0,
+        block_elements=elements,
+        score_elements=scores,
+        widest_tensor=max((p.numel() for p in (largest or model).parameters()), default=0),
+        adapter_numel=ADAPTER_RANK * sum(sum(w.shape) for _, block in blocks for w in _matrices(block)),
+        sequence_tokens=sequence_tokens,
+        itemsize=itemsize,
+        world_size=world_size,
+        peft=isinstance(model, PeftModel),
+        attention=None if cpu else fused_attention(text),
+        packed=getattr(text, "_attn_implementation", None) == ATTENTION,
+    )
+
+
+def fused_attention(config: Any) -> Attention | None:
+    """Return the attention of a model's blocks; None if no fused kernel computes it.
+
+    Args:
+        config: Configuration of the text model, with the `_attn_implementation` of the run.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION, REPEATED):
+        return None
+    dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or 0) // heads
+    rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: a rotated part of a query beside the other
+    if rotated and getattr(config, "qk_nope_head_dim", None):
+        dim = rotated + config.qk_nope_head_dim
+    value = getattr(config, "v_head_dim", None) or dim
+    return Attention(heads, getattr(config, "num_key_value_heads", None) or heads, dim, value)
+
+
+def _flats(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, owner: str | None = None) -> tuple[Line, ...]:
+    """Return the flat parameters of a kind, and of an owner if one is given."""
+    return tuple(
+        Line(sum(parameter.numel() for _, parameter in members), group.dtype.itemsize, group.trained)
+        for group, members in groups.items()
+        if group.kind == kind and owner in (None, group.owner)
+    )
+
+
+def _matrices(block: nn.Module) -> list[Tensor]:
+    """Return the weights that a block's tokens are multiplied with."""
+    weights = [getattr(module, "weight", None) for module in block.modules() if not isinstance(module, nn.Embedding)]
+    return [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
+
+
+def _linear_elements(block: nn.Module) -> int:
+    """Return the estimated elements per token that autograd keeps of a block, without attention scores."""
+    matrices = _matrices(block)
+    part, whole = GRAPH_SHARE
+    elements = sum(sum(weight.shape) for weight in matrices) * part // whole
+    if any(type(module).__name__ in STEPWISE_ACTIVATIONS for module in block.modules()):
+        part, whole = STEPWISE_SHARE
+        elements += max(max(weight.shape) for weight in matrices) * part // whole
+    return elements
+
+
+def _keeps_scores(text: Any, *, cpu: bool) -> bool:
+    """Return whether autograd keeps attention scores: eager attention, and on CPUs attention with dropout."""
+    if getattr(text, "_attn_implementation", None) == "eager":
+        return True
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
+    return cpu and any((getattr(text, name, 0) or 0) > 0 for name in names)
+
+
+# --- the machine
+
+
+def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: int) -> Limits:
+    """Return the memory that may be used on this node: what the settings grant, else what is free less a reserve.
+
+    Args:
+        settings: The engine's settings.
+        device: Compute device of this rank.
+        ranks_per_node: Number of ranks on this node.
+
+    Raises:
+        UserError: The NVMe folder cannot be written.
+    """
+    memory, cpu = settings.memory, device.type == "cpu"
+    own = ranks_per_node * (psutil.Process().memory_info().rss - of_other_ranks())  # the plan counts it as runtime
+    usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
+    host, host_name = usable + own, f"what is free of {source}"
+    asked = {"memory.host_gib": memory.host_gib}
+    if cpu and memory.device_gib:
+        asked["memory.device_gib"] = memory.device_gib * ranks_per_node
+    granted = min(((int(gib * GIB), name) for name, gib in asked.items() if gib), default=None)
+    if granted is not None:
+        most = free + own  # a number may grant more than the share
+        host, host_name = granted if granted[0] <= most else (most, f"what is free of {source} ({granted[1]} says more)")
+    on_device, device_name = None, "memory.device_gib"
+    if not cpu and memory.device_gib:
+        on_device = int(memory.device_gib * GIB)
+    elif not cpu:
+        free_bytes, total = torch.cuda.mem_get_info(device)
+        part, whole = DEVICE_SHARE
+        on_device, device_name = free_bytes - total * part // whole + CONTEXT_BYTES, "what is free"
+    nvme = None
+    if memory.nvme_dir is not None:
+        if not (os.path.isdir(memory.nvme_dir) and os.access(memory.nvme_dir, os.W_OK | os.X_OK)):
+            raise UserError(f"memory.nvme_dir: {memory.nvme_dir} is not a folder that this user can write; name another")
+        nvme = disk_free(memory.nvme_dir)
+        if memory.nvme_gib is not None:
+            nvme = min(nvme, int(memory.nvme_gib * GIB))
+    return Limits(
+        on_device,
+        host,
+        nvme,
+        ranks_per_node=ranks_per_node,
+        cpu=cpu,
+        nvme_dir=memory.nvme_dir,
+        names=((DEVICE, device_name), (HOST, host_name), (NVME, "memory.nvme_dir")),
+    )
+
+
+def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
+    """Return the memory that every rank may use: per tier the least of all ranks. A collective."""
+    hosts = comm.all(socket.gethostname())
+    own = limits_here(settings, comm.device, max(hosts.count(host) for host in hosts))
+    ranks = comm.all(own)
+    least, names = {}, []
+    for tier in TIERS:
+        limited = [each for each in ranks if getattr(each, f"{tier}_bytes") is not None] or ranks
+        tightest = min(limited, key=lambda each: getattr(each, f"{tier}_bytes") or 0)
+        least[f"{tier}_bytes"] = getattr(tightest, f"{tier}_bytes")
+        names.append((tier, tightest.name(tier)))
+    return replace(own, **least, names=tuple(names))
+
+
+def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
+    """Return the bytes of host memory that may be planned with, the limit that says so, and all free bytes below it.
+
+    Args:
+        share: (part, whole) of the machine's free memory that may be planned with. Of a cgroup all may.
+    """
+    readings = HostMemory.find().read()
+    part, whole = share
+    if not readings:  # no Linux
+        available = psutil.virtual_memory().available
+        return available * part // whole, MACHINE, available
+    grants = {each.source: each.usable * part // whole if each.source == MACHINE else each.usable for each in readings}
+    tightest = min(readings, key=lambda each: grants[each.source])
+    return grants[tightest.source], tightest.source, min(each.usable for each in readings)
+
+
+def disk_free(folder: str) -> int:
+    """Return the free bytes on the disk of a folder, or of its nearest parent that exists."""
+    path = os.path.abspath(folder)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free

@@ -1,0 +1,1 @@
+"""Models and adapters written as Hugging Face folders."""

@@ -1,1 +1,0 @@
-"""Weights between folders and shards: read and written by ranges, exported, merged."""
