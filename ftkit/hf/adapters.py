@@ -5,7 +5,6 @@ PEFT's layers name their own parameters (`adapter_layer_names`); no list of kind
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,11 +37,13 @@ NOT_TRAINABLE = {
 """Kinds of adapters that the engine cannot train, with the reason; `peft_type` as text."""
 UNNAMED = ("adaption_prompt", "adaption_gate")
 """Parameters of LLaMA-Adapter, whose layers have no `adapter_layer_names`."""
+HEADS = {"classifier", "score", "qa_outputs"}
+"""Names that PEFT adds to `modules_to_save` for a task, whether a model has them or not."""
 MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload", "add_weighted_adapter")
 """Methods of PEFT that write to the base's weights, or replace its modules."""
 
 
-def base_of(model: nn.Module) -> nn.Module:
+def base_of(model: nn.Module) -> Any:
     """Return the base model inside a PEFT model, or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
@@ -87,11 +88,12 @@ def add_adapter(model: nn.Module, config: PeftConfig) -> PeftModel:
     Raises:
         UserError: An entry of `target_modules` or `modules_to_save` matches no module. PEFT only requires that one does.
     """
-    for field in ("target_modules", "modules_to_save"):
+    modules = [name for name, _ in model.named_modules()]
+    for field, dot in (("target_modules", "."), ("modules_to_save", "")):  # PEFT compares whole names, or ends of names
         entries = getattr(config, field, None)
-        for entry in entries if isinstance(entries, (list, tuple, set)) else ():
-            if not any(re.fullmatch(rf"(.*\.)?{re.escape(entry)}", name) for name, _ in model.named_modules()):
-                last = sorted({name.rpartition(".")[2] for name, _ in model.named_modules() if not name[-1:].isdigit()})
+        for entry in set(entries) - HEADS if isinstance(entries, (list, tuple, set)) else ():
+            if entry not in modules and not any(name.endswith(f"{dot}{entry}") for name in modules):
+                last = sorted({name.rpartition(".")[2] for name in modules if not name[-1:].isdigit()})
                 raise UserError(
                     f"adapter: {field}: {entry!r} matches no module of {type(model).__name__}, so it would train nothing. "
                     f"Its modules are {', '.join(filter(None, last))}"
@@ -144,7 +146,7 @@ def names_only(model: PeftModel) -> Iterator[None]:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise for adapters that train in a way that the engine cannot follow.
+    """Raise for adapters that the engine cannot train.
 
     Raises:
         UserError: Naming the kind and the reason.

@@ -20,8 +20,9 @@ from ftkit.config.recipe import Recipe, split_batch
 from ftkit.data.rendering import Rendering
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
+from ftkit.hf.adapters import base_of
 from ftkit.hf.dtypes import check_dtype
-from ftkit.hf.generate.generation import base_of, prompt_ids, unanswerable
+from ftkit.hf.generate.generation import prompt_ids, unanswerable
 from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided

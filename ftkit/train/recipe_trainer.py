@@ -4,7 +4,7 @@ Four things differ from `ftkit.Trainer`. Samples come in the order of the prepar
 alone, and each epoch ends with a whole step: rows that would start another are left to the next epoch's shuffle, so
 that no sample is seen twice to fill a batch and a step has the same samples on any number of ranks. Evaluation
 makes three numbers a row (`held_out`) where the logits arise. And the loss of each step is at hand before its
-update, with the places of its samples, for whoever judges it (`divergence_watch`). Of the checkpoints the last ones stay
+update, with the places of its samples, for `divergence_callback`. Of the checkpoints the last ones stay
 and, beside them, the best of those that were evaluated when they were saved.
 
 It refuses data with fewer samples than a step. What it costs: up to one step's rows are left out of an epoch.

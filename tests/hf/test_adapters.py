@@ -70,6 +70,13 @@ def test_modules_that_peft_adds_for_a_task_need_not_be_there():
     ftkit.shard(get_peft_model(runs.classifier(), config))
 
 
+def test_a_configuration_may_be_used_twice(folder):
+    """PEFT adds heads to the user's own list, which this model may not have."""
+    config = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=["q_proj"])
+    for _ in range(2):
+        ftkit.load_model(folder, task="sequence-classification", adapter=config)
+
+
 # --- which parameters are an adapter's
 
 ATTENTION = ["q_proj", "v_proj"]

@@ -412,3 +412,48 @@ def places_of(folder: str) -> list[Any]:
 def test_a_second_call_of_train_numbers_its_micro_batches_anew(world2, tmp_path):
     seen = world2.run(places_of, str(tmp_path))[0]
     assert [place for place, _ in seen][-4:] == [(0, 0), (0, 1)] * 2
+
+
+# --- a loss of a user's beneath the mixin, or one that cannot be probed
+
+
+class Beneath(transformers.Trainer):
+    """A user's Trainer that hands its loss to the Trainer's own."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class OverBeneath(ftkit.TrainerMixin, Beneath):
+    """And put on the engine."""
+
+
+@pytest.mark.parametrize("kind", ["auto", "mean-rows"])
+def test_a_mean_that_is_given_a_count_beneath_the_mixin_is_that_of_one_rank(kind, world2, stock, tmp_path):
+    classes = {
+        "stock_classes": (Beneath, transformers.TrainingArguments),
+        "our_classes": (OverBeneath, ftkit.TrainingArguments),
+    }
+    run = case(runs.classifier, losses.labelled, eval_rows=losses.labelled, arguments=EVALUATED, **classes)
+    ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit=declared(kind)))[0]
+    assert_same_history(ours, stock(run), absolute=5e-6)
+
+
+class Adversarial:
+    """A user's loss that looks at a gradient: it cannot be computed without gradients."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        embedded = self.model.get_input_embeddings()(inputs["input_ids"])
+        loss = model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+        (gradient,) = torch.autograd.grad(loss, embedded, retain_graph=True)
+        return loss + model(inputs_embeds=embedded + gradient.detach(), labels=inputs["labels"]).loss
+
+
+def test_a_loss_that_cannot_be_probed_trains_with_a_warning(tmp_path, caplog):
+    arguments = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    settings = {"stage": 1, "activations": "keep"}
+    run = Run(runs.classifier, losses.labelled, mixin=Adversarial, ftkit=settings, arguments=arguments)
+    trainer = runs.make_trainer("ours", str(tmp_path), run)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert caplog.text.count("the loss cannot be computed without gradients") == 1

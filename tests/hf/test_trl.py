@@ -221,6 +221,21 @@ def test_sft_saves_and_resumes_on_other_ranks(name, worlds, tmp_path):
     assert_same_weights(opened, whole.weights, limit=0)
 
 
+def evaluated(kind: str, folder: str, run: Run) -> tuple[dict[str, float], int]:
+    """Evaluate preferences; return the metrics, and how often the head was called."""
+    trainer = runs.make_trainer(kind, folder, run)
+    count_heads(trainer)
+    found = {key: value for key, value in trainer.evaluate().items() if not any(word in key for word in runs.TIMINGS)}
+    return found, heads_called(trainer)
+
+
+def test_an_evaluation_of_preferences_is_trls(world2, tmp_path):
+    run = replace(DPO, eval_rows=preferences, ftkit={"stage": 3})
+    ours, theirs = (world2.run(evaluated, kind, str(tmp_path / kind), run)[0] for kind in ("ours", "stock"))
+    assert ours[1] == theirs[1]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
+
+
 def from_disk() -> datasets.Dataset:
     """Return the preferences as a file on disk: TRL keeps the reference values beside it."""
     return datasets.load_from_disk(str(Path("preferences")))

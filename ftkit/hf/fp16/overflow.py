@@ -40,7 +40,7 @@ class OverflowScan:
     """A Trainer's search for overflow: on its first batches, and after a skipped step.
 
     Args:
-        trainer: A Trainer on ftkit's engine. Where its model does not compute in fp16, all methods do nothing.
+        trainer: A Trainer on ftkit's engine. Without fp16 nothing is searched.
 
     Attributes: overflows, (step, where the overflow began) of each skipped step.
     """
@@ -108,7 +108,8 @@ class OverflowScan:
         """
         units = self.trainer.engine
         if not batches:
-            logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
+            level = logging.WARNING if units.comm.rank == 0 else logging.DEBUG
+            logger.log(level, "fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
         before = units.fp32_modules.found
         found = find_fp32_modules(units, batches)
@@ -120,7 +121,7 @@ class OverflowScan:
     def _inputs_of(self, batches: Iterable[Any]) -> list[Any]:
         """Return the batches that the model itself takes, on its device: of each as much as fits one forward."""
         taken, parts = set(taken_by(self.trainer.model)), self.trainer.engine.strategy.parts
-        given = [self.trainer._prepare_inputs(_first_part(batch, parts)) for batch in batches]
+        given = [self.trainer._prepare_inputs(_first_part(batch, parts)) for batch in batches if isinstance(batch, Mapping)]
         return [each for each in given if isinstance(each, Mapping) and each.keys() <= taken]
 
     # --- checkpoints

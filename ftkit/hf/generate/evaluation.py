@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
-from ftkit.hf.generate.generation import base_of, evaluating
+from ftkit.hf.adapters import base_of
+from ftkit.hf.generate.generation import evaluating
 from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import units_of

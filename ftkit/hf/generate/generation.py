@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 
 from ftkit.data.formats import BadRowError, Conversation
@@ -24,6 +23,7 @@ from ftkit.data.prepared import prompt_tokens
 from ftkit.data.rendering import Rendering
 from ftkit.data.turns import turn_of
 from ftkit.errors import UserError
+from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.holding import cache_bytes, holding
 from ftkit.hf.generate.in_step import in_step
 from ftkit.hf.sharding import units_of
@@ -108,7 +108,8 @@ def generate_ids(
 
     Cost: the key/value cache of one batch, and the gathered weights.
     """
-    base, units = base_of(model), units_of(model)
+    base = base_of(model)
+    units = units_of(model)
     problem = unanswerable(base, prompts, max_new_tokens)
     if problem is not None:
         raise UserError(problem)
@@ -175,11 +176,6 @@ def unanswerable(base: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
                 f"{positions} positions; shorten it or lower max_new_tokens"
             )
     return None
-
-
-def base_of(model: nn.Module) -> Any:
-    """Return the transformers model inside a PEFT model, or the model itself."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -175,7 +175,7 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
     found = proven_head_loss(model, dtype, device)
     if isinstance(found, str):
         return found
-    found.attach(cast(PreTrainedModel, base_of(model)))
+    found.attach(base_of(model))
     return None
 
 

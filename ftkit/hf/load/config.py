@@ -6,6 +6,7 @@ A `config.json` may contain anything, and transformers raises many kinds of erro
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,11 +100,11 @@ def _refuse_adapter(folder: str) -> None:
     Raises:
         UserError: The folder contains adapter_config.json.
     """
-    try:
-        fields = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-        base = str(fields["base_model_name_or_path"])
-    except FileNotFoundError:
+    path = Path(folder) / "adapter_config.json"
+    if not os.path.isfile(path):
         return
+    try:
+        base = str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         base = "another model"
     raise UserError(

@@ -168,7 +168,8 @@ def generation_config(
     """
     source = None if folder is None else os.fspath(folder)
     # config.json of old folders (BART) contains the fields of generation; transformers reads it in second place.
-    for name in ("generation_config.json", "config.json") if source is not None else ():
+    files = ("generation_config.json",) if config is not None else ("generation_config.json", "config.json")
+    for name in files if source is not None else ():
         options: dict[str, Any] = {"config_file_name": name, "_from_model_config": name == "config.json"}
         with suppress(OSError):
             return GenerationConfig.from_pretrained(str(source), revision=revision or "main", **options)
@@ -190,7 +191,7 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
         index = Path(str(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)))
         return [Path(str(cached_file(source, name, revision=revision))) for name in _indexed(index)]
     except OSError as error:
-        pickles = [path.name for kind in ("*.bin", "*.pt") for path in Path(source).glob(kind)]
+        pickles = [path.name for kind in ("pytorch_model*.bin", "model*.pt") for path in Path(source).glob(kind)]
         if pickles:
             raise UserError(
                 f"{source}: its weights are pickles ({pickles[0]}), which can run code when read. Convert the folder "
@@ -207,7 +208,7 @@ def _indexed(index: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index}: not a weight index ({error})") from error
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{index}: names a file outside its folder: {name}")
     return names
 
@@ -317,7 +318,7 @@ def _read_named(
     """Read tensors and buffers whose names in the files are known. Buffers that no file contains keep their values."""
     places = {name: (file, key) for name, (file, key) in places.items() if key in file.entries}
     if lacking := needed - set(places):
-        raise UserError(f"{where}: lacks {len(lacking)} of the tensors that train, first {min(lacking)}")
+        raise UserError(f"{where}: lacks {len(lacking)} tensors of the model, first {min(lacking)}")
     buffers = {name: buffer for name, buffer in every_buffer(units.model).items() if name in places}
     check_shapes({**_shapes(units), **{name: tuple(buffer.shape) for name, buffer in buffers.items()}}, places)
     narrowing = Narrowing()

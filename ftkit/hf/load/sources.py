@@ -58,7 +58,7 @@ class LoadReport:
         initialised: Names of tensors that no file contains and that were initialised.
         unused: Names of tensors in the files that the model does not have.
         bytes_read: Bytes that this rank read.
-        narrowing: Loss of precision of wider weights in fp16, of the weights that this rank read.
+        narrowing: Weights that this rank read and that are not finite, or that fp16 does not represent.
     """
 
     initialised: list[str] = field(default_factory=list)
@@ -82,6 +82,27 @@ class Stored:
     path: Path
     key: str
     dtype: torch.dtype
+
+    def is_written(self) -> bool:
+        """Return whether the mapped tensor has other values than the file.
+
+        The version counter of a tensor does not see `weight.data += delta`, by which PEFT merges adapters and initialises
+        OLoRA. The kernel does: a written page belongs to the process and no longer to the file. Only then, or if the kernel
+        does not say, the tensor is compared with the file.
+        """
+        page, start = os.sysconf("SC_PAGE_SIZE"), self.value.data_ptr()
+        first, last = start // page, (start + self.value.nbytes - 1) // page
+        try:
+            with open("/proc/self/pagemap", "rb") as pages:
+                pages.seek(8 * first)
+                entries = numpy.frombuffer(pages.read(8 * (last - first + 1)), dtype=numpy.uint64)
+            in_memory, of_file = (entries >> 62) != 0, (entries >> 61) & 1 != 0
+            if not (in_memory & ~of_file).any():
+                return False
+        except OSError:
+            pass
+        with safe_open(self.path, framework="pt") as file:
+            return not torch.equal(self.value, file.get_tensor(self.key))
 
     def is_value_of(self, parameter: Tensor) -> bool:
         """Return whether a parameter at this address is the whole tensor, unchanged in form."""
@@ -328,7 +349,7 @@ def settle(model: nn.Module, comm: Communicator) -> Settled:
         place = None if parameter.is_meta else stored.get(parameter.data_ptr())
         if place is None or not place.is_value_of(parameter):
             continue
-        if is_written(place.value) or parameter.dim() == 0:  # a scalar cannot be seen to be absent
+        if place.is_written() or parameter.dim() == 0:  # a scalar cannot be seen to be absent
             parameter.data = parameter.data.to(place.dtype)
         else:
             found[name] = place
@@ -341,25 +362,6 @@ def settle(model: nn.Module, comm: Communicator) -> Settled:
             settled.values.append((parameter, parameter.data))
             parameter.data = absent(parameter, parameter.device, found[name].dtype)
     return settled
-
-
-def is_written(value: Tensor) -> bool:
-    """Return whether a tensor of a private mapping was written to, by any route.
-
-    The version counter of a tensor does not see `weight.data += delta`, by which PEFT merges adapters and initialises
-    OLoRA. The kernel does: a written page belongs to the process and no longer to the file. A write to the end of a
-    neighbouring tensor in the same page counts too, which costs memory and changes no values.
-    """
-    page, start = os.sysconf("SC_PAGE_SIZE"), value.data_ptr()
-    first, last = start // page, (start + value.nbytes - 1) // page
-    try:
-        with open("/proc/self/pagemap", "rb") as file:
-            file.seek(8 * first)
-            entries = numpy.frombuffer(file.read(8 * (last - first + 1)), dtype=numpy.uint64)
-    except OSError:
-        return True  # unknown: it is treated as a value
-    in_memory, of_file = (entries >> 62) != 0, (entries >> 61) & 1 != 0
-    return bool((in_memory & ~of_file).any())
 
 
 def _refuse_shared(model: nn.Module) -> None:

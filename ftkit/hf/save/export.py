@@ -101,7 +101,7 @@ def export_checkpoint(
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary subfolder of `out`. At the end its files are moved to `out`; after an error nothing remains.
+    """Yield a temporary subfolder of `out`. At the end its files are moved to `out`; it is removed after an error.
 
     Raises:
         UserError: `out` holds files already, or cannot be written.

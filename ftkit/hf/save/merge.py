@@ -19,7 +19,7 @@ from ftkit.engine.checkpoint.finite import refuse_not_finite
 from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
-from ftkit.hf.load.config import reading
+from ftkit.hf.load.config import read_config, reading
 from ftkit.hf.load.tasks import TASKS
 from ftkit.hf.save.export import copy_small_files, new_folder
 from ftkit.hf.save.model import SHARD_BYTES
@@ -55,7 +55,7 @@ def merge_adapter(
     Raises:
         UserError: The adapter is damaged, does not fit the base or cannot be merged, or `out` is not empty.
 
-    Cost: host memory for the whole model, in fp32 for `dtype="fp32"`.
+    Cost: host memory for the whole model. PEFT merges in the dtype of the base, and in fp32 for `dtype="fp32"`.
     """
     listed = check_contents(adapter) if (adapter / CONTENTS).exists() else _files(adapter)
     for name in (ADAPTER_CONFIG, SAFETENSORS_WEIGHTS_NAME):
@@ -73,8 +73,9 @@ def merge_adapter(
         if not name:
             raise UserError(f"{adapter / ADAPTER_CONFIG}: names no base model; name it with --base")
         options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        read_config(name, None, **options)  # refuses a quantised base, and an adapter in its place
         with reading(name, f"the base of {adapter} cannot be loaded"):
-            # Wider than the base if that is asked for: a sum in bf16 would lose digits.
+            # PEFT adds in the dtype of the base, so a wider result needs a wider base.
             options["dtype"] = torch.float32 if dtype == "fp32" else "auto"
             loaded = getattr(transformers, TASKS[task]).from_pretrained(name, use_safetensors=True, **options)
         model: Any = _merged(loaded, adapter)

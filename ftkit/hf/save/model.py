@@ -7,9 +7,11 @@ flat parameter at a time, and PEFT writes its folder.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -60,11 +62,13 @@ def check_savable(units: ShardedModel) -> None:
         )
     if isinstance(model, PreTrainedModel) and model.can_generate() and model.generation_config is not None:
         # transformers checks it only when it is saved, and more strictly than when it is loaded.
-        try:
-            with TemporaryDirectory() as folder:
-                model.generation_config.save_pretrained(folder)
-        except ValueError as error:
-            raise UserError(f"model.generation_config cannot be saved: {error}") from error
+        with rank_zero(units.comm) as first, suppress(OSError):
+            if first:
+                try:
+                    with TemporaryDirectory() as folder:
+                        model.generation_config.save_pretrained(folder)
+                except ValueError as error:
+                    raise UserError(f"model.generation_config cannot be saved: {error}") from error
 
 
 def hub_names_of(units: ShardedModel) -> dict[str, list[str]]:
@@ -192,11 +196,13 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 def save_arguments(arguments: TrainingArguments, folder: Path) -> None:
     """Write the arguments of a run, as the stock Trainer does. ftkit never reads them."""
+    content = io.BytesIO()
     try:
-        torch.save(arguments, folder / TRAINING_ARGS_NAME)
+        torch.save(arguments, content)
     except Exception as error:  # pickle's errors have no common class; a class of a notebook is the usual cause
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         logger.warning("%s cannot be pickled (%s): %s is not written", type(arguments).__name__, error, TRAINING_ARGS_NAME)
+        return
+    (folder / TRAINING_ARGS_NAME).write_bytes(content.getvalue())
 
 
 def _save_adapters(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:

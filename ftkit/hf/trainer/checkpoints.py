@@ -79,7 +79,7 @@ class RunCheckpoints:
         return not isinstance(self.trainer.model, PeftModel)
 
     def check(self) -> None:
-        """Before the first step, raise UserError if the model cannot be saved; warn if the run saves no checkpoints."""
+        """Before the first step, raise UserError if the model cannot be saved; only warn if the run saves no checkpoints."""
         try:
             check_savable(self.trainer.units)
         except UserError as error:
@@ -125,7 +125,8 @@ class RunCheckpoints:
             self.writing, self.sharded = None, False
         best_without = before if best is not None and Path(best) == final else best
         self.unfinished = Unfinished(temporary / name, final, trainer.units.saving, best_without)
-        passing = isinstance(problem, (OSError, RuntimeError, UserError))  # torch.save raises RuntimeError on a full disk
+        # torch.save raises RuntimeError on a full disk. A state that cannot be read back would fail at each save.
+        passing = isinstance(problem, (OSError, RuntimeError, UserError)) and not isinstance(problem, BrokenCheckpoint)
         failed = [each for each in comm.all(None if problem is None else (text_of(problem), passing)) if each is not None]
         if failed:
             self._give_up(failed[0][0])

@@ -21,6 +21,7 @@ over all rows or label tokens of the step.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.reading import read_by_all
 from ftkit.hf.trainer.seeding import STEPS, seeded
 from ftkit.spec.strategy import AUTO
+
+logger = logging.getLogger(__name__)
 
 COUNTED, SUM, ROWS, TOKENS, RANKS = "counted", "sum", "mean-rows", "mean-tokens", "mean-ranks"
 IGNORED = -100
@@ -85,6 +88,7 @@ class LossOfRanks:
 
     Attributes:
         reduction: How the loss is reduced; None until a batch with labels has shown it.
+        takes_count: Whether the Trainer gives the loss a count.
         hides_count: Whether the Trainer's own loss is computed without the count, because the model ignores it.
         reached_stock: Whether the Trainer's own `compute_loss` computed the last loss.
         was_counted: Whether the last loss was computed with a count.
@@ -96,7 +100,7 @@ class LossOfRanks:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.reduction: Reduction | None = None
-        self.hides_count = self.reached_stock = self.was_counted = False
+        self.takes_count = self.hides_count = self.reached_stock = self.was_counted = False
         self.weights: Sequence[float] = ()
         self.evaluated = self.unlabelled = 0
 
@@ -116,8 +120,8 @@ class LossOfRanks:
         return bool(getattr(self.trainer, "_loss_shifts_labels", False))
 
     def alone(self) -> AbstractContextManager[None]:
-        """Report one rank to the code of a counted loss, which might multiply it by the number of ranks."""
-        return self.trainer.accelerator.with_num_processes(1) if self.is_counted else nullcontext()
+        """Report one rank to the code of a loss with a count: the Trainer would multiply it by the number of ranks."""
+        return self.trainer.accelerator.with_num_processes(1) if self.takes_count else nullcontext()
 
     def share(self, count: Any) -> Any:
         """Return this rank's share of the count of all ranks, where the loss is divided by it."""
@@ -188,7 +192,7 @@ class LossOfRanks:
         """
         trainer, comm = self.trainer, self.trainer.engine.comm
         if not self._has_loss(batch):
-            loss, outputs, labels = predict(batch, False)
+            loss, outputs, labels = predict(batch, loss_only)
             return loss, outputs, labels
         labelled = self.has_labels(batch)
         self.evaluated, self.unlabelled = self.evaluated + 1, self.unlabelled + (not labelled)
@@ -238,45 +242,60 @@ class LossOfRanks:
         if not all(comm.all(isinstance(batch, Mapping))):  # TRL's online trainers make the model's batches of it
             return Reduction(RANKS)
         kind = trainer.engine.strategy.loss_reduction
-        takes_count = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func) and "labels" in batch
-        if kind == AUTO and takes_count:
+        self.takes_count = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func) and "labels" in batch
+        if self.takes_count and (kind == AUTO or not trainer.computes_as_stock):
             labels = token_labels(batch)
             if not comm.any(labels is None or bool(labels.ne(IGNORED).any())):
                 return None
-            kind = COUNTED if self._reacts_to_count(batch) else AUTO
+            counted = self._reacts_to_count(batch)  # also shows whether a subclass's loss reaches the Trainer's
+            kind = COUNTED if counted and kind == AUTO else kind
         if kind == AUTO:
             kind = by_labels(batch, getattr(trainer.model, "config", None))
-        if kind != COUNTED and takes_count and (self.reached_stock or trainer.computes_as_stock):
+        if kind != COUNTED and self.takes_count and (self.reached_stock or trainer.computes_as_stock):
             self.hides_count = True
-            if trainer.loss_is_scaled_for_ga is None:
+            if kind != SUM and trainer.loss_is_scaled_for_ga is None:
                 trainer.loss_is_scaled_for_ga = False
         return Reduction(kind, self.shifted, trainer.label_names)
 
     def _reacts_to_count(self, batch: Any) -> bool:
         """Return whether the loss depends on `num_items_in_batch`, by two forwards without gradients. A collective."""
         trainer = self.trainer
-        device, model = trainer.accelerator.device, trainer.model
         plain = trainer.computes_as_stock and not trainer.label_smoother and not trainer.compute_loss_func
-        if plain and usable_loss(model) is not None and not adds_to_loss(model):
+        if plain and usable_loss(trainer.model) is not None and not adds_to_loss(trainer.model):
             return True  # the chunked loss divides by it
         rows = rows_of(batch, trainer.label_names)
-        batch = first_rows(batch, max(1, rows // trainer.parts), rows)  # as much as fits a forward
-        count = torch.tensor(max(counted_labels(batch, shifted=self.shifted), 1), device=device)
-        found = []
-        for factor in (1, 2):
-            with ExitStack() as stack:
-                if (metrics := vars(trainer).get("_metrics")) is not None:  # TRL's trainers add to them in compute_loss
-                    stack.callback(setattr, trainer, "_metrics", metrics)
-                    trainer._metrics = copy.deepcopy(metrics)
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(evaluating(model))
-                stack.enter_context(read_by_all(trainer))
-                stack.enter_context(trainer.accelerator.with_num_processes(1))
-                stack.enter_context(seeded(device, STEPS, trainer.args.seed))
-                stack.enter_context(trainer.compute_loss_context_manager())
-                inputs = dict(trainer._prepare_inputs(dict(batch)))
-                found.append(float(trainer.compute_loss(model, inputs, num_items_in_batch=factor * count).mean()))
-        return bool(trainer.engine.comm.any(abs(found[0] - found[1]) > REACTION * max(map(abs, found))))
+        batch = first_rows(batch, max(1, rows // trainer.engine.strategy.parts), rows)  # as much as fits a forward
+        count = torch.tensor(max(counted_labels(batch, shifted=self.shifted), 1), device=trainer.accelerator.device)
+        try:
+            one, two = (self._probed(batch, factor * count) for factor in (1, 2))
+        except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            if trainer.engine.comm.rank == 0:
+                logger.warning(
+                    "the loss cannot be computed without gradients (%s), so it is taken for a mean. If it is something "
+                    "else, set ftkit={'loss_reduction': ...}",
+                    error,
+                )
+            return False
+        return bool(trainer.engine.comm.any(abs(one - two) > REACTION * max(abs(one), abs(two))))
+
+    def _probed(self, batch: Mapping[str, Any], count: Tensor) -> float:
+        """Return the loss of a batch for a count, without gradients, in evaluation mode. Random numbers are restored."""
+        trainer = self.trainer
+        with ExitStack() as stack:
+            for owner, name in ((trainer, "_metrics"), (trainer.state, "log_history")):
+                if (kept := vars(owner).get(name)) is not None:  # TRL's trainers add to _metrics in compute_loss
+                    stack.callback(setattr, owner, name, kept)
+                    setattr(owner, name, copy.deepcopy(kept) if name == "_metrics" else list(kept))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(evaluating(trainer.model))
+            stack.enter_context(read_by_all(trainer))
+            stack.enter_context(trainer.accelerator.with_num_processes(1))
+            stack.enter_context(seeded(trainer.accelerator.device, STEPS, trainer.args.seed))
+            stack.enter_context(trainer.compute_loss_context_manager())
+            inputs = dict(trainer._prepare_inputs(dict(batch)))
+            return float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count).mean())
 
 
 # --- batches

@@ -72,7 +72,6 @@ class TrainerMixin(_Beside):
     model: Any
     state: Any
     plan: Plan | None = None  # set where the run was planned before the Trainer is made
-    parts = 1  # number of micro-batches into which blocks divide a rank's batch
     _place = (-1, 0)  # step and number of the last micro-batch
     _outputs_unread = False  # whether the outputs that are asked for with a loss are not used
     _collator: SeededCollator | None = None
@@ -104,7 +103,7 @@ class TrainerMixin(_Beside):
             return super().create_accelerator_and_postprocess()
         settings = EngineSettings.of(self.args.ftkit)
         strategy = settings.strategy if self.plan is None else self.plan.strategy
-        parts = self.parts = self.args.gradient_accumulation_steps if strategy.accumulate_in == UNIT else 1
+        parts = self.args.gradient_accumulation_steps if strategy.accumulate_in == UNIT else 1
         if parts > 1:  # the loader gives a step's whole batch; the user's arguments stay as they are
             self.args = copy(self.args)
             self.args.gradient_accumulation_steps = 1
@@ -195,9 +194,8 @@ class TrainerMixin(_Beside):
         """Return the units of the model, sharded first if it is not. See `Accelerator.shard`."""
         free = self.plan is None and self.accelerator.settings.strategy.update == AUTO
         update = "now" if free and self._may_read_weights() else AUTO
-        return self.accelerator.shard(
-            self.model, evaluation=evaluation, rule=self._update_rule(), plan=self.plan, update=update
-        )
+        rule = None if evaluation or self.units is not None else self._update_rule()
+        return self.accelerator.shard(self.model, evaluation=evaluation, rule=rule, plan=self.plan, update=update)
 
     def _may_read_weights(self) -> bool:
         """Whether the user's code may read weights between an update and the next forward: then updates are not deferred."""
@@ -320,12 +318,13 @@ class TrainerMixin(_Beside):
     # --- evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as the Trainer does, with all ranks. A set without any label raises UserError."""
+        """Evaluate or predict as the Trainer does. An evaluation set without any label raises UserError."""
         if self.engine_is_on:  # planned for what is to follow
             self._sharded(evaluation=True if self.train_dataset is None else None)
         self.loss_of_ranks.evaluated = self.loss_of_ranks.unlabelled = 0
         output = super().evaluation_loop(*args, **kwargs)
-        self.loss_of_ranks.check_evaluated()
+        if kwargs.get("description") != "Prediction":
+            self.loss_of_ranks.check_evaluated()
         return output
 
     def prediction_step(

@@ -11,7 +11,7 @@ FAULTS = (
     fault(
         "what was written in place is read from the file again",
         "ftkit/hf/load/sources.py",
-        "        if is_written(place.value) or",
+        "        if place.is_written() or",
         "        if",
         _KEPT + "[lora olora]",
     ),
@@ -32,8 +32,8 @@ FAULTS = (
     fault(
         "one matching target is enough",
         "ftkit/hf/adapters.py",
-        'for field in ("target_modules", "modules_to_save"):',
-        'for field in ("modules_to_save",):',
+        '(("target_modules", "."), ("modules_to_save", ""))',
+        '(("modules_to_save", ""),)',
         _NAMES + "[a target beside good ones]",
     ),
     fault(

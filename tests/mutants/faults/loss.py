@@ -33,22 +33,22 @@ FAULTS = (
     fault(
         "loss: the probe moves a model's statistics",
         "ftkit/hf/trainer/loss.py",
-        "                stack.enter_context(evaluating(model))\n",
+        "            stack.enter_context(evaluating(trainer.model))\n",
         "",
         _SCALING + "test_the_probe_leaves_statistics_and_random_numbers_alone",
     ),
     fault(
         "loss: the probe draws random numbers of the run",
         "ftkit/hf/trainer/loss.py",
-        "                stack.enter_context(seeded(device, STEPS, trainer.args.seed))\n",
+        "            stack.enter_context(seeded(trainer.accelerator.device, STEPS, trainer.args.seed))\n",
         "",
         _SCALING + "test_the_probe_leaves_statistics_and_random_numbers_alone",
     ),
     fault(
         "loss: no loss reacts to the count",
         "ftkit/hf/trainer/loss.py",
-        "kind = COUNTED if self._reacts_to_count(batch) else AUTO",
-        "kind = AUTO",
+        "kind = COUNTED if counted and kind == AUTO else kind",
+        "pass",
         _RANKS + "[users counted]",
     ),
     fault(
@@ -82,7 +82,7 @@ FAULTS = (
     fault(
         "loss: the Trainer multiplies a counted loss by the ranks",
         "ftkit/hf/trainer/loss.py",
-        "return self.trainer.accelerator.with_num_processes(1) if self.is_counted else nullcontext()",
+        "return self.trainer.accelerator.with_num_processes(1) if self.takes_count else nullcontext()",
         "return nullcontext()",
         _CASES + "[a part and a penalty]",
     ),
