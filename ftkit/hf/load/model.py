@@ -88,7 +88,7 @@ def load_model(
         return model.eval() if adapter is None else adapted_on_meta(model, adapter)  # type: ignore[return-value]  # PEFT's
     files = find_weights(os.fspath(folder), revision)
     if model.can_generate():
-        model.generation_config = generation_config(folder, **{**options, "config": model.config})
+        model.generation_config = generation_config(folder, **options)
     source = fill(model, files)
     model._ftkit_source = source  # type: ignore[assignment]  # torch knows tensors and modules only
     _log(source.report, files)
