@@ -46,7 +46,7 @@ def lines() -> Iterator[str]:
             yield f"{sentence(package / '__init__.py')}\n"
             files = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
             if files:
-                yield "| file | what it is |\n|---|---|"
+                yield "| file | purpose |\n|---|---|"
             yield from (f"| `{path.name}` | {sentence(path)} |" for path in files)
 
 

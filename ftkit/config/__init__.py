@@ -1,1 +1,1 @@
-"""What a user writes, read and checked: recipes, YAML with line numbers. It knows no torch."""
+"""Read and check what the user writes: recipes, in YAML, with line numbers in errors. Imports no torch."""

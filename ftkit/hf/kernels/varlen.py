@@ -1,4 +1,4 @@
-"""Causal attention over packed samples, each as if it were alone, with memory and time for the samples' own lengths.
+"""Causal attention over packed samples, each as if it were alone. Memory and time grow with the lengths of the samples.
 
     loop        one sample after the other in plain PyTorch: the reference, for every device; the only one with a soft cap
     efficient   launches of the memory-efficient kernel that `scaled_dot_product_attention` uses on GPUs, from sm_50 on;

@@ -1,1 +1,1 @@
-"""What the plan knows of a model and of the memory of a machine."""
+"""Sizes of models and the memory of this machine, for the plan."""

@@ -1,4 +1,4 @@
-"""Models computed with tensors without memory: what a model takes of a GPU, found on a machine that has none.
+"""Measure the GPU memory that a model needs, without a GPU: its operations run on tensors without data.
 
 Device tensors are on `meta`, because fake CUDA tensors need a torch built for CUDA. Operations that take other memory on
 `meta` than on a GPU get the memory of the GPU's kernels. Host tensors are torch's fake tensors, which cost about 100

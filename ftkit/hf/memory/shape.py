@@ -1,4 +1,4 @@
-"""What the plan knows of a Hugging Face model, and of the memory of this machine.
+"""Describe a Hugging Face model and the memory of this machine for the plan.
 
 The sizes of flat parameters are exact: the engine's own `partition` gives them. What autograd keeps of a block is measured
 for GPUs (`fake.graph_bytes`). For CPUs, and where a model needs values to compute, it is estimated from the matrices of

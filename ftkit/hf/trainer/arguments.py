@@ -1,4 +1,4 @@
-"""`TrainingArguments` with one more field, and checks that the engine that it asks for will be in place.
+"""`TrainingArguments` with the field `ftkit`, and checks that the engine can be used with the other arguments.
 
 `ftkit="auto"` (the default) trains on ftkit's engine, a mapping or a YAML file forces parts of it, None leaves the Trainer
 as it is. The field holds plain data, as Trainer saves its arguments, and is settable from the command line through

@@ -1,4 +1,4 @@
-"""`Trainer` on ftkit's engine: the loop is Hugging Face's; what it calls to place, train, save and load a model is ours.
+"""`Trainer` on ftkit's engine: Hugging Face's loop, with overrides that place, train, save and load the sharded model.
 
 `TrainerMixin` overrides these methods, in the order in which the loop calls them, and nothing of the loop itself, so
 callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's) keep working. With `ftkit=None` every override
@@ -229,7 +229,7 @@ class TrainerMixin(_Beside):
         return self.engine_is_on and (self.accelerator.num_processes > 1 or self.args.gradient_accumulation_steps > 1)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Fetch a step's batches, and find their weights; rows repeated to fill the last one do not count."""
+        """Fetch a step's batches and compute the weights of their losses, without rows that only fill the last batch."""
         if self.engine_is_on:
             batches = list(islice(epoch_iterator, num_batches))
             check_even(self, len(batches))
@@ -246,7 +246,7 @@ class TrainerMixin(_Beside):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Do the Trainer's forward and backward, with the weight and the random numbers of this micro-batch.
 
-        All ranks do so together: heads and embeddings may be read in a user's loss.
+        A collective: a user's loss may read heads and embeddings.
         """
         if not self.engine_is_on:
             return super().training_step(model, inputs, num_items_in_batch)
