@@ -1,6 +1,6 @@
-"""TRL's trainers on the engine: the mixins over its SFT and DPO trainers train as TRL does under DDP.
+"""TRL's trainers on the engine train as TRL does under DDP, or on two ranks as on one.
 
-Both sides run on two ranks, so that the reference is what TRL itself does there. Its default loss, which computes the
+Most references are TRL itself on two ranks. Its default loss, which computes the
 head and the loss together in chunks and reads the head's weight without calling the head, stays in use. Preference
 training makes two forwards for one backward: with an explicit reference model, with the adapter switched off, or, when
 the reference values are computed before, with the model that has not been prepared yet.
@@ -287,7 +287,7 @@ def test_plain_training_arguments_are_refused_rather_than_dropped(tmp_path):
         OurSFTTrainer(runs.llama(), arguments, train_dataset=answers(), processing_class=tokenizer())
 
 
-# --- ten steps of every trainer: two ranks as one
+# --- ten steps: two ranks as one, or as TRL on two ranks
 
 
 class OurKTOTrainer(ftkit.TrainerMixin, trl.KTOTrainer):
@@ -306,8 +306,20 @@ class OurRewardConfig(ftkit.ArgumentsMixin, trl.RewardConfig):
     """As a user writes it."""
 
 
-class OurGRPOTrainer(ftkit.TrainerMixin, trl.GRPOTrainer):
-    """As a user writes it."""
+class Drawn:
+    """Draws completions by step and rank. TRL's own seeds differ from ours, which depend on the micro-batch."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        torch.manual_seed(100 * self.state.global_step + self.accelerator.process_index)
+        return super()._generate(prompts)
+
+
+class StockGRPOTrainer(Drawn, trl.GRPOTrainer):
+    """TRL's own, with the draws of `Drawn`."""
+
+
+class OurGRPOTrainer(Drawn, ftkit.TrainerMixin, trl.GRPOTrainer):
+    """As a user writes it, with the draws of `Drawn`."""
 
 
 class OurGRPOConfig(ftkit.ArgumentsMixin, trl.GRPOConfig):
@@ -346,13 +358,6 @@ TEN = {"bf16": False, "max_steps": 10, "learning_rate": 1e-2, "dataloader_drop_l
 TRAINERS = {
     "sft": replace(SFT, eval_rows=0, arguments={**TEN, "max_length": 32}, before=None, after=None),
     "dpo": replace(DPO, arguments={**TEN, "max_length": 32, "beta": 0.5}, before=None, after=None),
-    "kto": Run(
-        rows=judged,
-        stock_classes=(trl.KTOTrainer, trl.KTOConfig),
-        our_classes=(OurKTOTrainer, OurKTOConfig),
-        arguments={**TEN, "max_length": 32},
-        options={"processing_class": tokenizer, "ref_model": other_llama},
-    ),
     "reward": Run(
         model=scorer,
         rows=preferences,
@@ -378,18 +383,31 @@ def test_ten_steps_of_two_ranks_are_those_of_one(name, worlds, tmp_path):
 
 GRPO = Run(
     rows=asked,
-    stock_classes=(trl.GRPOTrainer, trl.GRPOConfig),
+    stock_classes=(StockGRPOTrainer, trl.GRPOConfig),
     our_classes=(OurGRPOTrainer, OurGRPOConfig),
     arguments={**TEN, "num_generations": 3, "max_completion_length": 6, "per_device_train_batch_size": 3},
     options={"processing_class": tokenizer, "reward_funcs": longest},
 )
 
 
+KTO = Run(
+    rows=judged,
+    stock_classes=(trl.KTOTrainer, trl.KTOConfig),
+    our_classes=(OurKTOTrainer, OurKTOConfig),
+    arguments={**TEN, "max_length": 32},
+    options={"processing_class": tokenizer, "ref_model": other_llama},
+)
+
+
 @pytest.mark.slow
-def test_grpo_on_two_ranks_is_trls(world2, tmp_path):
-    """Each rank samples its own completions, so the reference is TRL itself on two ranks."""
+@pytest.mark.parametrize("run", [pytest.param(KTO, id="kto"), pytest.param(GRPO, id="grpo")])
+def test_ten_steps_of_two_ranks_are_trls(run, world2, tmp_path):
+    """TRL itself differs between one and two ranks here.
+
+    KTO pairs prompts with other completions within a batch of one device; each rank of GRPO samples its own completions.
+    """
     stock, ours = (
-        world2.run(train, kind, str(tmp_path / kind), replace(GRPO, ftkit={"stage": 3}))[0] for kind in ("stock", "ours")
+        world2.run(train, kind, str(tmp_path / kind), replace(run, ftkit={"stage": 3}))[0] for kind in ("stock", "ours")
     )
     assert len(ours.column("loss")) == 10
     assert_same_history(ours, stock, leave_out=["step_time"])
