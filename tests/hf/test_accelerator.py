@@ -74,7 +74,7 @@ class Log:
     count: int = 0
 
 
-def loop(kind: str, settings: Any, save: str | None = None, resume: str | None = None) -> Log:
+def loop(kind: str, settings: Any, save: str | None = None, resume: str | None = None, epochs: int = 2) -> Log:
     """A user's loop. Saves its state after the first epoch, or begins with the second."""
     accelerator = make(kind, settings)
     set_seed(4)
@@ -91,7 +91,7 @@ def loop(kind: str, settings: Any, save: str | None = None, resume: str | None =
     if resume is not None:
         accelerator.load_state(resume)
         first = loader.iteration = 1
-    for epoch in range(first, 2):
+    for epoch in range(first, epochs):
         model.train()
         for batch in loader:
             with accelerator.accumulate(model):
@@ -141,6 +141,14 @@ def test_a_loop_on_accelerate(ranks, settings, plain, worlds):
     assert len(plain.right) == 20
     assert len(set(plain.rates)) > 6
     for log in worlds[ranks].run(loop, "ours", settings):
+        assert_same(log, plain)
+
+
+@pytest.mark.slow
+def test_ten_steps_of_a_loop_on_accelerate(world1, world2):
+    plain = world1.run(loop, "stock", None, None, None, 5)[0]
+    assert len(plain.norms) == 10
+    for log in world2.run(loop, "ours", {"stage": 3}, None, None, 5):
         assert_same(log, plain)
 
 
