@@ -53,9 +53,8 @@ FAULTS = (
     fault(
         "an earlier state is removed before the new one has its name",
         "ftkit/hf/trainer/accelerator.py",
-        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
-        "    [shutil.rmtree(state) for state in earlier]\n"
-        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
+        "        state.rename(former)\n",
+        "        shutil.rmtree(state)\n",
         "tests/hf/test_accelerator.py::test_a_state_is_replaced_as_a_whole_or_not_at_all[1]",
     ),
     fault(
