@@ -251,9 +251,10 @@ class Accelerator(accelerate.Accelerator):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """Replace `optimizer` by its sharded form, over the model that was prepared with it or earlier."""
-        if not isinstance(optimizer, PreparedOptimizer):
-            sharded = sharded_optimizer(optimizer, self._units_with(optimizer))
-            optimizer = PreparedOptimizer(sharded, device_placement=False)
+        if not isinstance(optimizer, (PreparedOptimizer, ShardedOptimizer)):
+            optimizer = sharded_optimizer(optimizer, self._units_with(optimizer))
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer = PreparedOptimizer(optimizer, device_placement=False)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         optimizer._is_accelerate_prepared = True
