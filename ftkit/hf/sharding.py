@@ -98,8 +98,6 @@ def shard(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     source = source_of(model)
-    if source is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
     refuse_untrainable(model)
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)

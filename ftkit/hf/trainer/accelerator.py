@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
         kwargs: Arguments of accelerate's class. `mixed_precision` is the compute dtype; autocast stays off.
 
     Raises:
-        UserError: DeepSpeed, FSDP, Megatron, fp8, another device than CUDA or the CPU, or `accumulate_in: unit`.
+        UserError: DeepSpeed, FSDP, Megatron, another device than CUDA or the CPU, or `accumulate_in: unit`.
     """
 
     loss_weight: float | None = None
@@ -142,7 +142,7 @@ class Accelerator(accelerate.Accelerator):
                 "the loader fills the last batch, and gather_for_metrics drops the repeated rows"
             )
         if settings.strategy.dtype == AUTO and self.state.mixed_precision != "no":
-            settings = settings.choosing(dtype=self.state.mixed_precision)  # raises for fp8
+            settings = settings.choosing(dtype=self.state.mixed_precision)
         self.native_amp = False  # the engine casts when it gathers; autocast would cast again
         self.scaler = None
         self.settings = settings
