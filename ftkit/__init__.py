@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ftkit.hf.save.model import save_model
     from ftkit.hf.sharding import shard, units_of
     from ftkit.hf.trainer.accelerator import Accelerator
-    from ftkit.hf.trainer.arguments import ArgumentsMixin, TrainingArguments
-    from ftkit.hf.trainer.seq2seq import Seq2SeqTrainer, Seq2SeqTrainingArguments
-    from ftkit.hf.trainer.trainer import Trainer, TrainerMixin
+    from ftkit.hf.trainer.arguments import ArgumentsMixin, Seq2SeqTrainingArguments, TrainingArguments
+    from ftkit.hf.trainer.trainer import Seq2SeqTrainer, Trainer, TrainerMixin
     from ftkit.spec.strategy import Strategy
     from ftkit.train.data_preview import preview
 
@@ -31,8 +30,8 @@ _HOMES = {
     "EngineSettings": "ftkit.config.engine",
     "LossScale": "ftkit.engine.optim.loss_scale",
     "Strategy": "ftkit.spec.strategy",
-    "Seq2SeqTrainer": "ftkit.hf.trainer.seq2seq",
-    "Seq2SeqTrainingArguments": "ftkit.hf.trainer.seq2seq",
+    "Seq2SeqTrainer": "ftkit.hf.trainer.trainer",
+    "Seq2SeqTrainingArguments": "ftkit.hf.trainer.arguments",
     "ShardedAdamW": "ftkit.engine.optim.adamw",
     "ShardedSGD": "ftkit.engine.optim.sgd",
     "Trainer": "ftkit.hf.trainer.trainer",

@@ -256,8 +256,6 @@ CHECKPOINTS = [
         {**SAVES, "save_total_limit": 1},
         {**SAVES, "save_only_model": True},
         BEST,
-        {**SAVES, "save_on_each_node": True},
-        {**SAVES, "enable_jit_checkpoint": True},
         held_out=held,
     ),
     case(
@@ -301,7 +299,6 @@ OTHERS = [
         "Other engines and switches",
         {"torch_compile": True},
         {"auto_find_batch_size": True},
-        {"debug": "underflow_overflow"},
     ),
     *arguments(
         "Other engines and switches",

@@ -57,7 +57,7 @@ MORE = {
 
 def scaling_of(trainer: Any) -> str:
     losses_of = getattr(trainer, "loss_of_ranks", None)
-    return losses_of.reduction.kind if losses_of is not None else ""
+    return losses_of.kind if losses_of is not None else ""
 
 
 def check(name: str, ranks: int, worlds: Any, stock: Any, folder: str) -> None:
@@ -237,7 +237,7 @@ def numbers(rows: Any) -> list[float]:
 def test_worker_processes_draw_as_the_rank_itself(kept):
     found = []
     for workers in (0, 2):
-        collate = SeededCollator(numbers, 3, rank=1, ranks=2, shared=workers > 0)
+        collate = SeededCollator(numbers, 3, rank=1, ranks=2)
         kwargs = {"persistent_workers": kept, "multiprocessing_context": "fork"} if workers else {}
         loader = torch.utils.data.DataLoader(range(10), 2, collate_fn=collate, num_workers=workers, **kwargs)
         drawn = []
@@ -315,14 +315,6 @@ def test_a_branch_by_pythons_random_numbers_is_all_ranks():
     assert drawn[0][2] != drawn[1][2]
 
 
-def test_a_mean_of_each_rank_is_a_number_where_a_rank_has_repeated_rows_only(world2, tmp_path):
-    apart = {**TEN, "num_train_epochs": 2, "average_tokens_across_devices": False}
-    run = case(runs.llama, 6, arguments=apart, batch=4)
-    found = world2.run(train, "ours", str(tmp_path), run)[0].column("loss")
-    assert len(found) == 4
-    assert all(math.isfinite(loss) for loss in found)
-
-
 def all_masked() -> list[dict[str, torch.Tensor]]:
     """Rows without a label."""
     return [{**row, "labels": torch.full_like(row["labels"], -100)} for row in runs.token_rows(18)]
@@ -366,7 +358,7 @@ def test_rows_without_labels_do_not_count_in_an_evaluation(ranks, kernels, world
 
 
 def refused(folder: str, run: Any) -> None:
-    with pytest.raises(ftkit.UserError, match="none of the 3 batches has a label that counts"):
+    with pytest.raises(ftkit.UserError, match="no batch has a label that counts"):
         evaluated(folder, run)
 
 
@@ -391,14 +383,14 @@ def test_batches_that_are_tuples_train(world2, tmp_path):
     assert len(world2.run(train, "ours", str(tmp_path), run)[0].column("loss")) == 2
 
 
-def places_of(folder: str) -> list[Any]:
-    """Train for a step twice; return the weights that its micro-batches had."""
+def numbers_of(folder: str) -> list[Any]:
+    """Train for a step twice; return the numbers of its micro-batches, from 1."""
     run = Run(rows=24, arguments={"max_steps": 1, "gradient_accumulation_steps": 2}, batch=4)
     trainer = runs.make_trainer("ours", folder, run)
     seen: list[Any] = []
 
     def look(*args: Any, **kwargs: Any) -> Any:
-        seen.append((trainer._place, trainer.accelerator.loss_weight))
+        seen.append(trainer._micro_batches)
         return compute(*args, **kwargs)
 
     compute = trainer.compute_loss
@@ -410,8 +402,8 @@ def places_of(folder: str) -> list[Any]:
 
 
 def test_a_second_call_of_train_numbers_its_micro_batches_anew(world2, tmp_path):
-    seen = world2.run(places_of, str(tmp_path))[0]
-    assert [place for place, _ in seen][-4:] == [(0, 0), (0, 1)] * 2
+    seen = world2.run(numbers_of, str(tmp_path))[0]
+    assert seen[-4:] == [1, 2] * 2
 
 
 # --- a loss of a user's beneath the mixin, or one that cannot be probed

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import ftkit
@@ -158,13 +157,6 @@ def test_a_trainer_whose_weights_become_nan_keeps_the_last_good_checkpoint(world
     assert [math.isfinite(line["loss"]) for line in history if "loss" in line] == [True, False, False, False]
     assert [path.name for path in Path(tmp_path).glob("checkpoint-*")] == ["checkpoint-1"]
     assert not list(Path(tmp_path, "model").glob("*.safetensors"))
-
-
-def test_the_filter_that_hides_a_nan_is_refused(tmp_path):
-    runs.fresh_state()
-    assert transformers.TrainingArguments(str(tmp_path), use_cpu=True).logging_nan_inf_filter
-    with pytest.raises(ftkit.UserError, match="logging_nan_inf_filter"):
-        runs.make_trainer("ours", str(tmp_path), Run(arguments={"logging_nan_inf_filter": True}))
 
 
 class LogsItsOwn:

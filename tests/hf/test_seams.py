@@ -40,16 +40,15 @@ class Seam:
 SEAMS = (
     # --- the Trainer's loop
     Seam(
-        TRAINER + "_move_model_to_device",
-        "leaves the model where it is: sharding places weights, and a whole model may not fit on a device",
-        "place_model_on_device is a property of the arguments, read before the engine is known",
-        ("model", "device"),
+        TRAINER + "_train_batch_size",
+        "sets it to the batch of a whole step, where blocks accumulate",
+        "the Trainer reads its arguments before the accelerator is made",
     ),
     Seam(
         TRAINER + "_run_epoch",
         "numbers the batches of an epoch for collators that draw, and ends a resumed run that was over",
         "on_epoch_begin does not say how many batches a resume skips",
-        ("epoch", "train_dataloader", "resume_from_checkpoint", "epochs_trained", "steps_trained_in_current_epoch"),
+        ("epoch", "train_dataloader", "epochs_trained", "steps_trained_in_current_epoch"),
     ),
     Seam(
         TRAINER + "_get_num_items_in_batch",
@@ -64,10 +63,9 @@ SEAMS = (
         ("inputs",),
     ),
     Seam(
-        TRAINER + "_has_mixed_mesh_grads",
-        "answers no: the method reads .grad of every parameter, which raises for a sharded model",
+        TRAINER + "_mixed_mesh_grads",
+        "sets it to False: the Trainer would read .grad of every parameter, which raises for a sharded model",
         "max_grad_norm=0 would switch clipping off",
-        ("model",),
     ),
     Seam(
         TRAINER + "_loss_shifts_labels",
@@ -80,8 +78,8 @@ SEAMS = (
         "the loss of on_train_end is summed up already",
     ),
     Seam(
-        TRAINER + "_maybe_log_save_evaluate",
-        "clears the sum of losses after a log (_globalstep_last_logged): the Trainer subtracts it, which keeps a NaN",
+        TRAINER + "_globalstep_last_logged",
+        "clears a NaN from the sum of losses after a log: the Trainer subtracts the sum from itself, which keeps a NaN",
         "logging_nan_inf_filter hides the NaN itself",
     ),
     Seam(

@@ -504,10 +504,9 @@ def end_to_end(rows):
     "run",
     [
         replace(QUIET, options={"data_collator": end_to_end}),  # of samples in one row none can be told to be repeated
-        changed(SHORT, average_tokens_across_devices=False),
         replace(changed(SHORT, train_sampling_strategy="group_by_length"), rows=uneven_rows, options={"data_collator": pad}),
     ],
-    ids=["end to end", "tokens of each rank", "group_by_length"],
+    ids=["end to end", "group_by_length"],
 )
 def test_as_stock_on_as_many_ranks(run, world2, stock, tmp_path):
     ours = world2.run(train, "ours", str(tmp_path / "ours"), replace(run, ftkit={"stage": 3}))[0]

@@ -106,14 +106,6 @@ def trainer(tmp_path):
     return build
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_arguments_that_need_packages_are_refused_all_the_same(name, trainer, tmp_path):
-    arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True)
-    setattr(arguments, name, "something")
-    with pytest.raises(ftkit.UserError, match=f"{name}='something' cannot be used with ftkit's engine.*Set ftkit=None"):
-        check_arguments(arguments)
-
-
 def test_one_process_that_sees_many_gpus_is_refused(tmp_path):
     arguments = ftkit.TrainingArguments(str(tmp_path), use_cpu=True)
     arguments._n_gpu = 4

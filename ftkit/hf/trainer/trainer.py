@@ -4,13 +4,7 @@
 callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's) keep working. With `ftkit=None` every override
 calls the stock method. Arguments that the engine cannot honour are refused when the Trainer is built.
 
-Five things differ from the stock Trainer on purpose:
-
-- The loss of several ranks or micro-batches is that of one rank (`loss.py`).
-- Random numbers of a step depend on the micro-batch and not on the rank (`seeding.py`).
-- Checkpoints are written under a temporary name and contain the weights in sharded form (`checkpoints.py`).
-- A run that is resumed from its last step ends there; the stock Trainer makes one more step.
-- With a longer `max_steps` or another schedule the first resumed step has the new schedule's learning rate.
+`docs/trainer.md` lists what differs from the stock Trainer on purpose.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ftkit.config.engine import EngineSettings
@@ -40,8 +35,7 @@ from ftkit.hf.reading import read_by_all
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import units_of
 from ftkit.hf.trainer.accelerator import Accelerator, rule_for, sharded_optimizer
-from ftkit.hf.trainer.arguments import TrainingArguments, check_arguments, check_order, engine_trainer, sequence_tokens
-from ftkit.hf.trainer.callback import EngineCheck
+from ftkit.hf.trainer.arguments import BUILDING, TrainingArguments, check_arguments, sequence_tokens
 from ftkit.hf.trainer.checkpoints import RunCheckpoints, is_ours
 from ftkit.hf.trainer.loss import LossOfRanks, check_even
 from ftkit.hf.trainer.seeding import STEPS, SeededCollator, seed_collator, seeded
@@ -72,25 +66,25 @@ class TrainerMixin(_Beside):
     model: Any
     state: Any
     plan: Plan | None = None  # set where the run was planned before the Trainer is made
-    _place = (-1, 0)  # step and number of the last micro-batch
+    _micro_batches = 0  # of the present step, so far
     _outputs_unread = False  # whether the outputs that are asked for with a loss are not used
     _collator: SeededCollator | None = None
     _checkpoints: RunCheckpoints | None = None
 
     # --- building
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases: a mixin behind the Trainer's class would override nothing."""
-        super().__init_subclass__(**kwargs)
-        check_order(cls, TrainerMixin, transformers.Trainer)
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.overflow_scan = OverflowScan(self)
         self.loss_of_ranks = LossOfRanks(self)
-        with engine_trainer():
+        building = BUILDING.set(True)
+        try:
             super().__init__(*args, **kwargs)
+        finally:
+            BUILDING.reset(building)
         if self.args.ftkit is not None:
             self._train_batch_size = self.args.train_batch_size  # a whole step's, where blocks accumulate
+            self._mixed_mesh_grads = False  # the Trainer would read `.grad`, which raises
+            self.add_callback(EngineCheck(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the accelerator as the Trainer does, then give it the engine."""
@@ -104,8 +98,9 @@ class TrainerMixin(_Beside):
         settings = EngineSettings.of(self.args.ftkit)
         strategy = settings.strategy if self.plan is None else self.plan.strategy
         parts = self.args.gradient_accumulation_steps if strategy.accumulate_in == UNIT else 1
-        if parts > 1:  # the loader gives a step's whole batch; the user's arguments stay as they are
-            self.args = copy(self.args)
+        self.args = copy(self.args)  # the user's arguments stay as they are
+        self.args.average_tokens_across_devices = True
+        if parts > 1:  # the loader gives a step's whole batch
             self.args.gradient_accumulation_steps = 1
             self.args.per_device_train_batch_size *= parts
         super().create_accelerator_and_postprocess()
@@ -150,17 +145,10 @@ class TrainerMixin(_Beside):
         assert optimizer is not None, "the Trainer makes the optimizer when it trains"
         return optimizer
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self.engine_is_on:  # sharding places weights itself; a whole model may not fit
-            super()._move_model_to_device(model, device)
-
     # --- training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, on the engine."""
-        checks = any(isinstance(callback, EngineCheck) for callback in self.callback_handler.callbacks)
-        if self.args.ftkit is not None and not checks:
-            self.add_callback(EngineCheck(self))
         try:
             return super().train(*args, **kwargs)
         except BaseException:
@@ -200,7 +188,7 @@ class TrainerMixin(_Beside):
     def _may_read_weights(self) -> bool:
         """Whether the user's code may read weights between an update and the next forward: then updates are not deferred."""
         kinds = [*map(type, self.callback_handler.callbacks), *type(self).__mro__[:-1]]
-        return any(kind.__module__.partition(".")[0] not in DEFERRING for kind in kinds if kind.__module__ != "builtins")
+        return any(kind.__module__.partition(".")[0] not in DEFERRING for kind in kinds)
 
     def _update_rule(self) -> UpdateRule:
         """Return the update rule of the optimizer that the Trainer will make, or was given."""
@@ -215,9 +203,8 @@ class TrainerMixin(_Beside):
             self.control.should_training_stop = True
             return
         if self._collator is not None:
-            resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
-            streams = isinstance(kwargs["train_dataloader"].dataset, IterableDataset)
-            skips = resumed and not streams and not self.args.ignore_data_skip
+            streams = isinstance(kwargs["train_dataloader"].dataset, IterableDataset)  # they collate what a resume skips
+            skips = kwargs["epoch"] == kwargs["epochs_trained"] and not streams
             self._collator.begin(kwargs["epoch"], kwargs["steps_trained_in_current_epoch"] if skips else 0)
         super()._run_epoch(*args, **kwargs)
 
@@ -234,12 +221,14 @@ class TrainerMixin(_Beside):
             batches = list(islice(epoch_iterator, num_batches))
             check_even(self, len(batches))
             self.overflow_scan.before_step(batches)
-            self._place = (-1, 0)
+            self._micro_batches = 0
+            if self._globalstep_last_logged == self.state.global_step:
+                self._tr_loss.nan_to_num_()  # after a log the Trainer subtracts it from itself, which keeps a NaN
             epoch_iterator = iter(self.loss_of_ranks.weigh(batches) if self._has_parts and batches else batches)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the Trainer's count; where the loss is divided by it, this rank's share of it."""
+        """Return the Trainer's count; this rank's share of it where the loss is divided by it, None where it ignores it."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         return self.loss_of_ranks.share(count) if self.engine_is_on else count
 
@@ -250,23 +239,22 @@ class TrainerMixin(_Beside):
         """
         if not self.engine_is_on:
             return super().training_step(model, inputs, num_items_in_batch)
-        step, number = self.state.global_step, self._place[1] + 1 if self._place[0] == self.state.global_step else 0
-        self._place = (step, number)
-        weights = self.loss_of_ranks.weights
+        number, weights = self._micro_batches, self.loss_of_ranks.weights
+        self._micro_batches += 1
         weight = weights[number] if number < len(weights) else 1.0
-        self.accelerator.loss_weight = None if weight == 1.0 else weight
         with ExitStack() as stack:
+            self.accelerator.loss_weight = weight
             stack.callback(setattr, self.accelerator, "loss_weight", None)
             stack.enter_context(read_by_all(self))
             if self.accelerator.sync_gradients:
                 stack.enter_context(self.engine.last_backward())
             if self._has_parts:
                 place = number * self.accelerator.num_processes + self.accelerator.process_index
-                device, seed = self.accelerator.device, self.args.seed
-                stack.enter_context(seeded(device, STEPS, seed, step, place, together=number))
+                numbers = STEPS, self.args.seed, self.state.global_step, place
+                stack.enter_context(seeded(self.accelerator.device, *numbers, together=number))
             stack.enter_context(self.loss_of_ranks.alone())
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss if weight == 1.0 else loss * weight
+        return loss * weight
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Move a batch to the device; in 16 bits also cast its inputs (audio, pixels), since there is no autocast."""
@@ -283,31 +271,15 @@ class TrainerMixin(_Beside):
         return {**inputs, **{key: value.to(dtype) for key, value in wide.items() if key not in self.label_names}}
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as the Trainer does; a mean that ignores `num_items_in_batch` is computed without it.
-
-        The Trainer would not divide such a mean by the micro-batches of a step. Where only the loss is used, the model may
-        make it without its logits.
-        """
+        """Compute the loss as the Trainer does. Where only the loss is used, the model may make it without its logits."""
         stock: Any = super().compute_loss
         plain = self.engine_is_on and stock.__func__ is transformers.Trainer.compute_loss
-        losses = self.loss_of_ranks
-        losses.reached_stock = losses.reached_stock or plain
-        hides = plain and losses.hides_count
-        losses.was_counted = num_items_in_batch is not None and not hides
-        nothing_else = plain and not (self.label_smoother or self.compute_loss_func)
-        with only_loss(self.model, wanted=nothing_else and (not return_outputs or self._outputs_unread)):
+        plain = plain and not (self.label_smoother or self.compute_loss_func)
+        with only_loss(self.model, wanted=plain and (not return_outputs or self._outputs_unread)):
             asked = {"return_outputs": True} if return_outputs else {}  # as the Trainer asks: a user's may know no more
-            return stock(model, inputs, **asked, num_items_in_batch=None if hides else num_items_in_batch)
-
-    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Return whether gradients are DTensors of several meshes: a sharded model's are not, and reading `.grad` raises."""
-        return False if self.engine_is_on else super()._has_mixed_mesh_grads(model)
+            return stock(model, inputs, **asked, num_items_in_batch=num_items_in_batch)
 
     @property
     def computes_as_stock(self) -> bool:
@@ -321,19 +293,17 @@ class TrainerMixin(_Beside):
         """Evaluate or predict as the Trainer does. An evaluation set without any label raises UserError."""
         if self.engine_is_on:  # planned for what is to follow
             self._sharded(evaluation=True if self.train_dataset is None else None)
-        self.loss_of_ranks.evaluated = self.loss_of_ranks.unlabelled = 0
+        self.loss_of_ranks.saw_labels = None
         output = super().evaluation_loop(*args, **kwargs)
-        if kwargs.get("description") != "Prediction":
-            self.loss_of_ranks.check_evaluated()
+        if self.loss_of_ranks.saw_labels is False and kwargs.get("description") != "Prediction":
+            raise UserError(
+                "evaluation: no batch has a label that counts: all labels are -100. Prompts that fill the whole length "
+                "leave none; check the labels that the data collator makes"
+            )
         return output
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-        **others: Any,
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **others: Any
     ) -> tuple[Tensor | None, Any, Any]:
         """Evaluate a batch as one rank would evaluate the batches of all ranks: its loss is that of their rows together.
 
@@ -348,7 +318,7 @@ class TrainerMixin(_Beside):
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, **others: Any) -> Any:
         """Evaluate one batch as the Trainer does; without logits where only the loss is used."""
         plain = type(self).compute_loss is TrainerMixin.compute_loss  # a subclass's may use the outputs
-        self.loss_of_ranks.was_counted, self._outputs_unread = not plain, loss_only and plain
+        self.loss_of_ranks.was_counted, self._outputs_unread = False, loss_only and plain
         try:
             with self.loss_of_ranks.alone():
                 return super().prediction_step(model, inputs, loss_only, **others)
@@ -392,12 +362,6 @@ class TrainerMixin(_Beside):
         else:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        logged = self._globalstep_last_logged
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.engine_is_on and self._globalstep_last_logged != logged:
-            self._tr_loss.zero_()  # the Trainer subtracts it from itself, which keeps a NaN
-
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         """End as the Trainer does, which looks at the folders of checkpoints: the last one is published first."""
         if self.engine_is_on:
@@ -429,19 +393,11 @@ class TrainerMixin(_Beside):
 
     @property
     def noted(self) -> dict[str, Any]:
-        """Notes of a checkpoint about the run, for a resume: anything that JSON can hold."""
+        """Notes of a checkpoint about the run, for a resume: anything that JSON can hold. A subclass overrides it."""
         return {}
 
     def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
-        """Take the notes of the checkpoint that is resumed.
-
-        Args:
-            path: File of the notes, for messages.
-            noted: The notes.
-
-        Raises:
-            UserError: They have another form.
-        """
+        """Take the notes of the checkpoint that is resumed, from the file `path`."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check a checkpoint, which is loaded once the model is sharded. Outside `train`, load its weights now."""
@@ -462,7 +418,6 @@ class TrainerMixin(_Beside):
     def _load_best_model(self) -> None:
         if not self.engine_is_on:
             return super()._load_best_model()
-        self.checkpoints.finish()
         folder = Path(self.state.best_model_checkpoint)
         if self.engine.comm.same(folder.is_dir() and any(folder.iterdir())):
             self.checkpoints.load_weights(folder)
@@ -475,3 +430,33 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         super().__init__(model, args if args is not None else TrainingArguments("tmp_trainer"), *others, **kwargs)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]  # ours takes any keywords
+    """`transformers.Seq2SeqTrainer` on ftkit's engine. Takes `ftkit.Seq2SeqTrainingArguments`.
+
+    Ranks stop generating at different lengths. At stage 3 a rank that has finished goes on taking part in the gathers
+    (`generate/in_step.py`).
+    """
+
+
+class EngineCheck(TrainerCallback):
+    """Stop a run that asked for the engine and would train without it; finish checkpoints beside training."""
+
+    def __init__(self, trainer: TrainerMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare what will train with what was asked for."""
+        optimizer = self.trainer.sharded_optimizer
+        if self.trainer.units is None or optimizer is None or optimizer.units is not self.trainer.units:
+            raise UserError(
+                "ftkit's engine was asked for (ftkit=...) but is not in place: a subclass overrides create_optimizer or the "
+                "accelerator. Call super() there, or set ftkit=None"
+            )
+        self.trainer.checkpoints.check()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report a step that overflowed; publish a checkpoint that all ranks have written by now."""
+        self.trainer.overflow_scan.after_step()
+        self.trainer.checkpoints.finish(wait=False)

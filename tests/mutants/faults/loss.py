@@ -12,22 +12,22 @@ FAULTS = (
     fault(
         "loss: a sum is taken for a mean of ranks",
         "ftkit/hf/trainer/loss.py",
-        "            self.weights = [0.0 if empty and each is last else float(ranks) for each in batches]\n",
-        "            self.weights = [1.0 for each in batches]\n",
+        "            return counts, [1.0] * len(batches)\n",
+        "            return counts, [float(comm.world_size)] * len(batches)\n",
         _RANKS + "[sum]",
     ),
     fault(
         "loss: a rank whose last batch is all repeated counts like the others",
         "ftkit/hf/trainer/loss.py",
-        "            counts[-1] = 0 if empty else counts[-1]\n",
+        "        counts[-1] = 0.0 if empty else counts[-1]\n",
         "",
         _RANKS + "[rows]",
     ),
     fault(
         "loss: label tokens are weighted by rows",
         "ftkit/hf/trainer/loss.py",
-        "if self.kind == ROWS else counted_labels",
-        "if True else counted_labels",
+        "        elif kind == ROWS:\n",
+        "        elif True:\n",
         _RANKS + "[tokens]",
     ),
     fault(
@@ -47,7 +47,7 @@ FAULTS = (
     fault(
         "loss: no loss reacts to the count",
         "ftkit/hf/trainer/loss.py",
-        "kind = COUNTED if counted and kind == AUTO else kind",
+        "kind = COUNTED if self._reacts_to_count(batch) else kind",
         "pass",
         _RANKS + "[users counted]",
     ),
@@ -75,8 +75,8 @@ FAULTS = (
     fault(
         "loss: each rank is given the count of all",
         "ftkit/hf/trainer/loss.py",
-        "        return count / self.trainer.engine.comm.world_size\n",
-        "        return count\n",
+        "return count / self.trainer.engine.comm.world_size if self.kind == COUNTED else count",
+        "return count",
         _CASES + "[function with a part]",
     ),
     fault(
@@ -89,7 +89,7 @@ FAULTS = (
     fault(
         "loss: a batch without labels counts in an evaluation",
         "ftkit/hf/trainer/loss.py",
-        "        labelled = self.has_labels(batch)\n",
+        "        labelled = self._has_labels(batch)\n",
         "        labelled = True\n",
         _SCALING + "test_rows_without_labels_do_not_count_in_an_evaluation[2-off]",
     ),

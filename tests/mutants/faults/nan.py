@@ -34,7 +34,7 @@ FAULTS = (
     fault(
         "a stock Trainer takes arguments that ask for the engine",
         "ftkit/hf/trainer/arguments.py",
-        "        if self.ftkit is not None and not _building.get():\n",
+        "        if self.ftkit is not None and not BUILDING.get():\n",
         "        if False:\n",
         _PLACE + "test_arguments_that_a_trainer_on_the_engine_has_read_are_refused_to_others",
     ),
