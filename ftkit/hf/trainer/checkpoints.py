@@ -262,7 +262,7 @@ class RunCheckpoints:
         elif not isinstance(trainer.model, PreTrainedModel):
             load_plain(units, folder / SAFE_WEIGHTS_NAME, optimizer)
         else:
-            load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
+            load_weights(units, find_weights(str(folder)), optimizer=optimizer)
 
     def check_resumable(self, folder: Path) -> None:
         """Raise UserError unless a folder is a complete checkpoint of the engine, and the engine is on."""
