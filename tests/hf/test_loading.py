@@ -42,6 +42,16 @@ def gpt2() -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def mixtral() -> torch.nn.Module:
+    """Return a small mixture of experts, whose experts transformers merges on load."""
+    torch.manual_seed(9)
+    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.MixtralConfig(
+        **widths, num_key_value_heads=2, vocab_size=runs.VOCABULARY, num_local_experts=4, pad_token_id=0
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def write(folder: Path, model: torch.nn.Module, **options: Any) -> Path:
     """Write a model's folder, as transformers does."""
     model.save_pretrained(folder, **options)
@@ -94,7 +104,7 @@ def test_stored_dtypes_in_one_file_or_many(ranks, dtype, shard_size, worlds, tmp
         torch.testing.assert_close(own_logits, logits)
 
 
-@pytest.mark.parametrize("make, stage", [(runs.tied_llama, 3), (gpt2, 1)])
+@pytest.mark.parametrize("make, stage", [(runs.tied_llama, 3), (gpt2, 1), (mixtral, 3)])
 def test_tied_weights_and_other_families(make, stage, world2, tmp_path):
     folder = write(tmp_path, make())
     theirs, logits = expected(folder)
@@ -326,7 +336,7 @@ def refuse(folder: Path | str | None, *words: str, **options: Any) -> None:
 def test_pickles_are_refused_with_the_way_to_convert_them(folder):
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    refuse(folder, "pytorch_model.bin", "can run code", "save_pretrained")
+    refuse(folder, "no weights", ".bin", "can run code", "save_pretrained")
 
 
 def test_folders_without_weights_or_configuration(folder, tmp_path):

@@ -45,71 +45,23 @@ def initialise(units: ShardedModel, missing: Set[str]) -> dict[str, Exact]:
         return {}
     device = units.comm.device
     seed = units.comm.same(int(torch.randint(1 << 62, ()).item()))  # ranks need not have the same random numbers
-    flats = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
+    flats = [f for f in units.flats if any(segment.name in missing for segment in f.layout.segments)]
     home = device if units.tiers.tier("state") == DEVICE else torch.device("cpu")
-    places = [_places(units.model, flat) for flat in flats]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _set_aside(units.model):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        fresh = {flat.name: _initialise_flat(units.model, flat, own, missing, home) for flat, own in zip(flats, places)}
+        fresh = {flat.name: _initialise_flat(units.model, flat, missing, home) for flat in flats}
     return {flat.name: fresh[flat.name] for flat in flats if flat.trainable and flat.dtype != torch.float32}
 
 
-@contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Replace every parameter by a marked tensor on meta while the body runs, and mark the buffers.
-
-    A module's initialiser may write to everything below it, also to tensors of other flat parameters.
-    """
-    own = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
-    buffers: list[Any] = list(model.buffers())
-    for module, key, parameter in own:
-        module._parameters[key] = _empty(parameter)
-    for buffer in buffers:
-        mark_initialised(buffer)
-    try:
-        yield
-    finally:
-        for module, key, parameter in own:
-            module._parameters[key] = parameter
-        for buffer in buffers:
-            del buffer._is_hf_initialized
-
-
-def _empty(parameter: Tensor) -> nn.Parameter:
-    empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
-    mark_initialised(empty)
-    return empty
-
-
-Place = tuple[nn.Module, str, int]
-"""A module, its attribute, and the index of the parameter in a flat parameter."""
-
-
-def _places(model: nn.Module, flat: FlatParameter) -> list[Place]:
-    """Return where a flat parameter's tensors are used first: a tied weight begins as the embedding, not the head."""
-    indices = {id(parameter): index for index, parameter in enumerate(flat.parameters)}
-    found: dict[int, Place] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if (index := indices.get(id(parameter))) is not None:
-                found.setdefault(index, (module, key, index))
-    return list(found.values())
-
-
-def _initialise_flat(
-    model: nn.Module, flat: FlatParameter, places: list[Place], missing: Set[str], home: torch.device
-) -> Exact:
+def _initialise_flat(model: nn.Module, flat: FlatParameter, missing: Set[str], home: torch.device) -> Exact:
     """Initialise one flat parameter in fp32, whole. Each rank keeps its part, at `home`, where the master will be made."""
     full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.comm.device)
     segments = flat.layout.segments
     fresh = [nn.Parameter(full[s.start : s.stop].view(s.shape), requires_grad=False) for s in segments]
     for value, segment in zip(fresh, segments):
         mark_initialised(value, done=segment.name not in missing)
-    for module, key, index in places:
-        module._parameters[key] = fresh[index]
-    _apply_rules(model, {id(value) for value in fresh})
-    for module, key, index in places:
-        module._parameters[key] = _empty(fresh[index])
+    with _only(model, dict(zip(map(id, flat.parameters), fresh))):
+        _apply_rules(model, set(map(id, fresh)))
     fill_weights(flat, lambda span, out: span.segment.name in missing and out.copy_(full[span.start : span.stop]))
     first, last = flat.layout.shard_range(flat.rank)
     own = full[first:last].to(home, copy=True)
@@ -121,6 +73,30 @@ def _initialise_flat(
                 out[span.start - begin : span.stop - begin].copy_(own[span.start - first : span.stop - first])
 
     return fill
+
+
+@contextmanager
+def _only(model: nn.Module, fresh: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters, by identity, by `fresh` ones while the body runs, and all others by marked tensors on meta.
+
+    A module's initialiser may write to everything below it, also to tensors of other flat parameters and to buffers. A tied
+    weight is replaced at its first place alone: it begins as the embedding, not as the head.
+    """
+    own = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+    buffers: list[Any] = list(model.buffers())
+    for module, key, parameter in own:
+        empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
+        mark_initialised(empty)
+        module._parameters[key] = fresh.pop(id(parameter), empty)
+    for buffer in buffers:
+        mark_initialised(buffer)
+    try:
+        yield
+    finally:
+        for module, key, parameter in own:
+            module._parameters[key] = parameter
+        for buffer in buffers:
+            del buffer._is_hf_initialized
 
 
 def _apply_rules(model: nn.Module, fresh: set[int]) -> None:

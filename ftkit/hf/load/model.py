@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ftkit.engine.checkpoint.safetensors import TensorFile
+from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.model import Exact, ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
@@ -34,7 +35,7 @@ from ftkit.hf.adapters import adapter_parameters, add_adapter, check_plain_lora,
 from ftkit.hf.dtypes import named_dtype
 from ftkit.hf.load.config import config_file, read_config, reading
 from ftkit.hf.load.initialise import fill_weights, initialise, mark_initialised
-from ftkit.hf.load.names import Places, find_places, matches
+from ftkit.hf.load.names import Places, find_places
 from ftkit.hf.load.sources import WeightSource, from_files, source_of
 from ftkit.hf.load.tasks import TASKS, build
 from ftkit.hf.save.finite import Narrowing
@@ -81,7 +82,12 @@ def load_model(
         raise UserError(f"task is {task!r}, one of auto, {', '.join(TASKS)} is needed")
     source = None if folder is None else os.fspath(folder)
     settled = read_config(source, config, revision, trust_remote_code=trust_remote_code)
-    _change(settled, config_changes)
+    if config_changes:
+        made = type(settled).from_dict(settled.to_dict(), return_unused_kwargs=True, **config_changes)
+        settled, unknown = cast("tuple[PretrainedConfig, dict[str, Any]]", made)
+        if unknown:
+            kind = settled.model_type
+            raise UserError(f"load_model: {min(unknown)!r} is neither an argument nor a field of a {kind} configuration")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **({"dtype": named_dtype(dtype)} if dtype else {})}
     file = config_file(source, config)
     with torch.device("meta"), reading(file, f"no {settled.model_type} model can be made of this configuration"):
@@ -102,18 +108,6 @@ def load_model(
             source, config=config, revision=revision, trust_remote_code=trust_remote_code
         )
     return model if adapter is None else add_adapter(model, adapter).eval()  # type: ignore[return-value]  # PEFT's model
-
-
-def _change(config: PretrainedConfig, changes: Mapping[str, Any]) -> None:
-    """Set fields of a configuration. A mapping is merged into a part, as from_pretrained does."""
-    for key, value in changes.items():
-        key = f"_{key}" if key == "attn_implementation" else key
-        if not hasattr(config, key):
-            raise UserError(f"load_model: {key!r} is neither an argument nor a field of a {config.model_type} configuration")
-        part = getattr(config, key)
-        if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):
-            value = type(part)(**{**part.to_dict(), **value})
-        setattr(config, key, value)
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
@@ -140,12 +134,12 @@ def generation_config(
         UserError: There is no configuration that can be read.
     """
     source = None if folder is None else os.fspath(folder)
-    # config.json of old folders (BART) contains the fields of generation; transformers reads it in second place.
-    files = ("generation_config.json",) if config is not None else ("generation_config.json", "config.json")
-    for name in files if source is not None else ():
-        options: dict[str, Any] = {"config_file_name": name, "_from_model_config": name == "config.json"}
-        with suppress(OSError):
-            return GenerationConfig.from_pretrained(str(source), revision=revision or "main", **options)
+    if source is not None:
+        # config.json of old folders (BART) contains the fields of generation; transformers reads it in second place.
+        for name in ("generation_config.json", *(["config.json"] if config is None else [])):
+            options: dict[str, Any] = {"config_file_name": name, "_from_model_config": name == "config.json"}
+            with suppress(OSError):
+                return GenerationConfig.from_pretrained(source, revision=revision or "main", **options)
     return GenerationConfig.from_model_config(read_config(source, config, revision, trust_remote_code=trust_remote_code))
 
 
@@ -156,7 +150,7 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
     """Return the safetensors files of a local folder or hub name. A file of all weights precedes an index.
 
     Raises:
-        UserError: There are none; for pickled weights it says how to convert them.
+        UserError: There are none, or only pickled ones.
     """
     try:
         with suppress(OSError):
@@ -164,14 +158,11 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
         index = Path(str(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)))
         return [Path(str(cached_file(source, name, revision=revision))) for name in _indexed(index)]
     except OSError as error:
-        pickles = [path.name for kind in ("pytorch_model*.bin", "model*.pt") for path in Path(source).glob(kind)]
-        if pickles:
-            raise UserError(
-                f"{source}: its weights are pickles ({pickles[0]}), which can run code when read. Convert the folder "
-                "where you trust it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-            ) from error
         needed = f"{SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} and its files"
-        raise UserError(f"{source}: no weights; {needed} are needed ({error})") from error
+        raise UserError(
+            f"{source}: no weights; {needed} are needed ({error}). Pickles (.bin, .pt) can run code when read. Convert them "
+            "where you trust the folder: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        ) from error
 
 
 def _indexed(index: Path) -> list[str]:
@@ -193,9 +184,9 @@ def load_weights(units: ShardedModel, files: list[Path] | None = None, *, optimi
     """Stream weights into a sharded model. A collective: whole copies are gathered again in any case.
 
     Args:
-        units: A sharded model that is or contains a transformers model. Adapters keep their values.
-        files: Safetensors files, in which tensors are found by name; None reads again what came from files when the model
-            was sharded, and initialises what was on meta.
+        units: A sharded model. Adapters keep their values.
+        files: Safetensors files with the names of a transformers model, or of any other module as `save_model` writes them;
+            None reads again what came from files when the model was sharded, and initialises what was on meta.
         optimizer: Its fp32 master weights are replaced too, if they exist.
 
     Raises:
@@ -209,13 +200,10 @@ def load_weights(units: ShardedModel, files: list[Path] | None = None, *, optimi
             places = {name: (opened[path], key) for name, (path, key) in source.streamed.items()}
             _write(units, places, optimizer, source.initialised)
         return
-    prefix, described = _described(units.model)
-    wanted = set(_shapes(units)) - adapter_parameters(units.model, copies=True)
-    needed = {name for name in wanted if not matches(name, described._keys_to_ignore_on_load_missing)}
+    wanted = _shapes(units).keys() - adapter_parameters(units.model, copies=True)
     with _opened(files) as opened:
-        wanted |= every_buffer(units.model).keys()
-        places = find_places(described, [*opened.values()], prefix, wanted, units.aliases)
-        _read_named(units, places, needed, optimizer, str(files[0].parent))
+        places, optional = find_places(units, [*opened.values()], wanted | every_buffer(units.model).keys())
+        _read_named(units, places, wanted - optional, optimizer, str(files[0].parent))
 
 
 def load_adapter(units: ShardedModel, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
@@ -241,18 +229,6 @@ def load_adapter(units: ShardedModel, folder: str | os.PathLike[str], optimizer:
             saved = saved_names(model, [*trained, *every_buffer(model)], adapter)
             places |= {name: (opened[path], key) for name, key in saved.items()}
         _read_named(units, places, trained, optimizer, ", ".join(map(str, paths.values())))
-
-
-def load_plain(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None = None) -> None:
-    """Read a safetensors file with a module's own names, as `save_model` writes it for modules outside transformers.
-
-    Raises:
-        UserError: The file lacks a tensor, or a shape differs.
-    """
-    with _opened([path]) as opened:
-        names = set(_shapes(units))
-        places = {name: (opened[path], name) for name in (*names, *every_buffer(units.model))}
-        _read_named(units, places, names, optimizer, str(path))
 
 
 def _read_named(
@@ -281,8 +257,7 @@ def every_buffer(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}" if name else key: buffer
         for name, module in model.named_modules(remove_duplicate=False)
-        for key, buffer in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
+        for key, buffer in persistent_buffers(module, recurse=False).items()
     }
 
 
@@ -359,11 +334,3 @@ def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, TensorFile]]:
 def _shapes(units: ShardedModel) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor in the flat parameters."""
     return {segment.name: segment.shape for flat in units.flats for segment in flat.layout.segments}
-
-
-def _described(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the name and the module of the transformers model that a folder of weights describes."""
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            return name, module
-    raise UserError(f"{type(model).__name__} is not a transformers model: its weights cannot be found in a folder")

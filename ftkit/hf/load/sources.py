@@ -93,10 +93,6 @@ class Stored:
         with safe_open(self.path, framework="pt") as file:
             return not torch.equal(self.value, file.get_tensor(self.key))
 
-    def is_value_of(self, parameter: Tensor) -> bool:
-        """Return whether a parameter at this address is the whole tensor, unchanged in form."""
-        return parameter.dtype == self.value.dtype and parameter.shape == self.value.shape and parameter.is_contiguous()
-
 
 @dataclass
 class WeightSource:
@@ -153,20 +149,19 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
             with TensorFile(path), safe_open(path, framework="pt") as file:  # the first checks the header
                 values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
                 mapped |= {key: Stored(value, path, key, value.dtype) for key, value in values.items()}
-        options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded, found = type(model).from_pretrained(
-            None, config=model.config, state_dict=mapped, dtype=model.dtype, **options
-        )
+        options: dict[str, Any] = {"state_dict": mapped, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        result: Any = type(model).from_pretrained(None, config=model.config, dtype=model.dtype, **options)
+        loaded, found = result
     if found["mismatched_keys"]:
-        wrong = sorted(f"{key} is {[*shape]}, the model needs {[*own]}" for key, shape, own in found["mismatched_keys"])
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise UserError(f"{folder}: shapes differ from config.json: {'; '.join(wrong[:3])}{more}")
+        name, shape, own = min(found["mismatched_keys"])
+        raise UserError(f"{folder}: {name} is {[*shape]}, the model needs {[*own]} according to its config.json")
     _refuse_incomplete(loaded, sorted(found["missing_keys"]), folder)
     stored = {place.value.data_ptr(): place for place in mapped.values()}
     for name, parameter in loaded.named_parameters():
-        if (place := stored.get(parameter.data_ptr())) is not None:
+        place = stored.get(parameter.data_ptr())
+        if place is not None and _form(place.value) == _form(parameter):
             place.dtype = dtypes[name]
-        else:
+        else:  # initialised, split or merged
             parameter.data = parameter.data.to(dtypes[name])
     for name, buffer in loaded.named_buffers():
         buffer.data = buffer.data.to(dtypes[name], copy=True)
@@ -232,7 +227,7 @@ def settle(model: nn.Module, comm: Communicator) -> Iterator[Settled]:
     stored = {address: place for source in _sources(model) for address, place in source.stored.items()}
     parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     mapped = {name: stored[p.data_ptr()] for name, p in parameters.items() if p.data_ptr() in stored}
-    mapped = {name: place for name, place in mapped.items() if place.is_value_of(parameters[name])}
+    mapped = {name: place for name, place in mapped.items() if _form(parameters[name]) == _form(place.value)}
     # A scalar cannot be seen to be absent.
     changed = {name for name, place in mapped.items() if parameters[name].dim() == 0 or place.is_written()}
     values = set().union(*comm.all(changed | parameters.keys() - mapped.keys()))
@@ -284,8 +279,7 @@ def _agree(model: nn.Module, streamed: Set[str], comm: Communicator) -> None:
     if comm.world_size == 1:
         return
     tensors = {**dict(model.named_parameters()), **{f"buffer {name}": buffer for name, buffer in model.named_buffers()}}
-    forms = {name: f"{[*tensor.shape]} {tensor.dtype} on {tensor.device.type}" for name, tensor in tensors.items()}
-    ranks = comm.all({name: (forms[name], _digest(t) if name not in streamed else "") for name, t in tensors.items()})
+    ranks = comm.all({name: (_form(t), _digest(t) if name not in streamed else "") for name, t in tensors.items()})
     for name in sorted(set().union(*ranks)):
         found = [own[name][0] if name in own else "missing" for own in ranks]
         if len(set(found)) > 1:
@@ -298,6 +292,10 @@ def _agree(model: nn.Module, streamed: Set[str], comm: Communicator) -> None:
         data.copy_(value)
     if differing and comm.rank == 0:
         logger.info("%d tensors differed among ranks, rank 0's are used: %s", len(differing), ", ".join(differing[:8]))
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{[*tensor.shape]} by {[*tensor.stride()]} {tensor.dtype} on {tensor.device.type}"
 
 
 def _digest(tensor: Tensor) -> str:

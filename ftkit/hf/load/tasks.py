@@ -56,16 +56,10 @@ def task_of(config: PretrainedConfig, where: str) -> str:
 
 
 def build(config: PretrainedConfig, task: str, where: str, **options: Any) -> Any:
-    """Build the model of a task from its configuration, on the current default device.
-
-    Args:
-        config: Configuration of the model.
-        task: A task of `TASKS`, or "auto".
-        where: The folder, for errors.
-        options: Keyword arguments of `from_config`.
+    """Build the model of a task of `TASKS` or "auto", on the current default device. See `from_config` for the options.
 
     Raises:
-        UserError: No task follows from the configuration.
+        UserError: No task follows from the configuration; `where` names its folder.
         ValueError: The model type has no class for the task.
     """
     task = task_of(config, where) if task == "auto" else task
