@@ -1,4 +1,4 @@
-"""Parameters that share memory, copies of loaded models, hooks on gradients: as in plain PyTorch, or refused by name."""
+"""Parts of one tensor, copies of loaded models, hooks on gradients: as in plain PyTorch, or refused by name."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
         loaded, found = result
     if found["mismatched_keys"]:
         name, shape, own = min(found["mismatched_keys"])
-        raise UserError(f"{folder}: {name} is {[*shape]}, the model needs {[*own]} according to its config.json")
+        raise UserError(f"{folder}: shapes differ from config.json: {name} is {[*shape]}, the model needs {[*own]}")
     _refuse_incomplete(loaded, sorted(found["missing_keys"]), folder)
     stored = {place.value.data_ptr(): place for place in mapped.values()}
     for name, parameter in loaded.named_parameters():
