@@ -77,6 +77,6 @@ def test_what_cannot_be_exported_is_refused(checkpoint, tmp_path):
     victim.write_bytes(data)
     with pytest.raises(UserError, match=f"{victim}: bytes"):
         export_checkpoint(weights, tmp_path / "other")
-    with pytest.raises(UserError, match="no class for task seq2seq"):
+    with pytest.raises(UserError, match="for this kind of AutoModel: AutoModelForSeq2SeqLM"):
         export_checkpoint(checkpoint, tmp_path / "other", task="seq2seq")
     assert not (tmp_path / "other").exists(), "no half a model"

@@ -1,4 +1,4 @@
-"""Parameters that share memory, copies of loaded models, hooks on gradients: as in plain PyTorch, or refused by name."""
+"""Parts of one tensor, copies of loaded models, hooks on gradients: as in plain PyTorch, or refused by name."""
 
 from __future__ import annotations
 
@@ -38,18 +38,12 @@ def folder(tmp_path_factory: Any) -> str:
 # --- refused, by name
 
 
-def tied_by_data(model: Any) -> None:
-    model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
-    model.lm_head.weight.data = model.model.embed_tokens.weight.data
-
-
 def tied_blocks(model: Any) -> None:
     first, second = model.model.layers
     first.mlp.up_proj.weight = second.mlp.up_proj.weight
 
 
 REFUSED: list[tuple[Callable[[Any], None], str]] = [
-    (tied_by_data, "model.embed_tokens.weight and lm_head.weight share memory"),
     (tied_blocks, "model.layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are one parameter"),
 ]
 

@@ -148,8 +148,6 @@ def check(task: str, named: str, world: Any, folder: Any) -> None:
     config, inputs = CASES[task]
     path = save(config, task, folder)
     model = getattr(transformers, TASKS[task]).from_pretrained(path)
-    for name, parameter in model.named_parameters():  # Whisper freezes its table, and from_pretrained forgets that
-        parameter.requires_grad_("encoder.embed_positions" not in name or "whisper" not in model.config.model_type)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.0)
     loss, logits = stepped(model, inputs, lambda each: each, optimizer)
     for kind, own, after in world.run(ours, path, named, inputs):
@@ -172,22 +170,20 @@ def test_every_task_is_that_of_from_pretrained(task, named, world2, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "token-classification", "question-answering"])
-def test_a_head_that_the_folder_lacks_begins_as_transformers_draws_it(task, world2, tmp_path, caplog):
+def test_a_head_that_the_folder_lacks_begins_as_transformers_draws_it(task, world2, tmp_path):
     save(bert(num_labels=3), "feature-extraction", tmp_path)
     torch.manual_seed(21)
     theirs = getattr(transformers, TASKS[task]).from_pretrained(tmp_path)
-    for weights, anew in world2.run(begun, str(tmp_path), task):
-        assert anew
-        assert all(name.startswith(("classifier", "qa_outputs")) for name in anew)
+    for weights in world2.run(begun, str(tmp_path), task):
         for name, tensor in theirs.state_dict().items():
             assert torch.equal(weights[name], tensor), name
 
 
-def begun(folder: str, task: str) -> tuple[dict[str, Tensor], list[str]]:
+def begun(folder: str, task: str) -> dict[str, Tensor]:
     """A case for a world: ranks draw other random numbers, and rank 0's head counts."""
     torch.manual_seed(21 + runs.rank())
     units = ftkit.shard(ftkit.load_model(folder, task=task), {"stage": 3})
-    return units.state_dict(), units.model._ftkit_source.report.initialised
+    return units.state_dict()
 
 
 def test_a_block_that_the_folder_lacks_is_refused(tmp_path):
@@ -203,5 +199,5 @@ def test_a_task_that_does_not_follow_is_asked_for(tmp_path):
     assert type(ftkit.load_model(tmp_path, task="feature-extraction")).__name__ == "BertModel"
     with pytest.raises(ftkit.UserError, match="task is 'chat', one of auto, causal-lm"):
         ftkit.load_model(tmp_path, task="chat")
-    with pytest.raises(ftkit.UserError, match="has no class for task speech-ctc; other tasks: causal-lm, masked-lm"):
+    with pytest.raises(ftkit.UserError, match=r"BertConfig.* for this kind of AutoModel: AutoModelForCTC"):
         ftkit.load_model(tmp_path, task="speech-ctc")

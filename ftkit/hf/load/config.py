@@ -5,8 +5,6 @@ A `config.json` may contain anything, and transformers raises many kinds of erro
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +73,12 @@ def read_config(
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
     if source is None and config is None:
         raise UserError("a model needs a folder, a hub name or a config")
-    if source is not None and config is None:
-        _refuse_adapter(source)
+    if source is not None and config is None and (Path(source) / "adapter_config.json").is_file():
+        raise UserError(
+            f"{source}: contains an adapter, and a whole model is needed. Load its base and add the adapter with "
+            "peft.PeftModel.from_pretrained(model, FOLDER, is_trainable=True), or merge the adapter first "
+            "(ftkit export ADAPTER OUT --merge-adapter) and load the merged folder"
+        )
     where = config_file(source, config)
     with reading(where, failure, NEEDED):
         loaded = AutoConfig.from_pretrained(str(config or source), revision=revision, trust_remote_code=trust_remote_code)
@@ -92,23 +94,3 @@ def config_file(source: str | None, config: PretrainedConfig | Mapping[str, Any]
         return "model.config"
     file = Path(where) / "config.json"
     return str(file) if file.is_file() else where
-
-
-def _refuse_adapter(folder: str) -> None:
-    """Refuse an adapter folder in place of a model. from_pretrained would load its base and add it.
-
-    Raises:
-        UserError: The folder contains adapter_config.json.
-    """
-    path = Path(folder) / "adapter_config.json"
-    if not os.path.isfile(path):
-        return
-    try:
-        base = str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = "another model"
-    raise UserError(
-        f"{folder}: contains an adapter of {base} (adapter_config.json), and a whole model is needed. Load that model and "
-        "add the adapter with peft.PeftModel.from_pretrained(model, FOLDER, is_trainable=True), or merge the adapter first "
-        "(ftkit export ADAPTER OUT --merge-adapter) and load the merged folder"
-    )

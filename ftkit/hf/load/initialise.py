@@ -5,12 +5,11 @@ transformers does not initialise a tensor or module with the flag `_is_hf_initia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,19 +19,11 @@ from ftkit.engine.model import Exact, ShardedModel
 from ftkit.spec.layout import Span
 from ftkit.spec.tiers import DEVICE
 
-Initialiser = Callable[[Any], object]
-
 
 def mark_initialised(thing: Tensor | nn.Module, *, done: bool = True) -> None:
     """Set transformers' flag of a tensor or module: whether it is initialised."""
     marked: Any = thing
     marked._is_hf_initialized = done
-
-
-def unmark(tensor: Tensor) -> None:
-    """Remove the flag of a tensor that has it."""
-    marked: Any = tensor
-    del marked._is_hf_initialized
 
 
 def fill_weights(flat: FlatParameter, put: Callable[[Span, Tensor], object]) -> None:
@@ -44,7 +35,7 @@ def fill_weights(flat: FlatParameter, put: Callable[[Span, Tensor], object]) -> 
         put(span, flat.full[span.start : span.stop])
 
 
-def initialise(units: ShardedModel, missing: set[str]) -> dict[str, Exact]:
+def initialise(units: ShardedModel, missing: Set[str]) -> dict[str, Exact]:
     """Initialise the tensors in `missing` with the model's own rules, the same on any number of ranks.
 
     Returns:
@@ -54,61 +45,23 @@ def initialise(units: ShardedModel, missing: set[str]) -> dict[str, Exact]:
         return {}
     device = units.comm.device
     seed = units.comm.same(int(torch.randint(1 << 62, ()).item()))  # ranks need not have the same random numbers
-    flats = [f for f in units.flats if missing.intersection(segment.name for segment in f.layout.segments)]
+    flats = [f for f in units.flats if any(segment.name in missing for segment in f.layout.segments)]
     home = device if units.tiers.tier("state") == DEVICE else torch.device("cpu")
-    owners = [_owners(units.model, flat) for flat in flats]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _set_aside(units.model):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        fresh = {flat.name: _initialise_flat(flat, own, missing, home) for flat, own in zip(flats, owners)}
+        fresh = {flat.name: _initialise_flat(units.model, flat, missing, home) for flat in flats}
     return {flat.name: fresh[flat.name] for flat in flats if flat.trainable and flat.dtype != torch.float32}
 
 
-@contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Replace every parameter by a marked tensor on meta while the body runs, and mark the buffers.
-
-    A module's initialiser may write to everything below it, also to tensors of other flat parameters.
-    """
-    own = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
-    buffers = list(model.buffers())
-    for module, key, parameter in own:
-        module._parameters[key] = _empty(parameter)
-    for buffer in buffers:
-        mark_initialised(buffer)
-    try:
-        yield
-    finally:
-        for module, key, parameter in own:
-            module._parameters[key] = parameter
-        for buffer in buffers:
-            unmark(buffer)
-
-
-def _empty(parameter: Tensor) -> nn.Parameter:
-    empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
-    mark_initialised(empty)
-    return empty
-
-
-Owner = tuple[nn.Module, dict[str, int], Initialiser]
-"""A module, its parameters in a flat parameter (attribute to index), and the function that initialises it."""
-
-
-def _initialise_flat(flat: FlatParameter, owners: list[Owner], missing: set[str], home: torch.device) -> Exact:
+def _initialise_flat(model: nn.Module, flat: FlatParameter, missing: Set[str], home: torch.device) -> Exact:
     """Initialise one flat parameter in fp32, whole. Each rank keeps its part, at `home`, where the master will be made."""
     full = torch.zeros(flat.layout.padded_numel, dtype=torch.float32, device=flat.comm.device)
-    fresh = []
-    for segment in flat.layout.segments:
-        value = nn.Parameter(full[segment.start : segment.stop].view(segment.shape), requires_grad=False)
+    segments = flat.layout.segments
+    fresh = [nn.Parameter(full[s.start : s.stop].view(s.shape), requires_grad=False) for s in segments]
+    for value, segment in zip(fresh, segments):
         mark_initialised(value, done=segment.name not in missing)
-        fresh.append(value)
-    for module, places, _ in owners:
-        module._parameters.update({key: fresh[index] for key, index in places.items()})
-    for module, _, initialiser in owners:
-        mark_initialised(module, done=False)
-        initialiser(module)
-    for module, places, _ in owners:
-        module._parameters.update({key: _empty(flat.parameters[index]) for key, index in places.items()})
+    with _only(model, dict(zip(map(id, flat.parameters), fresh))):
+        _apply_rules(model, set(map(id, fresh)))
     fill_weights(flat, lambda span, out: span.segment.name in missing and out.copy_(full[span.start : span.stop]))
     first, last = flat.layout.shard_range(flat.rank)
     own = full[first:last].to(home, copy=True)
@@ -122,34 +75,43 @@ def _initialise_flat(flat: FlatParameter, owners: list[Owner], missing: set[str]
     return fill
 
 
-def _owners(model: nn.Module, flat: FlatParameter) -> list[Owner]:
-    """Return the modules with parameters of a flat parameter in or below them, each with the initialiser of its model.
+@contextmanager
+def _only(model: nn.Module, fresh: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Replace parameters, by identity, by `fresh` ones while the body runs, and all others by marked tensors on meta.
 
-    Children come first, as in transformers: some families scale a weight in the module above the one that has it.
+    A module's initialiser may write to everything below it, also to tensors of other flat parameters and to buffers. A tied
+    weight is replaced at its first place alone: it begins as the embedding, not as the head.
     """
-    indices = {id(parameter): index for index, parameter in enumerate(flat.parameters)}
-    owners: list[Owner] = []
-    placed: set[int] = set()  # a tied weight is initialised at its first place: the embedding, not the head
+    own = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
+    buffers: list[Any] = list(model.buffers())
+    for module, key, parameter in own:
+        empty = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
+        mark_initialised(empty)
+        module._parameters[key] = fresh.pop(id(parameter), empty)
+    for buffer in buffers:
+        mark_initialised(buffer)
+    try:
+        yield
+    finally:
+        for module, key, parameter in own:
+            module._parameters[key] = parameter
+        for buffer in buffers:
+            del buffer._is_hf_initialized
 
-    def walk(module: nn.Module, initialiser: Initialiser) -> bool:
-        if isinstance(module, PreTrainedModel):
-            initialiser = module._init_weights
-        below = [walk(child, initialiser) for child in module.children()]
-        own = {key: indices[id(p)] for key, p in module._parameters.items() if id(p) in indices}
-        places = {key: index for key, index in own.items() if index not in placed}
-        placed.update(own.values())
-        if concerned := bool(own) or any(below):
-            owners.append((module, places, initialiser))
+
+def _apply_rules(model: nn.Module, fresh: set[int]) -> None:
+    """Initialise the modules with `fresh` parameters, by identity, in or below them: as transformers, then as PEFT does."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        mark_initialised(module, done=not any(id(parameter) in fresh for parameter in module.parameters()))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            module.initialize_weights()
+    for module in model.modules():
         if isinstance(module, LoraLayer) and any(
-            id(parameter) in indices for name, parameter in module.named_parameters() if name.startswith("lora_")
+            id(parameter) in fresh for name, parameter in module.named_parameters() if name.startswith("lora_")
         ):
-            owners.append((module, {}, reset_adapter))  # after its parts, which transformers initialises as any layer
-        return concerned
-
-    def reset_adapter(layer: LoraLayer) -> None:
-        configs: Any = cast(PeftModel, model).peft_config
-        for name in layer.active_adapters:
-            layer.reset_lora_parameters(name, configs[name].init_lora_weights)
-
-    walk(model, lambda module: None)
-    return owners
+            for name in module.active_adapters:
+                module.reset_lora_parameters(name, configs[name].init_lora_weights)

@@ -1,22 +1,19 @@
 """Load a model folder into shards. No rank holds a whole copy.
 
-1. The model is built on the meta device; buffers that no file contains (rotary tables) are initialised by transformers.
-2. Its parameters become tensors of the folder's mapped safetensors files (`sources.py`). The user may change the model.
-3. After sharding, each rank reads its own byte ranges into its shards, from any stored dtype.
+1. from_pretrained builds the model of the folder's mapped safetensors files (`sources.py`). The user may change the model.
+2. After sharding, each rank reads its own byte ranges into its shards, from any stored dtype.
 
-transformers' own rules initialise what the folder lacks. A model of a bare configuration stays on meta and is initialised
-after sharding (`initialise.py`), the same on all ranks.
+Tensors that transformers splits or merges on load (mixtures of experts) are values in the host memory of each rank. A model
+of a bare configuration stays on meta and is initialised after sharding (`initialise.py`), the same on all ranks.
 
-Refused: pickled weights, folders that lack weights of a block, other shapes, and checkpoints whose tensors transformers
-would split or merge (mixtures of experts): load those with from_pretrained and shard the result.
+Refused: pickled weights, folders that lack weights of a block, and other shapes.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +26,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ftkit.engine.checkpoint.safetensors import TensorFile
+from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.model import Exact, ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
@@ -37,13 +35,11 @@ from ftkit.hf.adapters import adapter_parameters, add_adapter, check_plain_lora,
 from ftkit.hf.dtypes import named_dtype
 from ftkit.hf.load.config import config_file, read_config, reading
 from ftkit.hf.load.initialise import fill_weights, initialise, mark_initialised
-from ftkit.hf.load.names import Places, check_shapes, find_places, matches
-from ftkit.hf.load.sources import LoadReport, WeightSource, fill, load_buffers, refuse_incomplete, source_of
+from ftkit.hf.load.names import Places, find_places
+from ftkit.hf.load.sources import WeightSource, from_files, source_of
 from ftkit.hf.load.tasks import TASKS, build
 from ftkit.hf.save.finite import Narrowing
 from ftkit.spec.layout import Span
-
-logger = logging.getLogger(__name__)
 
 CHECKED_NUMEL = 1 << 20
 """Weights that are read and checked at a time; the checks need memory of their size."""
@@ -82,54 +78,36 @@ def load_model(
 
     Cost: the module tree, address space, and new tensors: adapters, heads that the folder lacks.
     """
-    options: dict[str, Any] = {"config": config, "revision": revision, "trust_remote_code": trust_remote_code}
-    model = skeleton(folder, task=task, dtype=dtype, **options, **config_changes)
-    if folder is None:
-        return model.eval() if adapter is None else adapted_on_meta(model, adapter)  # type: ignore[return-value]  # PEFT's
-    files = find_weights(os.fspath(folder), revision)
-    if model.can_generate():
-        model.generation_config = generation_config(folder, **options)
-    source = fill(model, files)
-    model._ftkit_source = source  # type: ignore[assignment]  # torch knows tensors and modules only
-    _log(source.report, files)
-    if adapter is not None:
-        return add_adapter(model, adapter).eval()  # type: ignore[return-value]  # PEFT's model replaces it
-    return model.eval()
-
-
-def skeleton(
-    folder: str | os.PathLike[str] | None,
-    *,
-    task: str = "auto",
-    config: PretrainedConfig | Mapping[str, Any] | str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: torch.dtype | str | None = None,
-    **config_changes: Any,
-) -> PreTrainedModel:
-    """Build a model on the meta device, its buffers on the CPU, without weights. Arguments as of `load_model`."""
     if task not in ("auto", *TASKS):
         raise UserError(f"task is {task!r}, one of auto, {', '.join(TASKS)} is needed")
-    options = {"dtype": named_dtype(dtype)} if dtype else {}
     source = None if folder is None else os.fspath(folder)
     settled = read_config(source, config, revision, trust_remote_code=trust_remote_code)
-    kind, file = settled.model_type, config_file(source, config)
-    for key, value in config_changes.items():
-        key = f"_{key}" if key == "attn_implementation" else key
-        if not hasattr(settled, key):
-            raise UserError(f"load_model: {key!r} is neither an argument nor a field of a {kind} configuration")
-        part = getattr(settled, key)
-        if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):  # merged, as from_pretrained does
-            value = type(part)(**{**part.to_dict(), **value})
-        setattr(settled, key, value)
-    with reading(file, f"no {kind} model can be made of this configuration"):
-        with torch.device("meta"):
-            model = build(settled, task, source or file, trust_remote_code=trust_remote_code, **options)
+    if config_changes:
+        made = type(settled).from_dict(settled.to_dict(), return_unused_kwargs=True, **config_changes)
+        settled, unknown = cast("tuple[PretrainedConfig, dict[str, Any]]", made)
+        if unknown:
+            kind = settled.model_type
+            raise UserError(f"load_model: {min(unknown)!r} is neither an argument nor a field of a {kind} configuration")
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **({"dtype": named_dtype(dtype)} if dtype else {})}
+    file = config_file(source, config)
+    with torch.device("meta"), reading(file, f"no {settled.model_type} model can be made of this configuration"):
+        model = build(settled, task, source or file, **options)
+    model.config._name_or_path = model.name_or_path = source or ""
+    if source is None:
         _make_buffers(model)
-    model.config._name_or_path = source or ""
-    made = [(parameter, parameter._version) for parameter in model.parameters()]
-    model._ftkit_source = WeightSource([], made=made)
-    return cast(PreTrainedModel, model)
+        model._ftkit_source = WeightSource()
+        if adapter is not None:
+            check_plain_lora(adapter)
+            with torch.device("meta"):
+                model = add_adapter(model, adapter)
+        return cast(PreTrainedModel, model.eval())
+    model = from_files(model, find_weights(source, revision))
+    model.config._name_or_path = model.name_or_path = source
+    if model.can_generate():
+        model.generation_config = generation_config(
+            source, config=config, revision=revision, trust_remote_code=trust_remote_code
+        )
+    return model if adapter is None else add_adapter(model, adapter).eval()  # type: ignore[return-value]  # PEFT's model
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
@@ -141,17 +119,6 @@ def _make_buffers(model: PreTrainedModel) -> None:
                 module.register_buffer(key, torch.zeros(buffer.shape, dtype=buffer.dtype), persistent=persistent)
         mark_initialised(module, done=False)
     model.initialize_weights()  # writes nothing to parameters on meta
-
-
-def adapted_on_meta(model: PreTrainedModel, adapter: PeftConfig) -> PeftModel:
-    """Add an adapter to a model on meta, in eval mode.
-
-    Raises:
-        UserError: The adapter is initialised from the base's weights, or names modules that do not exist.
-    """
-    check_plain_lora(adapter)
-    with torch.device("meta"):
-        return add_adapter(model, adapter).eval()
 
 
 def generation_config(
@@ -167,12 +134,12 @@ def generation_config(
         UserError: There is no configuration that can be read.
     """
     source = None if folder is None else os.fspath(folder)
-    # config.json of old folders (BART) contains the fields of generation; transformers reads it in second place.
-    files = ("generation_config.json",) if config is not None else ("generation_config.json", "config.json")
-    for name in files if source is not None else ():
-        options: dict[str, Any] = {"config_file_name": name, "_from_model_config": name == "config.json"}
-        with suppress(OSError):
-            return GenerationConfig.from_pretrained(str(source), revision=revision or "main", **options)
+    if source is not None:
+        # config.json of old folders (BART) contains the fields of generation; transformers reads it in second place.
+        for name in ("generation_config.json", *(["config.json"] if config is None else [])):
+            options: dict[str, Any] = {"config_file_name": name, "_from_model_config": name == "config.json"}
+            with suppress(OSError):
+                return GenerationConfig.from_pretrained(source, revision=revision or "main", **options)
     return GenerationConfig.from_model_config(read_config(source, config, revision, trust_remote_code=trust_remote_code))
 
 
@@ -183,7 +150,7 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
     """Return the safetensors files of a local folder or hub name. A file of all weights precedes an index.
 
     Raises:
-        UserError: There are none; for pickled weights it says how to convert them.
+        UserError: There are none, or only pickled ones.
     """
     try:
         with suppress(OSError):
@@ -191,14 +158,11 @@ def find_weights(source: str, revision: str | None = None) -> list[Path]:
         index = Path(str(cached_file(source, SAFE_WEIGHTS_INDEX_NAME, revision=revision)))
         return [Path(str(cached_file(source, name, revision=revision))) for name in _indexed(index)]
     except OSError as error:
-        pickles = [path.name for kind in ("pytorch_model*.bin", "model*.pt") for path in Path(source).glob(kind)]
-        if pickles:
-            raise UserError(
-                f"{source}: its weights are pickles ({pickles[0]}), which can run code when read. Convert the folder "
-                "where you trust it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-            ) from error
         needed = f"{SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} and its files"
-        raise UserError(f"{source}: no weights; {needed} are needed ({error})") from error
+        raise UserError(
+            f"{source}: no weights; {needed} are needed ({error}). Pickles (.bin, .pt) can run code when read. Convert them "
+            "where you trust the folder: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        ) from error
 
 
 def _indexed(index: Path) -> list[str]:
@@ -216,58 +180,30 @@ def _indexed(index: Path) -> list[str]:
 # --- into a sharded model
 
 
-def load_weights(
-    units: ShardedModel,
-    files: list[Path] | None = None,
-    *,
-    optimizer: ShardedOptimizer | None = None,
-    init_missing: bool = True,
-) -> LoadReport:
+def load_weights(units: ShardedModel, files: list[Path] | None = None, *, optimizer: ShardedOptimizer | None = None) -> None:
     """Stream weights into a sharded model. A collective: whole copies are gathered again in any case.
 
     Args:
-        units: A sharded model that is or contains a transformers model. Adapters keep their values.
-        files: Safetensors files, in which tensors are found by name; None reads again what came from files when the model
-            was sharded, and initialises what was on meta.
+        units: A sharded model. Adapters keep their values.
+        files: Safetensors files with the names of a transformers model, or of any other module as `save_model` writes them;
+            None reads again what came from files when the model was sharded, and initialises what was on meta.
         optimizer: Its fp32 master weights are replaced too, if they exist.
-        init_missing: Initialise tensors that no file contains. If False, they raise.
 
     Raises:
-        UserError: For wrong shapes, merged tensors, files that share no tensor with the model, and blocks that lack
-            weights.
+        UserError: For wrong shapes, merged tensors, and files that lack a tensor of the model.
 
     Cost: reads this rank's byte ranges once; 8 MiB, and one unit where tensors are initialised.
     """
-    source = source_of(units.model)
     if files is None:
-        return _load_again(units, source, optimizer) if source is not None else LoadReport()
-    prefix, described = _described(units.model)
-    report = LoadReport()
-    wanted = set(_shapes(units)) - adapter_parameters(units.model, copies=True)
+        source = source_of(units.model) or WeightSource()
+        with _opened({path for path, _ in source.streamed.values()}) as opened:
+            places = {name: (opened[path], key) for name, (path, key) in source.streamed.items()}
+            _write(units, places, optimizer, source.initialised)
+        return
+    wanted = _shapes(units).keys() - adapter_parameters(units.model, copies=True)
     with _opened(files) as opened:
-        places, report.unused = find_places(described, [*opened.values()], prefix, wanted, units.aliases)
-        check_shapes(_shapes(units), places)
-        missing = wanted - set(places)
-        report.initialised = sorted(n for n in missing if not matches(n, described._keys_to_ignore_on_load_missing))
-        if report.initialised and not init_missing:
-            raise UserError(f"{len(report.initialised)} tensors are in no file, first {report.initialised[0]}")
-        refuse_incomplete(units.model, report.initialised, files[0].parent)
-        _write(units, places, missing if init_missing else set(), optimizer, report)
-        load_buffers(described, places)
-    _log(report, files)
-    if source is not None:
-        source.report = report
-    return report
-
-
-def _load_again(units: ShardedModel, source: WeightSource, optimizer: ShardedOptimizer | None) -> LoadReport:
-    """Stream what files contain, and initialise what was on meta; everything else keeps its values."""
-    report = source.report or LoadReport()
-    with _opened({path for path, _ in source.streamed.values()}) as opened:
-        places = {name: (opened[path], key) for name, (path, key) in source.streamed.items()}
-        _write(units, places, source.initialised, optimizer, report)
-    source.report = report
-    return report
+        places, optional = find_places(units, [*opened.values()], wanted | every_buffer(units.model).keys())
+        _read_named(units, places, wanted - optional, optimizer, str(files[0].parent))
 
 
 def load_adapter(units: ShardedModel, folder: str | os.PathLike[str], optimizer: ShardedOptimizer | None = None) -> None:
@@ -295,42 +231,25 @@ def load_adapter(units: ShardedModel, folder: str | os.PathLike[str], optimizer:
         _read_named(units, places, trained, optimizer, ", ".join(map(str, paths.values())))
 
 
-def load_plain(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None = None) -> None:
-    """Read a safetensors file with a module's own names, as `save_model` writes it for modules outside transformers.
-
-    Args:
-        units: The sharded module.
-        path: The safetensors file.
-        optimizer: Its fp32 master weights are replaced too.
-
-    Raises:
-        UserError: The file lacks a tensor, or a shape differs.
-    """
-    with _opened([path]) as opened:
-        names = set(_shapes(units))
-        places = {name: (opened[path], name) for name in (*names, *every_buffer(units.model))}
-        _read_named(units, places, names, optimizer, str(path))
-
-
 def _read_named(
     units: ShardedModel, places: Places, needed: set[str], optimizer: ShardedOptimizer | None, where: str
 ) -> None:
-    """Read tensors and buffers whose names in the files are known. Buffers that no file contains keep their values."""
+    """Read tensors and buffers whose places are known. Other buffers keep their values."""
     places = {name: (file, key) for name, (file, key) in places.items() if key in file.entries}
     if lacking := needed - set(places):
         raise UserError(f"{where}: lacks {len(lacking)} tensors of the model, first {min(lacking)}")
     buffers = {name: buffer for name, buffer in every_buffer(units.model).items() if name in places}
-    check_shapes({**_shapes(units), **{name: tuple(buffer.shape) for name, buffer in buffers.items()}}, places)
-    narrowing = Narrowing()
-    _stream(units, places, optimizer, narrowing)
-    narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))
+    shapes = {**_shapes(units), **{name: tuple(buffer.shape) for name, buffer in buffers.items()}}
+    for name, (file, key) in places.items():
+        if (stored := file.entries[key].shape) != shapes[name]:
+            raise UserError(f"{file.path}: {key} is {[*stored]}, the model needs {[*shapes[name]]}")
+    _write(units, places, optimizer)
     for name, buffer in buffers.items():
         file, key = places[name]
         values = torch.empty(buffer.numel(), dtype=buffer.dtype)
         file.read(key, 0, values)
         with torch.no_grad():
             buffer.copy_(values.view(buffer.shape))
-    units.rewritten()
 
 
 def every_buffer(model: nn.Module) -> dict[str, Tensor]:
@@ -338,18 +257,16 @@ def every_buffer(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{name}.{key}" if name else key: buffer
         for name, module in model.named_modules(remove_duplicate=False)
-        for key, buffer in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
+        for key, buffer in persistent_buffers(module, recurse=False).items()
     }
 
 
-def _write(
-    units: ShardedModel, places: Places, missing: set[str], optimizer: ShardedOptimizer | None, report: LoadReport
-) -> None:
+def _write(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | None, missing: Set[str] = frozenset()) -> None:
     """Write tensors from files and initialised ones into shards, and note the exact values for the masters."""
     kept = dict(units.exact)  # of parameters that had values
-    report.bytes_read = _stream(units, places, optimizer, report.narrowing)
-    report.narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))
+    narrowing = Narrowing()
+    _stream(units, places, optimizer, narrowing)
+    narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))
     fresh = initialise(units, missing)
     units.rewritten()
     for flat in units.trainable:
@@ -359,12 +276,10 @@ def _write(
                 units.exact[flat] = exact
 
 
-def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> int:
-    """Read this rank's ranges of the tensors in `places`; return the bytes read. Casts to fp16 are checked."""
-    bytes_read = 0
+def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> None:
+    """Read this rank's ranges of the tensors in `places`. Casts to fp16 are checked."""
 
     def read(span: Span, out: Tensor) -> None:
-        nonlocal bytes_read
         if span.segment.name not in places:
             return
         file, key = places[span.segment.name]
@@ -378,7 +293,6 @@ def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | N
                 narrowing.look(span.segment.name, values)
             if narrows:
                 piece.copy_(values)
-        bytes_read += span.numel * (0 if stored is None else stored.itemsize)
 
     units.comm.await_readers()
     (optimizer or units).settle()
@@ -388,27 +302,24 @@ def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | N
             master = optimizer.state_of(flat).master
             if master is not flat.weights:
                 flat.fill(master, read)
-    return bytes_read
 
 
 def _exact(flat: FlatParameter, places: Places, others: list[Exact]) -> Exact | None:
-    """Return a function that gives the weights before they were cast: wider in the files, or from `others`."""
-    wider = {}
-    for segment in flat.layout.segments:
-        file, key = places.get(segment.name, (None, ""))
-        if file is not None and (stored := file.entries[key].dtype) is not None and stored.itemsize > flat.dtype.itemsize:
-            wider[segment.name] = (file.path, key)
-    if not wider and not others:
+    """Return a function that gives the weights before they were cast: those of the files, and of `others`."""
+    found = {segment.name: places[segment.name] for segment in flat.layout.segments if segment.name in places}
+    stored = {name: (file.path, key) for name, (file, key) in found.items()}
+    dtypes = {file.entries[key].dtype for file, key in found.values()}
+    if not others and all(dtype is None or dtype.itemsize <= flat.dtype.itemsize for dtype in dtypes):
         return None
 
     def fill_range(start: int, out: Tensor) -> None:
         for other in others:
             other(start, out)
         first = flat.layout.shard_range(flat.rank)[0] + start
-        with _opened({path for path, _ in wider.values()}) as opened:
+        with _opened({path for path, _ in stored.values()}) as opened:
             for span in flat.layout.spans(first, first + out.numel()):
-                if span.segment.name in wider:
-                    path, key = wider[span.segment.name]
+                if span.segment.name in stored:
+                    path, key = stored[span.segment.name]
                     opened[path].read(key, span.start - span.segment.start, out[span.start - first : span.stop - first])
 
     return fill_range
@@ -423,19 +334,3 @@ def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, TensorFile]]:
 def _shapes(units: ShardedModel) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor in the flat parameters."""
     return {segment.name: segment.shape for flat in units.flats for segment in flat.layout.segments}
-
-
-def _described(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the name and the module of the transformers model that a folder of weights describes."""
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            return name, module
-    raise UserError(f"{type(model).__name__} is not a transformers model: its weights cannot be found in a folder")
-
-
-def _log(report: LoadReport | None, files: list[Path]) -> None:
-    if report is not None and report.initialised:
-        first = ", ".join(report.initialised[:8])
-        logger.warning("%s: %d tensors missing, initialised anew: %s", files[0].parent, len(report.initialised), first)
-    if report is not None and report.unused:
-        logger.warning("%s: %d tensors not used: %s", files[0].parent, len(report.unused), ", ".join(report.unused[:8]))

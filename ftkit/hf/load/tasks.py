@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import transformers
 from transformers import PretrainedConfig
-from transformers.models.auto import modeling_auto
 
 from ftkit.errors import UserError
 
@@ -28,22 +26,6 @@ TASKS = {
 }
 """Task to the transformers class that builds its model."""
 
-_NAMES: dict[str, Any] = {
-    "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "sequence-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "token-classification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "question-answering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "multiple-choice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "image-text-to-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "image-classification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    "audio-classification": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-    "speech-ctc": modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES,
-    "speech-seq2seq": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-}
-"""Task to model type to class names."""
-
 
 def task_of(config: PretrainedConfig, where: str) -> str:
     """Return the task of the class in a configuration's `architectures`.
@@ -58,46 +40,33 @@ def task_of(config: PretrainedConfig, where: str) -> str:
         UserError: The class belongs to no task.
     """
     named = (getattr(config, "architectures", None) or [None])[0]
-    kind = config.model_type
-    for task, names in _NAMES.items():
-        if named is not None and named in _classes(names.get(kind)):
+    classes = {task: _classes(config, task) for task in TASKS}
+    base = classes.pop("feature-extraction")
+    for task, names in classes.items():
+        if named in names:
             return task
-    if named is None or named in _classes(modeling_auto.MODEL_MAPPING_NAMES.get(kind)):
-        if config.is_encoder_decoder and kind in _NAMES["seq2seq"]:
+    if named is None or named in base:
+        if config.is_encoder_decoder and classes["seq2seq"]:
             return "seq2seq"
-        if kind in _NAMES["causal-lm"] and kind not in _NAMES["masked-lm"]:
+        if classes["causal-lm"] and not classes["masked-lm"]:
             return "causal-lm"
     found = f"architectures is [{named}]" if named else "there are no architectures"
-    raise UserError(f"{where}: {found}, and no task follows: set task to one of {', '.join(tasks_for(config))}")
-
-
-def tasks_for(config: PretrainedConfig) -> list[str]:
-    """Return the tasks for which a model type has a class."""
-    return [task for task, names in _NAMES.items() if config.model_type in names] + ["feature-extraction"]
+    possible = ", ".join([*(task for task, names in classes.items() if names), "feature-extraction"])
+    raise UserError(f"{where}: {found}, and no task follows: set task to one of {possible}")
 
 
 def build(config: PretrainedConfig, task: str, where: str, **options: Any) -> Any:
-    """Build the model of a task from its configuration, on the current default device.
-
-    Args:
-        config: Configuration of the model.
-        task: A task of `TASKS`, or "auto".
-        where: The folder, for errors.
-        options: Keyword arguments of `from_config`.
+    """Build the model of a task of `TASKS` or "auto", on the current default device. See `from_config` for the options.
 
     Raises:
-        UserError: The model type has no class for the task.
+        UserError: No task follows from the configuration; `where` names its folder.
+        ValueError: The model type has no class for the task.
     """
     task = task_of(config, where) if task == "auto" else task
-    try:
-        return getattr(transformers, TASKS[task]).from_config(config, **options)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        others = ", ".join(other for other in tasks_for(config) if other != task)
-        kind = config.model_type
-        raise UserError(f"{where}: a {kind} model has no class for task {task}; other tasks: {others}") from error
+    return getattr(transformers, TASKS[task]).from_config(config, **options)
 
 
-def _classes(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
+def _classes(config: PretrainedConfig, task: str) -> list[str]:
+    """Return the names of the classes that transformers has for a configuration and a task."""
+    found = getattr(transformers, TASKS[task])._model_mapping.get(type(config), ())
+    return [each.__name__ for each in (found if isinstance(found, tuple) else (found,))]

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import HubStrategy, SaveStrategy
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, sync_tree, text_of
 from ftkit.engine.checkpoint.loading import load_checkpoint
@@ -36,7 +35,7 @@ from ftkit.engine.checkpoint.manifest import MANIFEST
 from ftkit.engine.checkpoint.saving import Saving
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_contents, write_contents
 from ftkit.errors import UserError
-from ftkit.hf.load.model import find_weights, load_adapter, load_plain, load_weights
+from ftkit.hf.load.model import find_weights, load_adapter, load_weights
 from ftkit.hf.save.model import check_savable, save_arguments, save_config, save_model
 from ftkit.output.ownership import ENGINE_FOLDER
 from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
@@ -222,10 +221,8 @@ class RunCheckpoints:
             load_checkpoint(folder / ENGINE_FOLDER, units, optimizer, frozen=self.saves_frozen, state=False)
         elif isinstance(trainer.model, PeftModel):
             load_adapter(units, folder, optimizer)
-        elif not isinstance(trainer.model, PreTrainedModel):
-            load_plain(units, folder / SAFE_WEIGHTS_NAME, optimizer)
         else:
-            load_weights(units, find_weights(str(folder)), optimizer=optimizer, init_missing=False)
+            load_weights(units, find_weights(str(folder)), optimizer=optimizer)
 
     def check_resumable(self, folder: Path) -> None:
         """Raise UserError unless a folder is a complete checkpoint of the engine, and the engine is on."""

@@ -11,8 +11,8 @@ FAULTS = (
     fault(
         "what was written in place is read from the file again",
         "ftkit/hf/load/sources.py",
-        "        if place.is_written() or",
-        "        if",
+        "parameters[name].dim() == 0 or place.is_written()}",
+        "parameters[name].dim() == 0}",
         _KEPT + "[lora olora]",
     ),
     fault(
@@ -23,11 +23,11 @@ FAULTS = (
         "tests/hf/test_before_sharding.py::test_of_values_that_ranks_drew_differently_rank_0s_count",
     ),
     fault(
-        "a write to a parameter on meta is not seen",
+        "an adapter on meta above a folder's weights is initialised as the base is",
         "ftkit/hf/load/sources.py",
-        "parameter._version > made[id(parameter)]",
-        "parameter._version < made[id(parameter)]",
-        "tests/hf/test_adapters.py::test_a_change_that_the_meta_device_does_not_keep_is_refused_by_name",
+        "    if names and all(source.files for source in _sources(model)):\n",
+        "    if False:\n",
+        "tests/hf/test_adapters.py::test_an_adapter_without_values_is_refused_by_name",
     ),
     fault(
         "one matching target is enough",
@@ -39,16 +39,9 @@ FAULTS = (
     fault(
         "a model that could not be sharded is left without its values",
         "ftkit/hf/load/sources.py",
-        "            parameter.data = value\n",
-        "            pass\n",
+        "        for parameter, value, _ in settled.streamed:\n",
+        "        for parameter, value, _ in ():\n",
         "tests/hf/test_adapters.py::test_a_model_that_could_not_be_sharded_keeps_its_values",
-    ),
-    fault(
-        "parameters that share memory become two shards",
-        "ftkit/hf/load/sources.py",
-        "        if owner is not parameter and parameter.requires_grad",
-        "        if False and parameter.requires_grad",
-        "tests/hf/test_own_memory.py::test_what_cannot_be_kept_is_refused_by_name",
     ),
     fault(
         "a user's hook on the gradient of an embedding is never called",
@@ -74,8 +67,8 @@ FAULTS = (
     fault(
         "the files of a base draw trained adapters anew",
         "ftkit/hf/load/model.py",
-        "    wanted = set(_shapes(units)) - adapter_parameters(units.model, copies=True)\n",
-        "    wanted = set(_shapes(units))\n",
+        "    wanted = _shapes(units).keys() - adapter_parameters(units.model, copies=True)\n",
+        "    wanted = _shapes(units).keys()\n",
         "tests/hf/test_loading.py::test_the_files_of_a_base_leave_adapters_unchanged",
     ),
 )

@@ -790,7 +790,7 @@ FAULTS = (
     _fault(
         "weights beyond fp16 become infinite in silence",
         "ftkit/hf/load/model.py",
-        "    report.narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))\n",
+        "    narrowing.refuse(units.comm, sorted({file.path for file, _ in places.values()}))\n",
         "",
         "tests/hf/test_fp32_modules.py::test_weights_that_fp16_does_not_hold_are_refused",
     ),

@@ -10,8 +10,8 @@ FAULTS = (
     _fault(
         "an adapter in the folder of a model is left out",
         "ftkit/hf/load/config.py",
-        "        _refuse_adapter(source)\n",
-        "        pass\n",
+        "    if source is not None and config is None and (Path(source)",
+        "    if source is None and config is None and (Path(source)",
         "tests/hf/test_loading.py::test_an_adapter_in_place_of_a_model_stops",
     ),
     _fault(
