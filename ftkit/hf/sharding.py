@@ -26,7 +26,7 @@ from ftkit.errors import UserError
 from ftkit.hf.adapters import adapter_parameters, refuse_merging, refuse_untrainable
 from ftkit.hf.blocks import Blocks, batch_rows, find_blocks, kept_in_fp32, replicated, without_caches
 from ftkit.hf.dtypes import check_dtype, own_dtype
-from ftkit.hf.generate.in_step import let_generate
+from ftkit.hf.generate.holding import let_generate
 from ftkit.hf.kernels.attention import repeat_grouped_keys
 from ftkit.hf.kernels.flat import FLAT_KERNELS
 from ftkit.hf.kernels.fuse import Fused, fuse, unusable

@@ -91,6 +91,7 @@ def shape_of(
     groups = partition(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    implementation = getattr(text, "_attn_implementation", None)
     largest = max((block for _, block in blocks), key=_linear_elements, default=None)
     itemsize = (dtype or own_dtype(model)).itemsize
     elements = scores = 0
@@ -118,19 +119,15 @@ def shape_of(
         itemsize=itemsize,
         world_size=world_size,
         peft=isinstance(model, PeftModel),
-        attention=None if cpu else fused_attention(text),
-        packed=getattr(text, "_attn_implementation", None) == ATTENTION,
+        attention=heads_of(text) if not cpu and implementation in ("sdpa", ATTENTION, REPEATED) else None,
+        packed=implementation == ATTENTION,
     )
 
 
-def fused_attention(config: Any) -> Attention | None:
-    """Return the attention of a model's blocks; None if no fused kernel computes it.
-
-    Args:
-        config: Configuration of the text model, with the `_attn_implementation` of the run.
-    """
+def heads_of(config: Any) -> Attention | None:
+    """Return the heads of a text model's attention; None if its configuration does not name one number for all blocks."""
     heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION, REPEATED):
+    if not isinstance(heads, int):
         return None
     dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or 0) // heads
     rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: a rotated part of a query beside the other

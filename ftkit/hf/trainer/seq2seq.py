@@ -1,7 +1,7 @@
 """transformers' `Seq2SeqTrainer` and its arguments on ftkit's engine: evaluation and prediction by generation.
 
 Ranks stop generating at different lengths. At stage 3 a rank that has finished goes on taking part in the gathers
-(`generate/in_step.py`).
+(`generate/holding.py`).
 """
 
 from __future__ import annotations
