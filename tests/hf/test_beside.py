@@ -98,7 +98,7 @@ def test_evaluation_before_training_is_planned_for_training(tmp_path):
     trainer.train()
 
 
-def test_an_optimizer_after_evaluation_mode_plans_the_training():
+def test_an_optimizer_after_evaluation_mode_may_train():
     fresh_state()
     accelerator = ftkit.Accelerator(cpu=True)
     model = accelerator.prepare_model(runs.llama(), evaluation_mode=True)

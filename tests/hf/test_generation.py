@@ -407,12 +407,9 @@ def test_an_answer_is_as_long_as_the_decoders_positions():
         generate_ids(model, [[3] * 33], max_new_tokens=3, **wanted)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "told"), [([4] * 30, "prompt 2 has 30 tokens"), ([], "prompt 2 has no tokens")], ids=["long", "empty"]
-)
-def test_a_refusal_names_the_prompt_by_its_place_in_the_whole_list(prompt, told):
-    with pytest.raises(ftkit.UserError, match=told):
-        generate_ids(families.build("gpt2"), [[3], [3, 4], prompt, [5] * 3], max_new_tokens=9)
+def test_a_refusal_names_the_prompt_by_its_place_in_the_whole_list():
+    with pytest.raises(ftkit.UserError, match="prompt 2 has 30 tokens"):
+        generate_ids(families.build("gpt2"), [[3], [3, 4], [4] * 30, [5] * 3], max_new_tokens=9)
 
 
 # --- texts

@@ -62,7 +62,9 @@ def generate(
     ids = []
     for number, (prompt, own) in enumerate(zip(prompts, separators, strict=True)):
         try:
-            ids.append(prompt_ids(tokenizer, _turns(prompt), seq2seq=seq2seq, separator=own))
+            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            turns = [turn_of(turn, f"turn {place}") for place, turn in enumerate(given, 1)]
+            ids.append(prompt_ids(tokenizer, turns, seq2seq=seq2seq, separator=own))
         except (BadRowError, UserError) as error:
             raise UserError(f"prompts: number {number}: {error}") from error
     tokens = {"eos_token_ids": _eos_token_ids(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -165,8 +167,6 @@ def unanswerable(base: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
     learned = getattr(config, "rope_parameters", None) is None
     positions = getattr(config, "max_position_embeddings", None) if learned else None
     for number, prompt in enumerate(prompts):
-        if not prompt:
-            return f"prompt {number} has no tokens"
         needed = len(prompt) + max_new_tokens
         if base.config.is_encoder_decoder:  # the decoder has positions of its own, the first for its start token
             needed = max(len(prompt), 1 + max_new_tokens)
@@ -189,12 +189,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(modes[0][1])  # some modules of PEFT act on the call itself
         for module, training in modes:
             module.training = training
-
-
-def _turns(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [turn_of(turn, f"turn {number}") for number, turn in enumerate(prompt, 1)]
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: Any = None) -> list[int]:

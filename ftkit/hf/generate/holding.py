@@ -93,8 +93,7 @@ def free_memory(comm: Communicator, limits: Limits | None) -> tuple[int, str]:
         resident = [size for host, size in comm.all((node, own), "host memory in use") if host == node]
         free, source, _ = usable_host(CPU_SHARE)
         tier, used, ranks = HOST, sum(resident), len(resident)
-    granted = limits.granted(tier) if limits is not None else None
-    if granted is not None and granted - used < free:
+    if limits is not None and (granted := limits.granted(tier)) is not None and granted - used < free:
         free, source = granted - used, limits.name(tier)
     return max(free // ranks, 0), f"{'its share of ' if ranks > 1 else ''}{tier} memory ({source})"
 

@@ -16,9 +16,6 @@ from ftkit.plan.limits import Limits
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.tiers import DEVICE, TIERS
 
-RUNTIME = "runtime"
-"""The purpose of bytes that a process takes once, for all its models together."""
-
 
 def limits_beside(limits: Limits, others: Iterable[ShardedTransformer]) -> Limits:
     """Return the limits of a model that is sharded after others.
@@ -42,7 +39,7 @@ def _taken_bytes(units: ShardedTransformer, tier: str, limits: Limits) -> int:
     assert units.plan is not None
     memory = units.plan.memory
     peak = memory.peak_phase(tier)
-    planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)
+    planned = memory.at(tier, peak) - memory.purposes(tier, peak).get("runtime", 0)  # a process takes it once
     if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # allocated bytes are not free
         planned -= sum(units.state_bytes().values())
     return max(planned, 0)

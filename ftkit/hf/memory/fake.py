@@ -9,6 +9,7 @@ Cost: `graph_bytes` runs the model's forward up to one block, in under a second.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,8 +23,7 @@ from torch.func import functional_call
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ftkit.hf.kernels.varlen import ATTENTION
 from ftkit.plan.attention import Attention, backward_bytes
@@ -50,7 +50,12 @@ def nothing_behind() -> Iterator[None]:
     with warnings.catch_warnings(), _Fakes(allow_non_fake_inputs=True):
         # The engine compares addresses, so that it need not copy a tensor onto itself. Of these tensors all are 0.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
+        log = logging.getLogger(FakeTensorMode.__module__)
+        log.disabled = True  # it logs each exception of an operation, with the traceback
+        try:
+            yield
+        finally:
+            log.disabled = False
 
 
 def batch(model: nn.Module, rows: int, tokens: int, device: torch.device, *, packed: bool) -> dict[str, Any]:
@@ -63,17 +68,13 @@ def batch(model: nn.Module, rows: int, tokens: int, device: torch.device, *, pac
         device: Device of the tensors.
         packed: Whether rows are packed samples for ftkit's own attention, one per row; else there is a padding mask.
     """
-
-    def numbers() -> Tensor:
-        return torch.zeros(rows, tokens, dtype=torch.int64, device=device)
-
-    inputs: dict[str, Any] = {"input_ids": numbers(), "labels": numbers(), "num_items_in_batch": rows * tokens}
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = numbers()
+    config = getattr(model, "config", None)
+    names = ["input_ids", "labels", "position_ids" if packed else "attention_mask"]
+    names += ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
+    inputs: dict[str, Any] = {name: torch.zeros(rows, tokens, dtype=torch.int64, device=device) for name in names}
     if packed:  # boundaries of one sample per row, on the host (data/packing.py)
-        ends = torch.tensor([[[[0, tokens]]]] * rows, dtype=torch.int32)
-        return inputs | {"position_ids": numbers(), "attention_mask": ends}
-    return inputs | {"attention_mask": numbers()}
+        inputs["attention_mask"] = torch.tensor([[[[0, tokens]]]] * rows, dtype=torch.int32)
+    return inputs | {"num_items_in_batch": rows * tokens, "use_cache": False}
 
 
 # --- what autograd keeps
@@ -87,7 +88,7 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
     """Return the bytes that autograd keeps on a GPU of one block's forward, weights not counted.
 
     Args:
-        model: The model, on any device. No value is read, and it is not changed.
+        model: The model, on any device. No value is read.
         block: A block of the model.
         tokens: Tokens of the one sequence.
         wide: Selects by name the parameters that stay fp32.
@@ -100,7 +101,8 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
     found: list[int] = []
 
     def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(_kept_bytes(module, *tree_map(_without_graph, (args, kwargs))))
+        leaves = tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad), (args, kwargs))
+        found.append(_kept_bytes(module, *leaves))
         raise _Measured
 
     def empty(name: str, tensor: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def graph_bytes(model: nn.Module, block: nn.Module, tokens: int, wide: Any, dtyp
 
     handle = block.register_forward_pre_hook(measure, with_kwargs=True)
     try:
-        with nothing_behind(), CudaAttention(), _in_training(model), suppress(_Measured):
+        with nothing_behind(), CudaAttention(), suppress(_Measured):
             named = model.named_parameters(remove_duplicate=False)
             weights: dict[str, Tensor] = {name: empty(name, parameter) for name, parameter in named}
             weights |= {name: torch.empty_like(buffer, device=META) for name, buffer in model.named_buffers()}
@@ -131,10 +133,16 @@ def _kept_bytes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    first = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), kwargs.get("hidden_states"))
+    first: Any = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), kwargs.get("hidden_states"))
     first.requires_grad_()  # as in all blocks but the first one of a model with frozen embeddings
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        result = block.forward(*args, **kwargs)  # its hooks have run
+    modes = {module: module.training for module in block.modules()}
+    vars(block.train())["gradient_checkpointing"] = False  # the engine replaces torch's
+    try:
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            result = block.forward(*args, **kwargs)  # its hooks have run
+    finally:
+        for module, training in modes.items():
+            module.training = training
     others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not first]
     for tensor in [*block.parameters(), *block.buffers(), *others]:
         kept.pop(tensor.untyped_storage()._cdata, None)
@@ -143,38 +151,14 @@ def _kept_bytes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return sum(kept.values())
 
 
-def _without_graph(value: Any) -> Any:
-    """Return an argument as a block gets it in training: tensors without their graph, no caches."""
-    if isinstance(value, (Cache, EncoderDecoderCache)):
-        return None
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode in the body, without torch's checkpointing: the engine replaces it."""
-    modes = ("training", "gradient_checkpointing")
-    before = {module: {key: value for key, value in vars(module).items() if key in modes} for module in model.modules()}
-    for module, values in before.items():
-        vars(module).update({key: key == "training" for key in values})
-    try:
-        yield
-    finally:
-        for module, values in before.items():
-            vars(module).update(values)
-
-
 # --- the GPU's kernels
 
 
 class CudaAttention(TorchFunctionMode):
     """Makes `scaled_dot_product_attention` on meta the memory-efficient kernel that CUDA takes before sm_80.
 
-    It also returns a log-sum-exp, fp32, per head and row, with rows padded to a multiple of 32. Head sizes that are no
-    multiple of 8 have no such kernel: torch computes all scores there, as CUDA does. Grouped keys are repeated, as ftkit's
-    own attention does.
-
-    Source: `_scaled_dot_product_efficient_attention` in torch/_meta_registrations.py; arXiv:2112.05682.
+    Head sizes that are no multiple of 8 have no such kernel: torch computes all scores there, as CUDA does. Grouped keys
+    are repeated, as in ftkit's own attention.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -216,7 +216,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_failed(model)
         units = units_of(model)
         if units is not None:
-            if units.evaluated_only and evaluation is False:
+            if evaluation is False:
                 units.evaluated_only = False  # its strategy stays; gradients and state were not planned
             return units
         units = shard(
