@@ -18,8 +18,8 @@ class ShardedTransformer(ShardedModel):
     """A sharded Hugging Face model. See `ShardedModel` for what the engine keeps.
 
     Attributes: plan (how its memory is used; None where it was sharded without one), fused (submodules that run fused
-    kernels), fp32_modules (modules that compute in fp32), affinity (the cores that were taken for it), in_step (whether
-    ranks with uneven numbers of forwards are kept in step now).
+    kernels), fp32_modules (modules that compute in fp32), affinity (the cores that were taken for it), holding (whether a
+    generation has decided whether to gather all weights).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,4 +28,4 @@ class ShardedTransformer(ShardedModel):
         self.fused = Fused()
         self.fp32_modules = Fp32Modules()
         self.affinity: Affinity | None = None
-        self.in_step = False
+        self.holding = False

@@ -26,14 +26,14 @@ from ftkit.errors import UserError
 from ftkit.hf.adapters import adapter_parameters, refuse_merging, refuse_untrainable
 from ftkit.hf.blocks import Blocks, batch_rows, find_blocks, kept_in_fp32, replicated, without_caches
 from ftkit.hf.dtypes import check_dtype, own_dtype
-from ftkit.hf.generate.in_step import let_generate
+from ftkit.hf.generate.holding import let_generate
 from ftkit.hf.kernels.attention import repeat_grouped_keys
 from ftkit.hf.kernels.flat import FLAT_KERNELS
 from ftkit.hf.kernels.fuse import Fused, fuse, unusable
 from ftkit.hf.kernels.head import attach_head_loss
 from ftkit.hf.load.model import load_weights
 from ftkit.hf.load.sources import on_meta, settle, source_of
-from ftkit.hf.memory.beside import limits_beside, planned_for_training, untrained
+from ftkit.hf.memory.beside import limits_beside, untrained
 from ftkit.hf.memory.shape import common_limits, shape_of
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.plan.choice import Plan, make_plan, with_spare_host
@@ -238,22 +238,6 @@ def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, acc
         stays = with_spare_host(plan.strategy, plan.shape, free, wanted).state_host_bytes
         plan = make_plan(shape, limits, replace(wanted, state_host_bytes=stays), sequences=accumulation_steps)
     return plan
-
-
-def let_train(units: ShardedTransformer) -> None:
-    """Plan a model for training that was sharded for evaluation only; its strategy stays.
-
-    Raises:
-        DoesNotFit: Gradients and optimizer state do not fit.
-    """
-    assert units.plan is not None
-    assert units.plan.asked is not None
-    shape = units.plan.asked.shape
-    found = find_blocks(units.model)
-    trained = model_shape(
-        units.model, found, shape.world_size, units.compute_dtype, shape.sequence_tokens, cpu=units.plan.limits.cpu
-    )
-    units.plan, units.evaluated_only = planned_for_training(units.plan, trained), False
 
 
 def model_shape(

@@ -124,8 +124,7 @@ def _ways_out(shape: Shape, limits: Limits, wanted: Strategy, sequences: int, pr
     if limits.nvme_bytes and (size := needs(NVME, limits)) and size > limits.nvme_bytes:
         yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each node"
     if limits.host_bytes is not None and (size := needs(HOST, limits)):
-        by = "memory.device_gib" if limits.name(HOST) == "memory.device_gib" else "memory.host_gib"
-        yield f"grant {gib_up(size)} GiB of host memory ({by})"
+        yield f"grant {gib_up(size)} GiB of host memory (memory.host_gib)"
     if not shape.peft and fits(with_adapter(shape), limits, wanted):
         yield "train an adapter (adapter: {rank: 16})"
     if not limits.cpu and limits.device_bytes is not None and (size := needs(DEVICE, limits)):

@@ -191,7 +191,7 @@ def fake_run(
     if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
         raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
     meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" and device.type != "cpu" else DEVICE)
-    with nothing_behind(device), meter, CudaAttentionBackward():
+    with nothing_behind(), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, world_size, packed=packed)
         train(plan, units, optimizer, packed=packed)
         return FakeRun(_found(meter, units, optimizer), _planned(plan), _largest(meter), time.perf_counter() - began)

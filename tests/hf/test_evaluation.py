@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -91,40 +90,6 @@ def test_loss_and_perplexity_are_exact_in_more_settings(worlds, case):
     check(worlds, *case)
 
 
-def own_batches(counts: list[int]) -> Evaluation:
-    model = families.build("llama")
-    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True})
-    mine = rows()[sum(counts[: runs.rank()]) :][: counts[runs.rank()]]
-    return evaluate(model, (collate([row]) for row in mine))
-
-
-def test_ranks_may_have_different_numbers_of_batches(world3):
-    loss, tokens = exact("llama", rows())
-    for found in world3.run(own_batches, [8, 0, 3]):
-        assert (found.tokens, found.loss) == (tokens, pytest.approx(loss, rel=2e-6))
-
-
-def logits_made(counts: list[int]) -> list[int]:
-    """How many logits each call of the model makes, on a rank that has so many batches of three rows."""
-    model = families.build("llama")
-    ftkit.shard(model, {"stage": 3, "affinity": False, "debug": True})
-    assert head_loss(model) is not None
-    made = []
-
-    def look(module, args, output):
-        made.append(output.logits.numel())
-
-    # The logits would be computed for a hook of the user, and not for one of ftkit.
-    hook = FunctionType(look.__code__, {"__name__": "ftkit.look"}, closure=look.__closure__)
-    model.register_forward_hook(hook)
-    evaluate(model, [collate(rows(3))] * counts[runs.rank()])
-    return made
-
-
-def test_forwards_that_keep_ranks_in_step_make_the_logits_of_one_token_at_most(world3):
-    assert world3.run(logits_made, [3, 1, 0]) == [[0, 0, 0], [0, 0, 0], [VOCABULARY] * 3]
-
-
 def test_a_whole_model_in_one_process():
     loss, tokens = exact("llama", rows())
     found = evaluate(families.build("llama"), rows(), collate=collate, batch_size=4)
@@ -134,7 +99,7 @@ def test_a_whole_model_in_one_process():
 def test_data_without_labels_are_refused():
     model = families.build("llama")
     with pytest.raises(ftkit.UserError, match="no label tokens"):
-        evaluate(model, [])
+        evaluate(model, [], collate=collate)
 
 
 def after_an_update(settings: dict[str, Any]) -> list[tuple[float, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from unittest import mock
 
 import psutil
-import pytest
 import torch
 
 from ftkit.config.engine import EngineSettings
@@ -60,14 +59,7 @@ def test_a_group_as_wide_as_the_machine_does_not_raise_the_grant():
 
 def test_what_is_granted_by_number_is_no_more_than_there_is():
     assert here(MACHINE_64, host_gib=4).host_bytes == 4 * GIB
-    assert here(MACHINE_64, device_gib=3).host_bytes == 6 * GIB
-    assert here(MACHINE_64, host_gib=4, device_gib=3).host_bytes == 4 * GIB
     assert here(MACHINE_64, host_gib=38).host_bytes == 38 * GIB, "by number more than the share of what is free"
-    more = here(GROUP_8, MACHINE_64, device_gib=100)
+    more = here(GROUP_8, MACHINE_64, host_gib=100)
     assert more.host_bytes == GROUP_8.usable + 600 * MIB
-    assert "memory.device_gib says more" in more.name("host")
-
-
-def test_without_a_word_from_the_system_the_machine_is_asked():
-    with mock.patch.object(psutil, "virtual_memory", return_value=mock.Mock(available=10 * GIB)):
-        assert here().host_bytes == pytest.approx(8 * GIB + 600 * MIB)
+    assert "memory.host_gib says more" in more.name("host")

@@ -6,20 +6,20 @@ rounding. If the model has a chunked loss, its logits are never whole; otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 
 from ftkit.data.samples import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.generation import evaluating
 from ftkit.hf.kernels.head import usable_loss
-from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import units_of
 
 Batch = Mapping[str, Any]
@@ -50,48 +50,37 @@ class Evaluation:
         return cls(loss, float(perplexity), int(tokens))
 
 
-def evaluate(
-    model: nn.Module,
-    data: Iterable[Batch] | Sequence[Any],
-    *,
-    collate: Callable[[list[Any]], Batch] | None = None,
-    batch_size: int = 8,
-) -> Evaluation:
-    """Return loss and perplexity of data, the same on all ranks. All ranks of a sharded model call this together.
+def evaluate(model: nn.Module, rows: Any, *, collate: Callable[[list[Any]], Batch], batch_size: int = 8) -> Evaluation:
+    """Return loss and perplexity of rows, the same on all ranks. All ranks of a sharded model call this together.
 
     Args:
         model: A transformers or PEFT model with its weights, whole or sharded.
-        data: Without `collate`, this rank's own batches, any number of them: dictionaries of tensors with `input_ids` (B, T)
-            and `labels` (B, T), -100 where a token does not count. With `collate`, the rows of a data set, the same on all
-            ranks: they are cut into batches, which are dealt to the ranks.
-        collate: Makes a batch from rows (`ftkit.data.batches.Collator`).
-        batch_size: Rows of a batch with `collate`.
+        rows: A data set or list, the same on all ranks. It is cut into batches, which are dealt to the ranks.
+        collate: Makes a batch from rows (`ftkit.data.batches.Collator`), with `input_ids` (B, T) and `labels` (B, T), -100
+            where a token does not count.
+        batch_size: Rows of a batch.
 
     Raises:
-        UserError: The data have no label tokens.
+        UserError: The rows have no label tokens.
 
-    Cost: one forward per batch. Ranks with fewer batches repeat their last one, so that all ranks gather the same weights.
+    Cost: one forward per batch. In the last round, ranks without a batch repeat the last one: all gather the same weights.
     """
     units = units_of(model)
-    if collate is not None:
-        data = _dealt(data, collate, batch_size, units)
+    rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)
     device = next(model.parameters()).device
-    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    names = ["input_ids", "decoder_input_ids"] if base_of(model).config.is_encoder_decoder else ["input_ids"]
-    last: Batch | None = None
+    starts = range(0, len(rows), batch_size)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
-        for batch in _rounds(iter(data), units):
-            if batch is not None:
-                last = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
-                sums += loss_sum(model, last)
-            elif last is not None:
-                loss_sum(model, last)
-            else:
-                model(**dict.fromkeys(names, token))
+        for first in range(0, len(starts), ranks):
+            number = first + rank
+            start = starts[min(number, len(starts) - 1)]
+            batch = collate([rows[place] for place in range(start, min(start + batch_size, len(rows)))])
+            found = loss_sum(model, tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(batch)))
+            if number < len(starts):
+                sums += found
     total, tokens = units.comm.totals(sums) if units is not None else sums.tolist()
     if not tokens:
-        raise UserError("evaluation: the data have no label tokens: every label is -100, or there are no batches")
+        raise UserError("evaluation: the rows have no label tokens: every label is -100, or there are no rows")
     return Evaluation.of(total, round(tokens))
 
 
@@ -130,21 +119,3 @@ def row_statistics(logits: Tensor, labels: Tensor, *, shifted: bool) -> Tensor:
         hits = (row_logits.argmax(-1) == row_labels).sum()
         rows.append(torch.stack([losses, counted.sum().to(losses), hits.to(losses)]))
     return torch.stack(rows)
-
-
-def _dealt(
-    rows: Any, collate: Callable[[list[Any]], Batch], batch_size: int, units: ShardedTransformer | None
-) -> Iterator[Batch]:
-    """Yield this rank's batches of a data set."""
-    rank, ranks = (units.comm.rank, units.comm.world_size) if units is not None else (0, 1)
-    for start in range(rank * batch_size, len(rows), ranks * batch_size):
-        yield collate([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
-
-
-def _rounds(batches: Iterator[Batch], units: ShardedTransformer | None) -> Iterator[Batch | None]:
-    """Yield this rank's batches, and None for each further batch of another rank."""
-    if units is None:
-        yield from batches
-        return
-    while units.comm.any((batch := next(batches, None)) is not None, "batches left"):
-        yield batch

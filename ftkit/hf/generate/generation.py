@@ -4,8 +4,8 @@ Prompts are sorted by length and cut into batches, and whole batches are dealt t
 depend on the rank that answers it, and its random numbers depend only on the seed and the number of the batch. `generate` of
 transformers does the rest: sampling, beams, cache and stopping.
 
-A sharded model gathers its weights once for all prompts if they fit (`holding.py`). Otherwise it gathers them block by block
-for each token, and the ranks are kept in step (`in_step.py`).
+A sharded model gathers its weights once for all prompts if they fit. Otherwise it gathers them block by block for each
+token, and the ranks are kept in step (`holding.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ftkit.data.formats import BadRowError, Conversation
 from ftkit.data.prepared import prompt_tokens
@@ -25,7 +26,6 @@ from ftkit.data.turns import turn_of
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.holding import cache_bytes, holding
-from ftkit.hf.generate.in_step import in_step
 from ftkit.hf.sharding import units_of
 
 DEFAULTS: dict[str, Any] = {"top_k": None, "min_p": None, "num_beams": 1, "use_cache": True}
@@ -62,7 +62,9 @@ def generate(
     ids = []
     for number, (prompt, own) in enumerate(zip(prompts, separators, strict=True)):
         try:
-            ids.append(prompt_ids(tokenizer, _turns(prompt), seq2seq=seq2seq, separator=own))
+            given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            turns = [turn_of(turn, f"turn {place}") for place, turn in enumerate(given, 1)]
+            ids.append(prompt_ids(tokenizer, turns, seq2seq=seq2seq, separator=own))
         except (BadRowError, UserError) as error:
             raise UserError(f"prompts: number {number}: {error}") from error
     tokens = {"eos_token_ids": _eos_token_ids(model, tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -126,7 +128,7 @@ def generate_ids(
         for first in range(0, len(batches), ranks):
             # In the last round, ranks without a batch repeat the last one: all ranks do, and refuse, the same.
             number = min(first + rank, len(batches) - 1)
-            with in_step(units), _seeded(base.device, seed, number):
+            with _seeded(base.device, seed, number):
                 found = _answer_batch(
                     model,
                     [prompts[place] for place in batches[number]],
@@ -165,8 +167,6 @@ def unanswerable(base: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
     learned = getattr(config, "rope_parameters", None) is None
     positions = getattr(config, "max_position_embeddings", None) if learned else None
     for number, prompt in enumerate(prompts):
-        if not prompt:
-            return f"prompt {number} has no tokens"
         needed = len(prompt) + max_new_tokens
         if base.config.is_encoder_decoder:  # the decoder has positions of its own, the first for its start token
             needed = max(len(prompt), 1 + max_new_tokens)
@@ -191,12 +191,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _turns(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [turn_of(turn, f"turn {number}") for number, turn in enumerate(prompt, 1)]
-
-
 def _eos_token_ids(model: nn.Module, tokenizer: Any = None) -> list[int]:
     """Return the EOS token ids of the model's generation settings, and the tokenizer's."""
     own = base_of(model).generation_config.eos_token_id
@@ -219,12 +213,9 @@ def _answer_batch(
 ) -> list[list[int]]:
     """Answer one batch with transformers' `generate`. Return the new tokens of each row."""
     base = base_of(model)
-    longest = max(map(len, prompts))
-    left = not base.config.is_encoder_decoder
-    ids, mask = torch.full((len(prompts), longest), pad), torch.zeros((len(prompts), longest), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        place = slice(longest - len(prompt), None) if left else slice(len(prompt))
-        ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+    side = "right" if base.config.is_encoder_decoder else "left"
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, pad, side)
+    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts], True, 0, side)
     out = model.generate(
         input_ids=ids.to(base.device),
         attention_mask=mask.to(base.device),
@@ -234,7 +225,8 @@ def _answer_batch(
         return_dict_in_generate=False,
         **settings,
     )
-    rows = out[:, longest if left else 1 :].tolist()  # a decoder's answer follows its start token
+    start = 1 if base.config.is_encoder_decoder else ids.shape[1]  # a decoder's answer follows its start token
+    rows = out[:, start:].tolist()
     stops = settings.get("stop_strings") or base.generation_config.stop_strings
     return [_without_padding(row, ends, pad if stops else None) for row in rows]
 

@@ -12,14 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from ftkit.hf.sharded_model import ShardedTransformer
-from ftkit.plan.choice import Plan, make_plan
 from ftkit.plan.limits import Limits
 from ftkit.plan.shape import Line, Shape
-from ftkit.spec.strategy import AUTO
 from ftkit.spec.tiers import DEVICE, TIERS
-
-RUNTIME = "runtime"
-"""The purpose of bytes that a process takes once, for all its models together."""
 
 
 def limits_beside(limits: Limits, others: Iterable[ShardedTransformer]) -> Limits:
@@ -27,15 +22,14 @@ def limits_beside(limits: Limits, others: Iterable[ShardedTransformer]) -> Limit
 
     Args:
         limits: Limits of all models of this process together.
-        others: Models that were sharded before. Those without a plan do not count.
+        others: Models that were sharded before.
     """
     for units in others:
-        for tier in TIERS if units.plan is not None else ():
+        for tier in TIERS:
             granted, taken = limits.granted(tier), _taken_bytes(units, tier, limits) * limits.ranks(tier)
             if granted and taken:
-                name = f"{limits.name(tier).partition(', beside ')[0]}, beside {type(units.model).__name__}"
-                names = tuple((dict(limits.names) | {tier: name}).items())
-                changes: dict[str, Any] = {f"{tier}_bytes": max(granted - taken, 1), "names": names}
+                names = dict(limits.names) | {tier: f"{limits.name(tier)}, beside {type(units.model).__name__}"}
+                changes: dict[str, Any] = {f"{tier}_bytes": max(granted - taken, 1), "names": tuple(names.items())}
                 limits = replace(limits, **changes)
     return limits
 
@@ -45,7 +39,7 @@ def _taken_bytes(units: ShardedTransformer, tier: str, limits: Limits) -> int:
     assert units.plan is not None
     memory = units.plan.memory
     peak = memory.peak_phase(tier)
-    planned = memory.at(tier, peak) - memory.purposes(tier, peak).get(RUNTIME, 0)
+    planned = memory.at(tier, peak) - memory.purposes(tier, peak).get("runtime", 0)  # a process takes it once
     if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # allocated bytes are not free
         planned -= sum(units.state_bytes().values())
     return max(planned, 0)
@@ -59,19 +53,3 @@ def untrained(shape: Shape) -> Shape:
 
     blocks, roots, replicated = tuple(map(frozen, shape.blocks)), frozen(shape.roots), frozen(shape.replicated)
     return replace(shape, blocks=blocks, roots=roots, replicated=replicated, fresh=False)
-
-
-def planned_for_training(plan: Plan, shape: Shape) -> Plan:
-    """Return the training plan of a model that was planned for evaluation only. The model stays sharded as it is.
-
-    Args:
-        plan: The plan for evaluation.
-        shape: The model's shape, with what is trained.
-
-    Raises:
-        DoesNotFit: Gradients and optimizer state do not fit.
-    """
-    asked = plan.asked
-    assert asked is not None
-    wanted = replace(plan.strategy, gradient_dtype=asked.wanted.gradient_dtype, state_host_bytes=AUTO)
-    return make_plan(shape, asked.limits, wanted, sequences=asked.sequences)

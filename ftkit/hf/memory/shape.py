@@ -2,8 +2,7 @@
 
 The sizes of flat parameters are exact: the engine's own `partition` gives them. What autograd keeps of a block is measured
 for GPUs (`fake.graph_bytes`). For CPUs, and where a model needs values to compute, it is estimated from the matrices of
-the largest block: per token all their inputs and outputs, times shares measured with saved-tensor hooks on Llama, Qwen2
-and GPT-2 blocks (transformers 5, SDPA, bf16 and fp32: 1.10 to 1.22 of the sum).
+the largest block.
 
 Cost: nothing of the model's size; models may be on the meta device.
 """
@@ -11,11 +10,11 @@ Cost: nothing of the model's size; models may be on the meta device.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +26,6 @@ from ftkit.config.engine import EngineSettings
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.core.partition import Group, partition
-from ftkit.errors import UserError
 from ftkit.hf.dtypes import own_dtype
 from ftkit.hf.kernels.attention import REPEATED
 from ftkit.hf.kernels.varlen import ATTENTION
@@ -41,14 +39,8 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 logger = logging.getLogger(__name__)
 
-GRAPH_SHARE = (5, 4)
-"""Elements that autograd keeps of a block, as a share of the inputs and outputs of its matrices."""
-
-STEPWISE_ACTIVATIONS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
-"""Activations that transformers computes in several operations, each of which keeps its input."""
-
-STEPWISE_SHARE = (5, 2)
-"""Elements that such an activation keeps, as a share of its width. Measured on GPT-2."""
+GRAPH_SHARE = 2
+"""Estimated elements that autograd keeps of a block, per input and output of its matrices. 1.2 on Llama, 1.9 on GPT-2."""
 
 SCORES = 3
 """Attention scores kept by unfused attention: before dropout, after it, and its mask."""
@@ -91,19 +83,19 @@ def shape_of(
     groups = partition(model, blocks, dtype=dtype, replicated=replicated, wide=wide)
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    largest = max((block for _, block in blocks), key=_linear_elements, default=None)
+    implementation = getattr(text, "_attn_implementation", None)
+    largest = max((block for _, block in blocks), key=_widths, default=None)
     itemsize = (dtype or own_dtype(model)).itemsize
     elements = scores = 0
     if largest is not None:
-        heads = getattr(text, "num_attention_heads", 0) or 0
-        elements = _linear_elements(largest)
-        scores = SCORES * heads * (4 // itemsize if cpu else 1) if _keeps_scores(text, cpu=cpu) else 0
-        if not cpu:
-            try:
-                kept = graph_bytes(model, largest, sequence_tokens, wide, dtype)
-                elements, scores = -(-kept // (sequence_tokens * itemsize)), 0
-            except Exception as error:  # a model that needs values raises anything
-                logger.warning("the memory that autograd keeps of a block is estimated, not measured: %s", error)
+        elements = GRAPH_SHARE * _widths(largest)
+        scores = SCORES * (getattr(text, "num_attention_heads", 0) or 0) if implementation == "eager" else 0
+    if largest is not None and not cpu:
+        try:
+            kept = graph_bytes(model, largest, sequence_tokens, wide, dtype)
+            elements, scores = -(-kept // (sequence_tokens * itemsize)), 0
+        except Exception as error:  # a model that needs values raises anything
+            logger.warning("the memory that autograd keeps of a block is estimated, not measured: %s", error)
     return Shape(
         blocks=tuple(_flats(groups, "block", name) for name, _ in blocks),
         roots=_flats(groups, "root"),
@@ -113,24 +105,20 @@ def shape_of(
         block_elements=elements,
         score_elements=scores,
         widest_tensor=max((p.numel() for p in (largest or model).parameters()), default=0),
-        adapter_numel=ADAPTER_RANK * sum(sum(w.shape) for _, block in blocks for w in _matrices(block)),
+        adapter_numel=ADAPTER_RANK * sum(_widths(block) for _, block in blocks),
         sequence_tokens=sequence_tokens,
         itemsize=itemsize,
         world_size=world_size,
         peft=isinstance(model, PeftModel),
-        attention=None if cpu else fused_attention(text),
-        packed=getattr(text, "_attn_implementation", None) == ATTENTION,
+        attention=heads_of(text) if not cpu and implementation in ("sdpa", ATTENTION, REPEATED) else None,
+        packed=implementation == ATTENTION,
     )
 
 
-def fused_attention(config: Any) -> Attention | None:
-    """Return the attention of a model's blocks; None if no fused kernel computes it.
-
-    Args:
-        config: Configuration of the text model, with the `_attn_implementation` of the run.
-    """
+def heads_of(config: Any) -> Attention | None:
+    """Return the heads of a text model's attention; None if its configuration does not name one number for all blocks."""
     heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION, REPEATED):
+    if not isinstance(heads, int):
         return None
     dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", None) or 0) // heads
     rotated = getattr(config, "qk_rope_head_dim", None)  # latent attention: a rotated part of a query beside the other
@@ -149,29 +137,10 @@ def _flats(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, ow
     )
 
 
-def _matrices(block: nn.Module) -> list[Tensor]:
-    """Return the weights that a block's tokens are multiplied with."""
+def _widths(block: nn.Module) -> int:
+    """Return the sum of the inputs and outputs of all matrices that a block's tokens are multiplied with."""
     weights = [getattr(module, "weight", None) for module in block.modules() if not isinstance(module, nn.Embedding)]
-    return [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
-
-
-def _linear_elements(block: nn.Module) -> int:
-    """Return the estimated elements per token that autograd keeps of a block, without attention scores."""
-    matrices = _matrices(block)
-    part, whole = GRAPH_SHARE
-    elements = sum(sum(weight.shape) for weight in matrices) * part // whole
-    if any(type(module).__name__ in STEPWISE_ACTIVATIONS for module in block.modules()):
-        part, whole = STEPWISE_SHARE
-        elements += max(max(weight.shape) for weight in matrices) * part // whole
-    return elements
-
-
-def _keeps_scores(text: Any, *, cpu: bool) -> bool:
-    """Return whether autograd keeps attention scores: eager attention, and on CPUs attention with dropout."""
-    if getattr(text, "_attn_implementation", None) == "eager":
-        return True
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate")
-    return cpu and any((getattr(text, name, 0) or 0) > 0 for name in names)
+    return sum(sum(weight.shape) for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2)
 
 
 # --- the machine
@@ -184,35 +153,25 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: 
         settings: The engine's settings.
         device: Compute device of this rank.
         ranks_per_node: Number of ranks on this node.
-
-    Raises:
-        UserError: The NVMe folder cannot be written.
     """
     memory, cpu = settings.memory, device.type == "cpu"
     own = ranks_per_node * (psutil.Process().memory_info().rss - of_other_ranks())  # the plan counts it as runtime
     usable, source, free = usable_host(CPU_SHARE if cpu else HOST_SHARE)
     host, host_name = usable + own, f"what is free of {source}"
-    asked = {"memory.host_gib": memory.host_gib}
-    if cpu and memory.device_gib:
-        asked["memory.device_gib"] = memory.device_gib * ranks_per_node
-    granted = min(((int(gib * GIB), name) for name, gib in asked.items() if gib), default=None)
-    if granted is not None:
-        most = free + own  # a number may grant more than the share
-        host, host_name = granted if granted[0] <= most else (most, f"what is free of {source} ({granted[1]} says more)")
+    if memory.host_gib is not None:
+        host, host_name = int(memory.host_gib * GIB), "memory.host_gib"
+        if host > free + own:  # a number may grant more than the share
+            host, host_name = free + own, f"what is free of {source} ({host_name} says more)"
     on_device, device_name = None, "memory.device_gib"
-    if not cpu and memory.device_gib:
+    if not cpu and memory.device_gib is not None:
         on_device = int(memory.device_gib * GIB)
     elif not cpu:
         free_bytes, total = torch.cuda.mem_get_info(device)
         part, whole = DEVICE_SHARE
         on_device, device_name = free_bytes - total * part // whole + CONTEXT_BYTES, "what is free"
-    nvme = None
-    if memory.nvme_dir is not None:
-        if not (os.path.isdir(memory.nvme_dir) and os.access(memory.nvme_dir, os.W_OK | os.X_OK)):
-            raise UserError(f"memory.nvme_dir: {memory.nvme_dir} is not a folder that this user can write; name another")
-        nvme = disk_free(memory.nvme_dir)
-        if memory.nvme_gib is not None:
-            nvme = min(nvme, int(memory.nvme_gib * GIB))
+    nvme = disk_free(memory.nvme_dir) if memory.nvme_dir is not None else None
+    if nvme is not None and memory.nvme_gib is not None:
+        nvme = min(nvme, int(memory.nvme_gib * GIB))
     return Limits(
         on_device,
         host,
@@ -229,13 +188,9 @@ def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
     hosts = comm.all(socket.gethostname())
     own = limits_here(settings, comm.device, max(hosts.count(host) for host in hosts))
     ranks = comm.all(own)
-    least, names = {}, []
-    for tier in TIERS:
-        limited = [each for each in ranks if getattr(each, f"{tier}_bytes") is not None] or ranks
-        tightest = min(limited, key=lambda each: getattr(each, f"{tier}_bytes") or 0)
-        least[f"{tier}_bytes"] = getattr(tightest, f"{tier}_bytes")
-        names.append((tier, tightest.name(tier)))
-    return replace(own, **least, names=tuple(names))
+    least = {tier: min(ranks, key=lambda each: each.granted(tier) or 0) for tier in TIERS}  # called at once
+    sizes = {f"{tier}_bytes": getattr(limits, f"{tier}_bytes") for tier, limits in least.items()}
+    return replace(own, **sizes, names=tuple((tier, limits.name(tier)) for tier, limits in least.items()))
 
 
 def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
@@ -246,17 +201,11 @@ def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
     """
     readings = HostMemory.find().read()
     part, whole = share
-    if not readings:  # no Linux
-        available = psutil.virtual_memory().available
-        return available * part // whole, MACHINE, available
-    grants = {each.source: each.usable * part // whole if each.source == MACHINE else each.usable for each in readings}
-    tightest = min(readings, key=lambda each: grants[each.source])
-    return grants[tightest.source], tightest.source, min(each.usable for each in readings)
+    grants = [(each.usable * part // whole if each.source == MACHINE else each.usable, each.source) for each in readings]
+    return *min(grants), min(each.usable for each in readings)
 
 
 def disk_free(folder: str) -> int:
     """Return the free bytes on the disk of a folder, or of its nearest parent that exists."""
-    path = os.path.abspath(folder)
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return shutil.disk_usage(path).free
+    path = Path(folder).absolute()
+    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.is_dir())).free

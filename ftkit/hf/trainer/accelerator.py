@@ -35,7 +35,7 @@ from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.engine.shard import refuse_failed
 from ftkit.errors import UserError
 from ftkit.hf.sharded_model import ShardedTransformer
-from ftkit.hf.sharding import let_train, shard, units_of
+from ftkit.hf.sharding import shard, units_of
 from ftkit.hf.trainer.checkpoints import read_plain
 from ftkit.hf.trainer.seeding import random_state, set_random_state
 from ftkit.plan.choice import Plan
@@ -211,8 +211,8 @@ class Accelerator(accelerate.Accelerator):
         refuse_failed(model)
         units = units_of(model)
         if units is not None:
-            if units.evaluated_only and evaluation is False:
-                let_train(units)
+            if evaluation is False:
+                units.evaluated_only = False  # its strategy stays; gradients and state were not planned
             return units
         units = shard(
             model,
