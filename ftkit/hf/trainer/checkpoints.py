@@ -246,7 +246,7 @@ class RunCheckpoints:
         trainer, manifest = self.trainer, folder / ENGINE_FOLDER / MANIFEST
         optimizer = trainer.sharded_optimizer
         noted = load_checkpoint(folder / ENGINE_FOLDER, trainer.engine, optimizer, frozen=self.saves_frozen)
-        trainer.overflow_scan.restore(noted, str(manifest))
+        trainer.overflow_scan.restore(noted)
         trainer.take_noted(manifest, noted)
         if not (folder / SCHEDULER_NAME).is_file():
             raise UserError(f"{folder}: {SCHEDULER_NAME} is missing; the learning rate could not go on where it was")

@@ -776,14 +776,14 @@ FAULTS = (
     _fault(
         "each rank decides for itself what overflows",
         "ftkit/hf/fp16/search.py",
-        "        return [each for rank in self.comm.all(own) for each in rank]",
-        "        return own",
+        "for name, largest in (each for rank in self.comm.all(taken) for each in rank):",
+        "for name, largest in taken:",
         "tests/hf/test_fp32_modules.py::test_ranks_find_the_same_fp32_modules[2]",
     ),
     _fault(
         "a run that goes on forgets its fp32 modules",
         "ftkit/hf/trainer/checkpoints.py",
-        "        trainer.overflow_scan.restore(noted, str(manifest))\n",
+        "        trainer.overflow_scan.restore(noted)\n",
         "        noted.pop('islands', None)\n",
         "tests/hf/test_fp32_modules.py::test_a_run_goes_on_with_the_fp32_modules_it_had",
     ),
