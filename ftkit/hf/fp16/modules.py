@@ -32,7 +32,7 @@ from ftkit.hf.kernels.head import head_loss
 LIMIT = 2.0**14
 """Largest magnitude that stays in fp16: a quarter of its range, because activations grow and batches differ."""
 
-PROJECTION, PART, STREAM = KINDS = ("projection", "part", "stream")
+PROJECTION, PART, STREAM = "projection", "part", "stream"
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Fp32Modules:
     """The fp32 modules of one model.
 
     Args:
-        found: Module name to kind, one of `KINDS`.
+        found: Module name to kind: PROJECTION, PART or STREAM.
         largest: Module name to the largest magnitude that this run saw there in fp16; inf for an overflow.
         finite: Whether every forward of the last search ended finite.
         overflowed: Name of the first module that overflowed in fp16 in the last search; None without one.
@@ -56,13 +56,9 @@ class Fp32Modules:
     _adapted: set[nn.Module] = field(default_factory=set)
 
     def apply(self, model: nn.Module, found: dict[str, str]) -> None:
-        """Let exactly these modules compute in fp32.
+        """Let exactly these modules (see `found`) of a model, the same in every call, compute in fp32.
 
         Each module gets one new forward, which looks up here what to cast. So a later call can take fp32 modules back.
-
-        Args:
-            model: The model, the same in every call.
-            found: Module name to kind, one of `KINDS`.
 
         Raises:
             UserError: The model has no module of that name.

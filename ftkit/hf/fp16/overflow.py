@@ -24,12 +24,7 @@ FP32_MODULES = "islands"  # checkpoints of the first format have this name
 
 
 def began_in(overflowed: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the flat parameter in whose backward an overflow began; None if all have overflowed.
-
-    Args:
-        overflowed: Names of the flat parameters whose gradients are not finite.
-        names: Names of all flat parameters with a gradient, in forward order.
-    """
+    """Return the one of `names`, in forward order, in whose backward an overflow began; None if all have overflowed."""
     return None if set(overflowed) >= set(names) else max(overflowed, key=names.index)
 
 
@@ -92,19 +87,15 @@ class OverflowScan:
                 logger.warning("fp16: that forward is not finite in fp32 either")
 
     def find(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Make and log fp32 modules; return whether the forward is finite with them. A collective.
-
-        Args:
-            batches: This rank's batches on its device, as the model takes them.
-        """
+        """Make and log fp32 modules; return whether the forward of `_inputs_of` is finite with them. A collective."""
         units = self.trainer.engine
+        before, loud = units.fp32_modules.found, units.comm.rank == 0
         if not batches:
-            level = logging.WARNING if units.comm.rank == 0 else logging.DEBUG
-            logger.log(level, "fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
+            if loud:
+                logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
-        before = units.fp32_modules.found
         found = find_fp32_modules(units, batches)
-        if units.comm.rank == 0:
+        if loud:
             level = logging.WARNING if found.found != before else logging.INFO
             logger.log(level, "fp16: fp32 modules: %s", found.describe())
         return found.finite
@@ -122,20 +113,17 @@ class OverflowScan:
         return {FP32_MODULES: {"found": self.trainer.engine.fp32_modules.found}} if self.is_on else {}
 
     def restore(self, noted: dict[str, Any]) -> None:
-        """Take the fp32 modules out of a checkpoint's notes, and make them again.
-
-        Args:
-            noted: Notes of the checkpoint. The key of this class is removed.
+        """Remove the fp32 modules from a checkpoint's notes, and make them again.
 
         Raises:
             UserError: The notes name a module that the model has not.
         """
         given = noted.pop(FP32_MODULES, None)
-        if given is not None and self.is_on:
-            self._looked = True
-            if given["found"]:
-                units = self.trainer.engine
-                units.fp32_modules.apply(units.model, given["found"])
+        if given is None or not self.is_on:
+            return
+        self._looked, units = True, self.trainer.engine
+        if given["found"]:
+            units.fp32_modules.apply(units.model, given["found"])
 
 
 def _first_part(batch: Mapping[str, Any], parts: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ftkit.hf.kernels.varlen import ATTENTION, attend, unfused
+from ftkit.hf.kernels.varlen import ATTENTION, attend
 from ftkit.hf.memory.fake import CudaAttention
 
 REPEATED = "ftkit-sdpa"
@@ -40,7 +40,6 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the result (B, T, H, E), and no weights. transformers calls this in every attention layer.
@@ -58,7 +57,6 @@ def attention(
         scaling: Factor on the scores; None for 1 / sqrt(D).
         sliding_window: A token of a packed sample sees itself and sliding_window - 1 tokens before it; None takes the
             configuration's.
-        softcap: Scores become softcap * tanh(scores / softcap).
         kwargs: Further arguments for sdpa.
 
     Raises:
@@ -73,18 +71,12 @@ def attention(
         rows = torch.arange(batch, device=attention_mask.device, dtype=torch.int32)[:, None] * tokens
         ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
         q, k, v = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
-        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
+        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window)
         return found.view(batch, tokens, found.shape[1], -1), None
-    groups, length, present = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
-    if softcap is not None:  # no kernel has it
-        if attention_mask is None:  # causal
-            attention_mask = torch.ones(length, present, dtype=torch.bool, device=query.device).tril(present - length)
+    groups, owner = query.shape[1] // key.shape[1], module
+    if groups > 1 and attention_mask is None and query.shape[2] > 1 and not takes_groups(query, key, value, dropout):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        return unfused(query, key, value, attention_mask, scaling, dropout, softcap).transpose(1, 2), None
-    owner: Any = module
-    if groups > 1 and attention_mask is None and length > 1 and not takes_groups(query, key, value, dropout):
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # has no groups to repeat
+        owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # type: ignore[assignment]  # has no groups
     with CudaAttention() if query.device.type == "meta" else nullcontext():  # fake runs count the GPU's memory
         found, _ = sdpa_attention_forward(owner, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return found, None
@@ -142,12 +134,8 @@ def _window(module: nn.Module, given: int | None) -> int | None:
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Let a model use ftkit's attention, and return whether it does.
-
-    Families that transformers does not run by sdpa keep their own attention, except those with soft-capped scores.
-    """
-    capped = getattr(getattr(model, "config", None), "attn_logit_softcapping", None)
-    if not hasattr(model, "set_attn_implementation") or not (getattr(model, "_supports_sdpa", False) or capped):
+    """Let a model use ftkit's attention, and return whether it does. Families without sdpa keep their own attention."""
+    if not hasattr(model, "set_attn_implementation") or not getattr(model, "_supports_sdpa", False):
         return False
     model.set_attn_implementation(ATTENTION)
     return bool(model.config._attn_implementation == ATTENTION)

@@ -1,6 +1,6 @@
 """Causal attention over packed samples, each as if it were alone. Memory and time grow with the lengths of the samples.
 
-    loop        one sample after the other in plain PyTorch: the reference, for every device; the only one with a soft cap
+    loop        one sample after the other by `scaled_dot_product_attention`: the reference, for every device
     efficient   launches of the memory-efficient kernel that `scaled_dot_product_attention` uses on GPUs, from sm_50 on;
                 fp16 uses a V100's tensor cores if the head size is a multiple of 8
     flash       torch's variable-length flash attention, from sm_80 on
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout as dropped
 from torch.nn.functional import scaled_dot_product_attention
 
 from ftkit.plan.attention import launches
@@ -105,9 +104,9 @@ def on_device(numbers: list[int], device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
-def kernel_for(query: Tensor, value: Tensor, *, dropout: float, softcap: float | None) -> Kernel:
+def kernel_for(query: Tensor, value: Tensor, dropout: float) -> Kernel:
     """Return the fastest kernel for these queries and values. On meta it is that of the oldest GPUs."""
-    if query.device.type == "cpu" or softcap is not None:
+    if query.device.type == "cpu":
         return "loop"
     new = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
     flash = FLASH is not None and new and not dropout and query.dtype in HALVES and query.shape[-1] == value.shape[-1]
@@ -124,7 +123,6 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     window: int | None = None,
-    softcap: float | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
     """Return the attention of each sample to itself, (N, H, E).
@@ -139,14 +137,13 @@ def attend(
         scale: Factor on the scores; None for 1 / sqrt(D).
         dropout: Probability of dropping an attention weight.
         window: A token sees itself and window - 1 tokens before it; None for all.
-        softcap: Scores become softcap * tanh(scores / softcap).
         kernel: The kernel; None takes the fastest.
 
     Cost: memory of the result, and for backward fp32 (N, H). The efficient kernel adds (S, H, longest of a launch) and the
-        workspace of `ftkit.plan.attention`. The loop adds the scores of a sample if there is a cap or a window.
+        workspace of `ftkit.plan.attention`. The loop adds the scores of a sample if there is a window.
     """
     groups = query.shape[1] // key.shape[1]
-    kernel = kernel or kernel_for(query, value, dropout=dropout, softcap=softcap)
+    kernel = kernel or kernel_for(query, value, dropout)
     cuts = tuple(sorted(set(boundaries.tolist())))  # without empty samples
     if kernel == "flash":
         ends = on_device(list(cuts), query.device)
@@ -163,31 +160,9 @@ def attend(
     parts = []
     for start, end in pairwise(cuts):
         q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
-        if softcap is None and window is None:
-            part = scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale)
-        else:
-            seen = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril()
-            part = unfused(q, k, v, seen if window is None else seen.triu(1 - window), scale, dropout, softcap)
+        seen = None
+        if window is not None:
+            seen = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        part = scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=seen is None, scale=scale)
         parts.append(part.transpose(0, 1))
     return torch.cat(parts)
-
-
-def unfused(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None, dropout: float, softcap: float | None
-) -> Tensor:
-    """Return attention in plain PyTorch, whose scores exist as a whole: (..., T, E).
-
-    Args:
-        query: (..., T, D).
-        key: (..., S, D).
-        value: (..., S, E).
-        seen: Which keys a query sees, bool, (T, S) or with the dimensions before.
-        scale: Factor on the scores; None for 1 / sqrt(D).
-        dropout: Probability of dropping an attention weight.
-        softcap: Scores become softcap * tanh(scores / softcap).
-    """
-    scores = (query @ key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
-    return dropped(weights.to(query.dtype), dropout) @ value
