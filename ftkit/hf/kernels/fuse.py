@@ -243,7 +243,7 @@ def _fuse_rotations(model: nn.Module, dtype: torch.dtype, device: torch.device, 
         if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names or "forward" in vars(module):
             continue
         original: Any = forward.__globals__.get(ROTATION)
-        width = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        width: Any = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if (original, width) not in proved:
             turns = (width, width // 4 * 2) if isinstance(width, int) and width % 2 == 0 else ()
             agrees = {_rotates(original, width, turning, dtype, device) for turning in turns}
@@ -276,7 +276,8 @@ def _rebound(function: FunctionType, name: str, value: Any) -> FunctionType:
     namespace = {**function.__globals__, name: value}
     bound = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
     bound.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(bound, function)
+    functools.update_wrapper(bound, function)
+    return bound
 
 
 def _rotates(

@@ -720,8 +720,8 @@ FAULTS = (
     _fault(
         "a step's overflow is laid to the first unit that it reached last",
         "ftkit/hf/fp16/overflow.py",
-        "return max(overflowed, key=names.index)",
-        "return min(overflowed, key=names.index)",
+        "else max(overflowed, key=names.index)",
+        "else min(overflowed, key=names.index)",
         "tests/hf/test_overflow.py::test_where_a_backward_began_to_overflow",
     ),
     _fault(

@@ -69,8 +69,8 @@ FAULTS = (
     fault(
         "grouped keys go to the math kernel of a V100",
         "ftkit/hf/kernels/attention.py",
-        "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        stand_in",
-        "stand_in",
+        "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        owner",
+        "owner",
         _LAUNCHES + "test_grouped_keys_are_repeated_where_torch_has_no_kernel_for_them",
     ),
     fault(
