@@ -219,6 +219,7 @@ def test_a_run_goes_on_with_the_fp32_modules_it_had(tmp_path: Path) -> None:
     second = trainer(folder, tmp_path / "run", "fp16", max_steps=6)
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert second.units.fp32_modules.found == first.units.fp32_modules.found != {}
+    assert not second.units.fp32_modules.largest, "it has not searched again"
     assert losses(second)[-3:] == losses(whole)[-3:]
 
 
