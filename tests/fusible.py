@@ -72,7 +72,7 @@ _SLIDING = {"sliding_window": 4, "query_pre_attn_scalar": 8, "head_dim": 8}
 _ROTARY_SILU = {"gated MLP (silu)": LAYERS, "rotary": LAYERS, "chunked loss": 1}
 LLAMA_PARTS = _ROTARY_SILU | {"RMSNorm (Llama's casting)": 2 * LAYERS + 1}
 _GEMMA = {"gated MLP (gelu_tanh)": LAYERS, "rotary": LAYERS, "chunked loss": 1}
-_LAYER_NORMS = {"LayerNorm": 2 * LAYERS + 1, "chunked loss": 1}
+_LOSS = {"chunked loss": 1}
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (_decoder("Llama"), LLAMA_PARTS),
@@ -88,13 +88,13 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "phi3": (_decoder("Phi3"), LLAMA_PARTS),
     "phi4": (_decoder("Phi3", partial_rotary_factor=0.5, tie_word_embeddings=True), LLAMA_PARTS),
     "olmo2": (_decoder("Olmo2"), _ROTARY_SILU | {"RMSNorm (OLMo-2's)": 4 * LAYERS + 1}),
-    "starcoder2": (_decoder("Starcoder2"), _LAYER_NORMS | {"gelu_tanh": LAYERS, "rotary": LAYERS}),
-    "stablelm": (_decoder("StableLm"), _LAYER_NORMS | {"gated MLP (silu)": LAYERS, "rotary": LAYERS}),
-    "gpt_neox": (_decoder("GPTNeoX"), _LAYER_NORMS | {"gelu": LAYERS, "rotary": LAYERS}),
-    "gpt2": (_gpt2, _LAYER_NORMS | {"gelu_tanh": LAYERS}),
-    "opt": (_opt, _LAYER_NORMS | {"relu": LAYERS}),
-    "t5": (_t5("relu"), {"RMSNorm (T5's)": 5 * LAYERS + 2, "relu": 2 * LAYERS}),
-    "t5-gated": (_t5("gated-gelu"), {"RMSNorm (T5's)": 5 * LAYERS + 2, "gated MLP (gelu_tanh)": 2 * LAYERS}),
+    "starcoder2": (_decoder("Starcoder2"), _LOSS | {"rotary": LAYERS}),
+    "stablelm": (_decoder("StableLm"), _ROTARY_SILU),
+    "gpt_neox": (_decoder("GPTNeoX"), _LOSS | {"rotary": LAYERS}),
+    "gpt2": (_gpt2, _LOSS),
+    "opt": (_opt, _LOSS),
+    "t5": (_t5("relu"), {"RMSNorm (T5's)": 5 * LAYERS + 2}),
+    "t5-gated": (_t5("gated-gelu"), {"RMSNorm (T5's)": 5 * LAYERS + 2}),
 }
 
 

@@ -143,7 +143,7 @@ def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
     upcast, skipped = trainer.engine.fp32_modules, trainer.engine_optimizer.loss_scale.skipped_steps
     told = f"fp32 modules: {upcast.describe()}; {counted(skipped, 'step')} skipped"
     overflows = [{"step": step, "where": where} for step, where in trainer.overflow_scan.overflows]
-    return {"fp32_modules": upcast.as_dict(), "skipped": skipped, "overflows": overflows, "told": told}
+    return {"fp32_modules": {"found": upcast.found}, "skipped": skipped, "overflows": overflows, "told": told}
 
 
 def _nvme_line(ranks: list[dict[str, Any]], seconds: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftkit.hf.kernels import attention as module
-from ftkit.hf.kernels.attention import REPEATED, repeat_grouped_keys, repeated_sdpa, takes_groups
+from ftkit.hf.kernels.attention import REPEATED, attention, repeat_grouped_keys, takes_groups
 from ftkit.hf.kernels.varlen import attend
 from ftkit.hf.memory.fake import CudaAttentionBackward
 from ftkit.plan.attention import Attention, backward_bytes
@@ -114,13 +114,13 @@ def test_grouped_keys_are_repeated_where_torch_has_no_kernel_for_them(fused: boo
         mock.patch.object(module, "takes_groups", return_value=fused),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", noted),
     ):
-        found, _ = repeated_sdpa(owner, query, key, key, None)
-        repeated_sdpa(owner, query, key, key, torch.zeros(2, 1, 6, 6))
-        repeated_sdpa(owner, query[:, :, :1], key, key, None)
+        found, _ = attention(owner, query, key, key, None)
+        attention(owner, query, key, key, torch.zeros(2, 1, 6, 6))
+        attention(owner, query[:, :, :1], key, key, None)
     assert seen[0] == ((4, False) if repeats else (2, True))
     assert seen[1] == (4, False)
     assert seen[2][1], "one token a sample needs no repeated keys"
-    torch.testing.assert_close(found, repeated_sdpa(owner, query, key, key, None)[0])
+    torch.testing.assert_close(found, attention(owner, query, key, key, None)[0])
 
 
 @pytest.mark.parametrize("kernel", ["can_use_flash_attention", "can_use_efficient_attention", None])

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import ftkit
-from ftkit.hf.fp16.modules import Fp32Modules
-from ftkit.hf.fp16.search import find_fp32_modules, restore_fp32_modules
+from ftkit.hf.fp16.search import find_fp32_modules
 from tests import fusible
 from tests.hf.runs import fresh_state
 from tests.tiny import make_base, make_overflowing_base
@@ -219,8 +218,8 @@ def test_a_run_goes_on_with_the_fp32_modules_it_had(tmp_path: Path) -> None:
     fresh_state()
     second = trainer(folder, tmp_path / "run", "fp16", max_steps=6)
     second.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert second.units.fp32_modules.as_dict() == first.units.fp32_modules.as_dict()
-    assert second.units.fp32_modules.found
+    assert second.units.fp32_modules.found == first.units.fp32_modules.found != {}
+    assert not second.units.fp32_modules.largest, "it has not searched again"
     assert losses(second)[-3:] == losses(whole)[-3:]
 
 
@@ -329,17 +328,10 @@ def test_restored_fp32_modules_are_those_that_were_found() -> None:
     first, second = (plant_in_sums(fusible.build("llama")) for _ in range(2))
     found = find_fp32_modules(ftkit.shard(first, {"dtype": "fp16"}), [batch])
     units = ftkit.shard(second, {"dtype": "fp16"})
-    restore_fp32_modules(units, Fp32Modules.from_dict(found.as_dict(), "there"))
+    units.fp32_modules.apply(second, found.found)
     assert compute(second, batch)[0] == compute(first, batch)[0]
-    assert units.fp32_modules.found == found.found
     with pytest.raises(ftkit.UserError, match="no such part"):
-        restore_fp32_modules(units, Fp32Modules({"model.layers.9": "part"}))
-
-
-@pytest.mark.parametrize("given", [None, {"found": {"a": "island"}}])
-def test_fp32_modules_that_a_stranger_wrote(given: Any) -> None:
-    with pytest.raises(ftkit.UserError, match=r"manifest\.json: its fp32 modules"):
-        Fp32Modules.from_dict(given, "manifest.json")
+        units.fp32_modules.apply(second, {"model.layers.9": "part"})
 
 
 def test_weights_that_fp16_does_not_hold_are_refused(tmp_path: Path) -> None:
@@ -434,10 +426,9 @@ def test_an_earlier_stream_under_a_later_one() -> None:
     for batch, token in zip(batches, (9, 7)):
         batch["input_ids"][:] = batch["input_ids"].masked_fill((batch["input_ids"] == 7) | (batch["input_ids"] == 9), 8)
         batch["input_ids"][0, 3] = token
-    restored = Fp32Modules({"model.layers.1": "stream", "model.layers.0": "stream"})
     model = plant(fusible.build("llama"))
     units = ftkit.shard(model, {"dtype": "fp16", "kernels": "off"})
-    restore_fp32_modules(units, restored)
+    units.fp32_modules.apply(model, {"model.layers.1": "stream", "model.layers.0": "stream"})
     exact = plant(fusible.build("llama"))
     for batch in batches:
         assert compute(model, batch)[0] == pytest.approx(compute(exact, batch)[0], rel=5e-3)

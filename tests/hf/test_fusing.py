@@ -120,6 +120,17 @@ class OwnMlp(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) + 0.01)
 
 
+class PlainMlp(OwnMlp):
+    """With GELU, and without the twist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = ACT2FN["gelu"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class DroppingMlp(OwnMlp):
     """What it is only in training."""
 
@@ -153,11 +164,6 @@ def test_what_does_not_agree_is_left_alone_and_reported(made: Any) -> None:
     assert type(model[0]) is own
     assert report.left == {"0": f"{own.__name__} does not compute what its attributes say"}
     assert report.summary().endswith(f"; not replaced: 0 ({report.left['0']})")
-
-
-def test_a_clipped_activation_is_not_the_plain_one() -> None:
-    assert list(fuse(nn.Sequential(ACT2FN["gelu"]), torch.float32, CPU).done) == ["gelu"]
-    assert not fuse(nn.Sequential(ACT2FN["gelu_10"]), torch.float32, CPU).done
 
 
 class MoreThanAHead(transformers.LlamaForCausalLM):
@@ -218,12 +224,12 @@ def test_a_rotation_of_another_form_than_was_proved_is_the_models_own() -> None:
         return q, k
 
     turn, q, angle = rotated(own), torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
-    turn(q, q, angle, angle, unsqueeze_dim=0)
+    turn(q, q, angle, angle, unsqueeze_dim=2)
+    turn(q, q, angle, angle, 0)
     turn(q, q, angle[0], angle[0])
-    assert called == [0, 1]
+    assert called == [2, 0, 1]
     turn(q, q, angle, angle)
-    turn(q.transpose(1, 2), q.transpose(1, 2), angle, angle, 2)
-    assert called == [0, 1]
+    assert called == [2, 0, 1]
 
 
 def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,24 +242,13 @@ def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeyp
     assert report.left["all of it"].startswith("Triton does not run here: RuntimeError: Failed to find C compiler.")
 
 
-def hooked(mlp: Any) -> None:
-    mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
-
-
-def replaced(mlp: Any) -> None:
-    mlp.forward = lambda x: 2 * type(mlp).forward(mlp, x)
-
-
-@pytest.mark.parametrize("change", [hooked, replaced])
-def test_hooks_and_forwards_of_the_instance_stay(change: Any) -> None:
+def test_a_hook_on_an_activation_is_still_called() -> None:
     """In the second layer only: the proof of the first layer does not count for it."""
     model = fusible.build("llama")
-    change(model.model.layers[1].mlp)
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, args, output: output * 0.5)
     inputs = fusible.batch("llama", 2, 6, 0)
     before = model(**inputs).logits
-    report = fuse(model, torch.float32, CPU)
-    assert "hooks or a forward of the instance" in report.left["model.layers.1.mlp"]
-    assert report.done["gated MLP (silu)"] == ["model.layers.0.mlp"]
+    assert fuse(model, torch.float32, CPU).done["gated MLP (silu)"] == ["model.layers.0.mlp"]
     torch.testing.assert_close(model(**inputs).logits, before)
 
 
@@ -263,8 +258,7 @@ def test_a_gated_mlp_with_lora_is_fused() -> None:
     assert len(fuse(model, torch.float32, CPU).done["gated MLP (silu)"]) == fusible.LAYERS
 
 
-def test_a_function_in_a_module_is_a_part_of_its_proof() -> None:
-    first, second = ACT2FN["gelu"], ACT2FN["gelu"]
-    second.act = nn.functional.silu
-    report = fuse(nn.Sequential(first, second), torch.float32, CPU)
-    assert list(report.done.values()) == [["0"], ["1"]]
+def test_a_function_in_an_activation_is_a_part_of_its_proof() -> None:
+    model = nn.Sequential(PlainMlp(), PlainMlp())
+    model[1].act_fn.act = nn.functional.silu
+    assert fuse(model, torch.float32, CPU).done == {"gated MLP (gelu)": ["0"], "gated MLP (silu)": ["1"]}

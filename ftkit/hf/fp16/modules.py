@@ -32,7 +32,7 @@ from ftkit.hf.kernels.head import head_loss
 LIMIT = 2.0**14
 """Largest magnitude that stays in fp16: a quarter of its range, because activations grow and batches differ."""
 
-PROJECTION, PART, STREAM = KINDS = ("projection", "part", "stream")
+PROJECTION, PART, STREAM = "projection", "part", "stream"
 
 
 @dataclass
@@ -40,10 +40,9 @@ class Fp32Modules:
     """The fp32 modules of one model.
 
     Args:
-        found: Module name to kind, one of `KINDS`.
-        largest: Module name to the largest magnitude seen there in fp16; inf for an overflow.
+        found: Module name to kind: PROJECTION, PART or STREAM.
+        largest: Module name to the largest magnitude that this run saw there in fp16; inf for an overflow.
         finite: Whether every forward of the last search ended finite.
-        looked: Whether a search was made.
         overflowed: Name of the first module that overflowed in fp16 in the last search; None without one.
         wide: Modules that compute in fp32, as `apply` chose them.
     """
@@ -51,20 +50,15 @@ class Fp32Modules:
     found: dict[str, str] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     finite: bool = True
-    looked: bool = False
     overflowed: str | None = None
     wide: set[nn.Module] = field(default_factory=set)
     _inputs: dict[nn.Module, str] = field(default_factory=dict)
     _adapted: set[nn.Module] = field(default_factory=set)
 
     def apply(self, model: nn.Module, found: dict[str, str]) -> None:
-        """Let exactly these modules compute in fp32.
+        """Let exactly these modules (see `found`) of a model, the same in every call, compute in fp32.
 
         Each module gets one new forward, which looks up here what to cast. So a later call can take fp32 modules back.
-
-        Args:
-            model: The model, the same in every call.
-            found: Module name to kind, one of `KINDS`.
 
         Raises:
             UserError: The model has no module of that name.
@@ -95,8 +89,9 @@ class Fp32Modules:
             kind, wide = owner._inputs.get(self), self in owner.wide
             if kind is not None:
                 args, kwargs = _cast_inputs(args, kwargs, first=kind == STREAM)
-            if isinstance(self, nn.LayerNorm):
-                return _layer_norm(self, *args)
+            if isinstance(self, nn.LayerNorm) and self.weight is not None and self.weight.dtype != (dtype := args[0].dtype):
+                bias = None if self.bias is None else self.bias.to(dtype)
+                return layer_norm(args[0], self.normalized_shape, self.weight.to(dtype), bias, self.eps)
             if wide and isinstance(self, nn.Embedding):
                 return plain(self, *args).float()  # the position bias of T5's attention
             if wide and isinstance(self, (nn.Linear, Conv1D)):
@@ -106,49 +101,18 @@ class Fp32Modules:
                 args = (args[0].half(), *args[1:])
             return plain(self, *args, **kwargs)
 
-        def _layer_norm(self: nn.LayerNorm, input: Tensor) -> Tensor:
-            if self.weight is None or input.dtype == self.weight.dtype:
-                return plain(self, input)
-            bias = None if self.bias is None else self.bias.to(input.dtype)
-            return layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
-
         return forward
 
     def describe(self) -> str:
-        """Return one line with every fp32 module and the value that made it one."""
-        if not self.looked:
-            return "not looked for"
+        """Return one line with every fp32 module, and the value that made it one if this run has seen it."""
         if not self.found:
-            return f"none needed: no activation is beyond {LIMIT:g}, and fp16 holds 65504"
-        streams = [f"residual sums from {name} on{self._seen(name)}" for name in self.found if self.found[name] == STREAM]
-        return ", ".join([f"{name}{self._seen(name)}" for name in self.found if self.found[name] != STREAM] + streams)
-
-    def _seen(self, name: str) -> str:
-        largest = self.largest.get(name, math.inf)
-        return " (overflowed)" if largest == math.inf else f" (reached {largest:.3g})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fp32 modules for JSON; a module that overflowed has no largest value."""
-        largest = {name: seen for name, seen in self.largest.items() if name in self.found and seen < math.inf}
-        return {"found": self.found, "largest": largest}
-
-    @classmethod
-    def from_dict(cls, given: Any, where: str) -> Fp32Modules:
-        """Return the fp32 modules that `as_dict` gave.
-
-        Args:
-            given: Value read from JSON.
-            where: File that it was read from, for the error.
-
-        Raises:
-            UserError: The value has another form.
-        """
-        found = given.get("found") if isinstance(given, dict) else None
-        if not isinstance(found, dict) or not all(kind in KINDS for kind in found.values()):
-            raise UserError(f"{where}: its fp32 modules are not names with one of {', '.join(KINDS)}")
-        largest = given.get("largest")
-        seen = largest.items() if isinstance(largest, dict) else ()
-        return cls(dict(found), {name: value for name, value in seen if isinstance(value, float)})
+            return f"none: no activation was found beyond {LIMIT:g}, and fp16 holds 65504"
+        named = []
+        for name, kind in self.found.items():
+            largest = self.largest.get(name, 0.0)
+            seen = " (overflowed)" if largest == math.inf else f" (reached {largest:.3g})" if largest else ""
+            named.append(f"residual sums from {name} on{seen}" if kind == STREAM else f"{name}{seen}")
+        return ", ".join(named)
 
 
 def _has_matrices(module: nn.Module) -> bool:

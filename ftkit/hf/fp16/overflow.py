@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ftkit.errors import UserError
-from ftkit.hf.fp16.modules import Fp32Modules
-from ftkit.hf.fp16.search import BATCHES, find_fp32_modules, restore_fp32_modules, taken_by, widens_inputs
+from ftkit.hf.fp16.search import BATCHES, find_fp32_modules, taken_by, widens_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +24,16 @@ FP32_MODULES = "islands"  # checkpoints of the first format have this name
 
 
 def began_in(overflowed: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the flat parameter in whose backward an overflow began; None if all have overflowed, or none has.
-
-    Args:
-        overflowed: Names of the flat parameters whose gradients are not finite.
-        names: Names of all flat parameters with a gradient, in forward order.
-    """
-    if not overflowed or set(overflowed) >= set(names):
-        return None
-    return max(overflowed, key=names.index)
+    """Return the one of `names`, in forward order, in whose backward an overflow began; None if all have overflowed."""
+    return None if set(overflowed) >= set(names) else max(overflowed, key=names.index)
 
 
 class OverflowScan:
-    """A Trainer's search for overflow: on its first batches, and after a skipped step.
-
-    Args:
-        trainer: A Trainer on ftkit's engine. Without fp16 nothing is searched.
-
-    Attributes: overflows, (step, where the overflow began) of each skipped step.
-    """
+    """A Trainer's search for overflow: on its first batches, and after a skipped step. Without fp16 nothing is searched."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.overflows: list[tuple[int, str]] = []
+        self.overflows: list[tuple[int, str]] = []  # step, and where the overflow began
         self._batches: Sequence[Any] = ()  # of the present step
         self._looked = False  # whether this run, or the one that it resumes, has searched its first batches
 
@@ -101,19 +87,15 @@ class OverflowScan:
                 logger.warning("fp16: that forward is not finite in fp32 either")
 
     def find(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Make and log fp32 modules; return whether the forward is finite with them. A collective.
-
-        Args:
-            batches: This rank's batches on its device, as the model takes them.
-        """
+        """Make and log fp32 modules; return whether the forward of `_inputs_of` is finite with them. A collective."""
         units = self.trainer.engine
+        before, loud = units.fp32_modules.found, units.comm.rank == 0
         if not batches:
-            level = logging.WARNING if units.comm.rank == 0 else logging.DEBUG
-            logger.log(level, "fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
+            if loud:
+                logger.warning("fp16: the overflow scan was skipped: the keys of a batch do not match the model's forward()")
             return True
-        before = units.fp32_modules.found
         found = find_fp32_modules(units, batches)
-        if units.comm.rank == 0:
+        if loud:
             level = logging.WARNING if found.found != before else logging.INFO
             logger.log(level, "fp16: fp32 modules: %s", found.describe())
         return found.finite
@@ -122,36 +104,30 @@ class OverflowScan:
         """Return the batches that the model itself takes, on its device: of each as much as fits one forward."""
         taken, parts = set(taken_by(self.trainer.model)), self.trainer.engine.strategy.parts
         given = [self.trainer._prepare_inputs(_first_part(batch, parts)) for batch in batches if isinstance(batch, Mapping)]
-        return [each for each in given if isinstance(each, Mapping) and each.keys() <= taken]
+        return [each for each in given if each.keys() <= taken]
 
     # --- checkpoints
 
     def noted(self) -> dict[str, Any]:
         """Return what a checkpoint keeps for `restore`."""
-        return {FP32_MODULES: self.trainer.engine.fp32_modules.as_dict()} if self.is_on else {}
+        return {FP32_MODULES: {"found": self.trainer.engine.fp32_modules.found}} if self.is_on else {}
 
-    def restore(self, noted: dict[str, Any], where: str) -> None:
-        """Take the fp32 modules out of a checkpoint's notes, and make them again.
-
-        Args:
-            noted: Notes of the checkpoint. The key of this class is removed.
-            where: File of the notes, for errors.
+    def restore(self, noted: dict[str, Any]) -> None:
+        """Remove the fp32 modules from a checkpoint's notes, and make them again.
 
         Raises:
-            UserError: The notes have another form, or name a module that the model has not.
+            UserError: The notes name a module that the model has not.
         """
         given = noted.pop(FP32_MODULES, None)
-        if given is not None and self.is_on:
-            restore_fp32_modules(self.trainer.engine, Fp32Modules.from_dict(given, where))
-            self._looked = True
+        if given is None or not self.is_on:
+            return
+        self._looked, units = True, self.trainer.engine
+        if given["found"]:
+            units.fp32_modules.apply(units.model, given["found"])
 
 
-def _first_part(batch: Any, parts: int) -> Any:
+def _first_part(batch: Mapping[str, Any], parts: int) -> dict[str, Any]:
     """Return the first of the parts into which blocks divide a batch."""
-    if parts == 1 or not isinstance(batch, Mapping):
-        return batch
-    rows = max((len(each) for each in batch.values() if torch.is_tensor(each) and each.dim()), default=0)
-    return {
-        key: each.tensor_split(parts)[0] if torch.is_tensor(each) and each.dim() and len(each) == rows else each
-        for key, each in batch.items()
-    }
+    tensors = {key: each for key, each in batch.items() if torch.is_tensor(each) and each.dim()}
+    rows = max(map(len, tensors.values()), default=0)
+    return {**batch, **{key: each.tensor_split(parts)[0] for key, each in tensors.items() if len(each) == rows}}

@@ -19,16 +19,15 @@ import inspect
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.engine.core.tensor_tree import take_tensors
+from ftkit.hf.adapters import base_of
 from ftkit.hf.fp16.modules import LIMIT, PART, PROJECTION, STREAM, Fp32Modules
 from ftkit.hf.kernels.head import head_loss, only_loss
 from ftkit.hf.sharded_model import ShardedTransformer
@@ -49,12 +48,10 @@ def find_fp32_modules(units: ShardedTransformer, batches: Iterable[Mapping[str, 
         batches: Keyword arguments of the model's forward, on its device. Each rank gives its own, all the same number.
 
     Returns:
-        All fp32 modules of the model. `finite` says whether the forward is finite with them.
-
-    Cost: see the module. A collective.
+        All fp32 modules of the model. `finite` says whether the forward is finite with them. A collective.
     """
     model, modules = units.model, units.fp32_modules
-    training, modules.looked, modules.finite, modules.overflowed = model.training, True, True, None
+    training, modules.finite, modules.overflowed = model.training, True, None
     model.eval()
     try:
         with torch.no_grad():
@@ -67,19 +64,6 @@ def find_fp32_modules(units: ShardedTransformer, batches: Iterable[Mapping[str, 
     return modules
 
 
-def restore_fp32_modules(units: ShardedTransformer, given: Fp32Modules) -> None:
-    """Add the fp32 modules of the run that is resumed to those of the model.
-
-    Raises:
-        UserError: The model has no module of that name.
-    """
-    modules = units.fp32_modules
-    modules.largest |= given.largest
-    modules.looked = True
-    if found := modules.found | given.found:
-        modules.apply(units.model, found)
-
-
 def widens_inputs(units: ShardedTransformer) -> bool:
     """Return whether blocks get fp32 inputs: an fp32 module is in a block, or before one."""
     blocks = tuple(f"{unit.name}." for unit in units.units)
@@ -88,8 +72,7 @@ def widens_inputs(units: ShardedTransformer) -> bool:
 
 def taken_by(model: nn.Module) -> Collection[str]:
     """Return the names of the arguments of a model's forward; of a PEFT model, those of its base."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return inspect.signature(base.forward).parameters.keys()
+    return inspect.signature(base_of(model).forward).parameters.keys()
 
 
 def _with_fp32_head(units: ShardedTransformer, batch: Mapping[str, Any]) -> bool:
@@ -120,15 +103,6 @@ def _is_finite(units: ShardedTransformer, batch: Mapping[str, Any]) -> bool:
     return not units.comm.any(_largest(out, torch.float16, torch.float32) == math.inf)
 
 
-@dataclass(frozen=True)
-class _Excess:
-    """A module with too large a magnitude, and the (name, kind) of fp32 modules that may help, smallest first."""
-
-    name: str
-    largest: float
-    options: tuple[tuple[str, str], ...]
-
-
 class _Hooks:
     """Hooks that make fp32 modules while a model runs.
 
@@ -143,7 +117,7 @@ class _Hooks:
         self.parents: dict[nn.Module, nn.Module] = {}
         self.last: set[nn.Module] = set()  # projections whose result is the result of the module around them
         self.results: dict[nn.Module, list[Tensor]] = {}  # of projections, until the module around them returns
-        self.excesses: list[tuple[nn.Module, float]] = []  # (module, magnitude) in the region
+        self.excesses: list[tuple[str, float]] = []  # (module, magnitude) in the region
         self.handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -185,44 +159,45 @@ class _Hooks:
         if largest > LIMIT or _largest(output, torch.float32) == math.inf:
             given = {key: value for key, value in kwargs.items() if "mask" not in key}  # masks may contain infinities
             if _largest((args, given), torch.float16, torch.float32) < math.inf:
-                self.excesses.append((module, largest))
+                self.excesses.append((self.names[module], largest))
 
-    def _take_excesses(self) -> list[_Excess]:
-        """Return the excesses of all ranks in the region that has just run. A collective."""
+    def _take_excesses(self) -> dict[str, float]:
+        """Return the modules of all ranks with an excess in the region that has just run, and its size. A collective."""
         taken, self.excesses = self.excesses, []
-        own = [_Excess(self.names[module], largest, self._options(module)) for module, largest in taken]
-        return [each for rank in self.comm.all(own) for each in rank]
+        found: dict[str, float] = {}
+        for name, largest in (each for rank in self.comm.all(taken) for each in rank):
+            found[name] = max(largest, found.get(name, 0.0))
+        return found
 
-    def _options(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
-        name, around = self.names[module], self.parents.get(module)
+    def _options(self, name: str) -> list[tuple[str, str]]:
+        """Return the (name, kind) of fp32 modules that may help a module, smallest first."""
+        module = self.model.get_submodule(name)
+        around = self.parents.get(module)
         is_step = isinstance(module, PROJECTIONS) or not any(module.children())
         if is_step and around is not None and around not in self.blocks and module not in self.last:
-            return ((self.names[around], PART),)
-        return ((name, PROJECTION),) if isinstance(module, PROJECTIONS) else ((name, STREAM), (name, PART))
+            return [(self.names[around], PART)]
+        return [(name, PROJECTION)] if isinstance(module, PROJECTIONS) else [(name, STREAM), (name, PART)]
 
     def _after_region(self, region: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Make fp32 modules and run the region again until no magnitude exceeds the limit; return its result."""
         excesses = self._take_excesses()
-        overflows = (each.name for each in excesses if each.largest == math.inf)
+        overflows = (name for name, largest in excesses.items() if largest == math.inf)
         self.modules.overflowed = self.modules.overflowed or next(overflows, None)
         tried: set[tuple[str, str]] = set()
-        while excesses:
-            options = [(each, option) for each in excesses for option in each.options if option not in tried]
-            if not options:
-                break
-            excess, (name, kind) = options[0]
+        while options := [(name, each) for name in excesses for each in self._options(name) if each not in tried]:
+            exceeding, (name, kind) = options[0]
             tried.add((name, kind))
             before = self.modules.found
             self.modules.apply(self.model, {**before, name: kind})
             left, result = self._again(region, args, kwargs, excesses)
-            if excess.name in {each.name for each in left}:
+            if exceeding in left:
                 self.modules.apply(self.model, before)
             else:
-                self.modules.largest[name] = excess.largest
+                self.modules.largest[name] = excesses[exceeding]
                 excesses, output = left, result
         return output
 
-    def _again(self, region: nn.Module, args: Any, kwargs: Any, excesses: list[_Excess]) -> tuple[list[_Excess], Any]:
+    def _again(self, region: nn.Module, args: Any, kwargs: Any, excesses: dict[str, float]) -> tuple[dict[str, float], Any]:
         """Run a region again; return its excesses and its result. If it cannot run, return the former excesses."""
         try:
             output = region.forward(*args, **kwargs)

@@ -23,7 +23,7 @@ from ftkit.hf.kernels.varlen import ATTENTION, attend
 from ftkit.hf.memory.fake import CudaAttention
 
 REPEATED = "ftkit-sdpa"
-"""transformers' sdpa, with grouped keys repeated where PyTorch has no kernel for them."""
+"""Name of the same attention for models that do not pack: sdpa, with grouped keys repeated where no kernel takes them."""
 
 
 def is_packed(attention_mask: Any) -> bool:
@@ -40,22 +40,23 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return the result (B, T, H, E), and no weights. transformers calls this in every attention layer.
 
+    Grouped keys are repeated where no fused kernel takes them: PyTorch would compute them without a mask by its math kernel,
+    with fp32 scores of (B, H, T, T).
+
     Args:
         module: The attention module.
         query: (B, H, T, D).
-        key: (B, G, T, D). G divides H.
-        value: (B, G, T, E).
-        attention_mask: Boundaries of packed samples, (B, 1, 1, S + 1) int32, or a mask for sdpa.
+        key: (B, G, S, D). G divides H.
+        value: (B, G, S, E).
+        attention_mask: Boundaries of packed samples, (B, 1, 1, samples + 1) int32, or a mask for sdpa.
         dropout: Probability of dropping an attention weight.
         scaling: Factor on the scores; None for 1 / sqrt(D).
         sliding_window: A token of a packed sample sees itself and sliding_window - 1 tokens before it; None takes the
             configuration's.
-        softcap: Scores become softcap * tanh(scores / softcap).
         kwargs: Further arguments for sdpa.
 
     Raises:
@@ -70,46 +71,21 @@ def attention(
         rows = torch.arange(batch, device=attention_mask.device, dtype=torch.int32)[:, None] * tokens
         ends = (attention_mask.view(batch, -1) + rows).reshape(-1)
         q, k, v = (each.transpose(1, 2).reshape(batch * tokens, each.shape[1], -1) for each in (query, key, value))
-        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window, softcap=softcap)
+        found = attend(q, k, v, ends, tokens, scale=scaling, dropout=dropout, window=window)
         return found.view(batch, tokens, found.shape[1], -1), None
-    if softcap is not None:
-        return _capped(module, query, key, value, attention_mask, dropout, scaling, softcap), None
-    return repeated_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-
-
-def repeated_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return transformers' sdpa, with grouped keys repeated first where no fused kernel takes them.
-
-    Otherwise PyTorch computes grouped keys without a mask by its math kernel: scores of (B, H, T, T), in fp32. The arguments
-    are those of `attention`.
-    """
-    groups = query.shape[1] // key.shape[1]
-    stand_in: Any = module
+    groups, owner = query.shape[1] // key.shape[1], module
     if groups > 1 and attention_mask is None and query.shape[2] > 1 and not takes_groups(query, key, value, dropout):
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-        stand_in = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # has no groups to repeat
+        owner = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # type: ignore[assignment]  # has no groups
     with CudaAttention() if query.device.type == "meta" else nullcontext():  # fake runs count the GPU's memory
-        found, _ = sdpa_attention_forward(stand_in, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        found, _ = sdpa_attention_forward(owner, query, key, value, attention_mask, dropout, scaling, **kwargs)
     return found, None
 
 
 def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Return whether a fused kernel computes causal attention with grouped keys. On a CPU scores are never whole.
 
-    Args:
-        query: (B, H, T, D).
-        key: (B, G, T, D).
-        value: (B, G, T, E).
-        dropout: Probability of dropping an attention weight.
+    The arguments are those of `attention`.
     """
     if query.device.type == "cuda":  # PyTorch answers for this GPU and this version
         asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, True)
@@ -130,16 +106,13 @@ def repeat_grouped_keys(model: Any, device: torch.device) -> bool:
         Whether it repeats them.
     """
     config: Any = getattr(model, "config", None)
-    if device.type != "cuda" or getattr(config, "_attn_implementation", None) != "sdpa":
-        return False
-    if not hasattr(model, "set_attn_implementation"):  # a wrapper that shows the configuration of its model
+    is_sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
+    if device.type != "cuda" or not is_sdpa or not hasattr(model, "set_attn_implementation"):  # which a wrapper has not
         return False
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    groups = heads // (getattr(text, "num_key_value_heads", None) or heads)
-    if groups == 1:
+    if getattr(text, "num_key_value_heads", None) in (None, getattr(text, "num_attention_heads", None)):
         return False
-    probe = torch.empty(1, groups, 2, 8, device=device, dtype=torch.float16)
+    probe = torch.empty(1, 2, 2, 8, device=device, dtype=torch.float16)
     if takes_groups(probe, probe[:, :1], probe[:, :1], 0.0):
         return False
     model.set_attn_implementation(REPEATED)
@@ -152,52 +125,22 @@ def _window(module: nn.Module, given: int | None) -> int | None:
     Raises:
         ValueError: The layer attends within chunks.
     """
-    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
-    kind = kinds[place] if kinds and isinstance(place, int) else None
-    if kind == "chunked_attention" or (kind is None and getattr(config, "attention_chunk_size", None)):
+    kind = kinds[module.layer_idx] if kinds else "sliding_attention"
+    if kind == "chunked_attention":
         raise ValueError(f"{type(module).__name__} attends within chunks: it cannot be packed with ftkit's attention")
-    if given is not None or kind not in (None, "sliding_attention"):
-        return given
-    return getattr(config, "sliding_window", None)
-
-
-def _capped(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-) -> Tensor:
-    """Return attention with soft-capped scores, (B, T, H, D). No kernel has them."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = softcap * torch.tanh((query @ key.transpose(2, 3)) * (scaling or query.shape[-1] ** -0.5) / softcap)
-    length, present = query.shape[2], key.shape[2]
-    if mask is None and length > 1:  # sdpa gets no mask for plain causal attention
-        mask = torch.ones(length, present, dtype=torch.bool, device=query.device).tril(present - length)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (nn.functional.dropout(weights, dropout, module.training) @ value).transpose(1, 2)
+    return getattr(config, "sliding_window", None) if given is None and kind == "sliding_attention" else given
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Let a model use ftkit's attention, and return whether it does.
-
-    Families that transformers does not run by sdpa keep their own attention, except those with soft-capped scores.
-    """
-    capped = getattr(getattr(model, "config", None), "attn_logit_softcapping", None)
-    if not hasattr(model, "set_attn_implementation") or not (getattr(model, "_supports_sdpa", False) or capped):
+    """Let a model use ftkit's attention, and return whether it does. Families without sdpa keep their own attention."""
+    if not hasattr(model, "set_attn_implementation") or not getattr(model, "_supports_sdpa", False):
         return False
     model.set_attn_implementation(ATTENTION)
     return bool(model.config._attn_implementation == ATTENTION)
 
 
-AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-AttentionInterface.register(REPEATED, repeated_sdpa)
-AttentionMaskInterface.register(REPEATED, sdpa_mask)
+for _name in (ATTENTION, REPEATED):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

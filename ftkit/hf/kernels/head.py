@@ -1,13 +1,13 @@
 """Chunked loss: the head and the loss of a causal language model together, so that the logits never exist as a whole.
 
 A model computes `logits = self.lm_head(hidden)` and passes them to `self.loss_function`, which can be set. While only a loss
-is wanted, the head keeps its input and returns logits of no classes, which pass through what the model does to logits. The
-loss function then computes the loss from the kept input with `ftkit.kernels.linear_cross_entropy`, and with the soft cap or
-scale that the configuration names. In all other calls both compute as before.
+is wanted, the head keeps its input and returns logits of no classes. The loss function then computes the loss from the kept
+input with `ftkit.kernels.linear_cross_entropy`, and with the soft cap or scale that the configuration names. In all other
+calls both compute as before.
 
-No list says which models this fits. A probe proves it: its body returns random hidden states, and its loss and gradients are
-compared with those of the same probe without the replacement. A forward hook or a backward hook of the user on the head or
-on the model may read or change logits: from then on they are computed.
+A probe proves that this fits a model: its body returns random hidden states, and its loss and gradients are compared with
+those of the same probe without the replacement. A hook of the user on the head or on the model may read or change logits:
+from then on they are computed.
 """
 
 from __future__ import annotations
@@ -27,29 +27,24 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from ftkit.engine.core.instance_class import specialise
-from ftkit.engine.core.recompute import autocast_kind
 from ftkit.hf.adapters import base_of, may_read_logits
-from ftkit.hf.kernels.probes import FAILURES, READING_HOOKS, difference, linear, results, without_hooks
+from ftkit.hf.kernels.probes import FAILURES, difference, linear, results, without_hooks
 from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
+READING_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Tables in which a module keeps hooks that see its output or the gradient of it."""
 HIDDEN = 8
 """Width of a probe's hidden states."""
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Result for each label: the one of token t + 1 belongs to the hidden states of token t.
+    """Results for labels, each (B, T - 1): that of token t + 1 belongs to the hidden states of token t."""
 
-    Args:
-        losses: (B, T - 1) fp32, nats; 0 for ignored labels.
-        hits: (B, T - 1) bool, whether the label was the most likely token.
-        counted: (B, T - 1) bool, whether the label is not ignored.
-    """
-
-    losses: Tensor
-    hits: Tensor
-    counted: Tensor
+    losses: Tensor  # fp32, nats; 0 for ignored labels
+    hits: Tensor  # bool, whether the label was the most likely token
+    counted: Tensor  # bool, whether the label is not ignored
 
     @property
     def rows(self) -> Tensor:
@@ -99,7 +94,7 @@ class HeadLoss:
         plain, own = type(self.head).forward, self
 
         def forward(self: nn.Linear, input: Tensor) -> Tensor:
-            if not own.wanted or torch.is_autocast_enabled(autocast_kind(input.device)):
+            if not own.wanted:
                 return linear_layer(*own.operands(input)) if own.wide else plain(self, own.operands(input)[0])
             own.kept = input
             return input.new_empty(*input.shape[:-1], 0)
@@ -112,7 +107,7 @@ class HeadLoss:
         weight, bias = self.head.weight, self.head.bias
         if self.wide:
             return hidden.float(), weight.float(), None if bias is None else bias.float()
-        return hidden.to(weight.dtype) if hidden.dtype == torch.float32 else hidden, weight, bias
+        return hidden.to(weight.dtype), weight, bias
 
     def __call__(
         self,
@@ -160,17 +155,9 @@ class HeadLoss:
 
 
 def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Let `model` compute its loss in chunks of the head's output, if that agrees with its own loss.
+    """Let `model` compute its loss by chunks of logits if that agrees with its own loss; return why not, or None.
 
-    Args:
-        model: A causal language model, or a PEFT model of one, on any device.
-        dtype: Compute dtype.
-        device: Compute device.
-
-    Returns:
-        Why not; None if it does.
-
-    Cost: a proof with a few rows of logits.
+    The arguments are those of `proven_head_loss`.
     """
     found = proven_head_loss(model, dtype, device)
     if isinstance(found, str):
@@ -182,7 +169,12 @@ def attach_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device)
 def proven_head_loss(model: nn.Module, dtype: torch.dtype, device: torch.device) -> HeadLoss | str:
     """Return the chunked loss of `model` without attaching it, or why it has none.
 
-    The arguments are those of `attach_head_loss`. The model may be on meta: its weights are not used.
+    Args:
+        model: A causal language model, or a PEFT model of one, on any device, meta included.
+        dtype: Compute dtype.
+        device: Compute device.
+
+    Cost: a proof with a few rows of logits.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel):
@@ -231,22 +223,22 @@ def only_loss(model: nn.Module, *, wanted: bool) -> Any:
 
 
 class _Body(nn.Module):
-    """Replaces everything below the head of a probe, and returns given hidden states."""
+    """Replaces everything below the head of a probe, and returns the hidden states that are given to all of them."""
 
-    hidden: Tensor
-
-    def __init__(self, original: nn.Module, depth: int = 2) -> None:
+    def __init__(self, original: nn.Module, given: list[Tensor], depth: int = 2) -> None:
         super().__init__()
+        self.given = given
         if depth:  # some models call a part of their body
-            self._modules.update({name: _Body(child, depth - 1) for name, child in original.named_children()})
+            self._modules.update({name: _Body(child, given, depth - 1) for name, child in original.named_children()})
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.given[0])
 
 
 def _agrees(
     base: PreTrainedModel, head: nn.Linear, cap: float, scale: float, dtype: torch.dtype, device: torch.device
 ) -> bool:
+    """Return whether a probe of the model, in training mode, has the same loss and gradients by chunks."""
     generator = Generator().manual_seed(0)
     classes = head.weight.shape[0]
     own_head = linear(classes, HIDDEN, generator, bias=head.bias is not None)
@@ -254,37 +246,28 @@ def _agrees(
     labels = torch.randint(0, classes, (2, 5), generator=generator)
     labels[0, :2] = -100
     cpu = torch.device("cpu")
-    # First on the CPU: a model that reads logits finds no classes, which a CUDA device answers with an assertion.
-    rounds = [(True, cpu, torch.float32)] if device.type != "cpu" else []
-    rounds += [(True, device, dtype), (False, device, dtype), (False, cpu, torch.float64)]
-    found = []
+
+    def run(chunked: bool, where: torch.device, of: torch.dtype) -> dict[str, Tensor]:
+        given: list[Tensor] = []
+        probe: Any = without_hooks(base)
+        probe_head = copy.deepcopy(own_head).to(where, of)
+        children = {name: probe_head if each is head else _Body(each, given) for name, each in base.named_children()}
+        probe.__dict__["_modules"] = children
+        probe.train()
+        if chunked:
+            HeadLoss(probe_head, cap, scale).attach(probe)
+
+        def loss(states: Tensor) -> Any:
+            given[:] = [states]
+            ids, own = labels.clamp(min=0).to(where), labels.to(where)
+            with only_loss(probe, wanted=True):
+                return probe(input_ids=ids, labels=own, num_items_in_batch=torch.tensor(7)).loss
+
+        return results(loss, {"hidden": hidden.to(dtype).to(where, of)}, dict(probe_head.named_parameters()))
+
     try:
-        for chunked, where, of in rounds:
-            probe_head = copy.deepcopy(own_head).to(where, of)
-            probe = _probe(base, head, probe_head)
-            if chunked:
-                HeadLoss(probe_head, cap, scale).attach(probe)
-            leaves = {"hidden": hidden.to(dtype).to(where, of)}
-            found.append(results(_loss_of(probe, labels.to(where)), leaves, dict(probe_head.named_parameters())))
+        if device.type != "cpu":  # a model that reads logits finds no classes, which a GPU answers with an assertion
+            run(True, cpu, torch.float32)
+        return difference(run(True, device, dtype), run(False, device, dtype), run(False, cpu, torch.float64)) is not None
     except FAILURES:
         return False
-    return difference(*found[-3:]) is not None
-
-
-def _probe(base: PreTrainedModel, head: nn.Linear, own_head: nn.Linear) -> Any:
-    """Return a copy of the model in training mode with `_Body` for its body and `own_head` for its head."""
-    probe = without_hooks(base)
-    probe.__dict__["_modules"] = {name: own_head if child is head else _Body(child) for name, child in base.named_children()}
-    return probe.train()
-
-
-def _loss_of(probe: Any, labels: Tensor) -> Any:
-    def loss(hidden: Tensor) -> Tensor:
-        for module in probe.modules():
-            if isinstance(module, _Body):
-                module.hidden = hidden
-        with only_loss(probe, wanted=True):
-            found: Tensor = probe(input_ids=labels.clamp(min=0), labels=labels, num_items_in_batch=torch.tensor(7)).loss
-        return found
-
-    return loss

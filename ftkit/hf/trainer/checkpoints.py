@@ -210,7 +210,7 @@ class RunCheckpoints:
         trainer, manifest = self.trainer, folder / ENGINE_FOLDER / MANIFEST
         optimizer = trainer.sharded_optimizer
         noted = load_checkpoint(folder / ENGINE_FOLDER, trainer.engine, optimizer, frozen=self.saves_frozen)
-        trainer.overflow_scan.restore(noted, str(manifest))
+        trainer.overflow_scan.restore(noted)
         trainer.take_noted(manifest, noted)
         load_scheduler(folder / SCHEDULER_NAME, trainer.lr_scheduler)
 

@@ -47,8 +47,8 @@ FAULTS = (
     fault(
         "gradients of a later launch are lost",
         "ftkit/hf/kernels/varlen.py",
-        "                into[start:stop] = part[0]\n",
-        "                into[: stop - start] = part[0]\n",
+        "torch.cat(parts)\n\n\ndef on_device",
+        "torch.cat([parts[0], *(torch.zeros_like(each) for each in parts[1:])])\n\n\ndef on_device",
         _LAUNCHES + "test_launches_compute_what_the_loop_does",
     ),
     fault(
@@ -69,8 +69,8 @@ FAULTS = (
     fault(
         "grouped keys go to the math kernel of a V100",
         "ftkit/hf/kernels/attention.py",
-        "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        stand_in",
-        "stand_in",
+        "key, value = repeat_kv(key, groups), repeat_kv(value, groups)\n        owner",
+        "owner",
         _LAUNCHES + "test_grouped_keys_are_repeated_where_torch_has_no_kernel_for_them",
     ),
     fault(
