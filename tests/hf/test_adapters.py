@@ -109,13 +109,6 @@ def test_a_copy_of_a_whole_module_is_not_an_adapters():
 # --- what a sharded PEFT model refuses
 
 
-def test_merging_a_sharded_model_says_the_way_out():
-    model = get_peft_model(runs.llama(), lora(task_type="CAUSAL_LM"))
-    ftkit.shard(model)
-    with pytest.raises(ftkit.UserError, match="--merge-adapter"):
-        model.merge_and_unload()
-
-
 def test_prefix_tuning_is_refused_for_its_true_reason():
     model = get_peft_model(runs.llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ftkit.UserError, match="PREFIX_TUNING is not supported: it passes its prefix"):
