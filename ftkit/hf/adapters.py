@@ -19,8 +19,6 @@ from torch import nn
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.errors import UserError
 
-IN_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
-"""Kinds that pass their values to the blocks in a key/value cache; `peft_type` as text."""
 HEADS = {"classifier", "score", "qa_outputs"}
 """Names that PEFT adds to `modules_to_save` for a task, whether a model has them or not."""
 
@@ -120,15 +118,10 @@ def names_only(model: PeftModel) -> Iterator[None]:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise for prefix tuning, which the engine cannot train.
-
-    Raises:
-        UserError: Naming the kind and the reason.
-    """
+    """Raise UserError for prefix tuning, which the engine cannot train."""
     for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
-        kind = PeftType(config.peft_type).value
-        if kind in IN_CACHE and not config.inference_mode:
+        if config.peft_type == PeftType.PREFIX_TUNING and not config.inference_mode:
             raise UserError(
-                f"adapter: {kind} is not supported: it passes its prefix to the blocks in a key/value cache, which "
+                "adapter: PREFIX_TUNING is not supported: it passes its prefix to the blocks in a key/value cache, which "
                 "recomputed blocks would fill twice. Use LoRA, prompt tuning or p-tuning, or ftkit=None"
             )

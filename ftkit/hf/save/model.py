@@ -93,16 +93,19 @@ def hub_names(model: nn.Module, shapes: Mapping[str, torch.Size], stored: Mappin
     Raises:
         UserError: transformers would have to cut or merge tensors.
     """
-    known = isinstance(model, PreTrainedModel)
-    tied, left_out = (model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()) if known else ({}, ())
+    names: dict[str, list[str]] = {}
+    if not isinstance(model, PreTrainedModel):
+        for name, first in stored.items():
+            names.setdefault(first, []).append(name)
+        return names
+    tied, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     stand_ins = {
         name: torch.empty(shapes[first], device="meta")
         for name, first in stored.items()
         if name not in left_out and (name == first or (name not in tied and first not in tied))
     }
     original = {id(tensor): stored[name] for name, tensor in stand_ins.items()}
-    names: dict[str, list[str]] = {}
-    for hub_name, tensor in (revert_weight_conversion(model, dict(stand_ins)) if known else stand_ins).items():
+    for hub_name, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
         if id(tensor) not in original:
             raise UserError(
                 f"{type(model).__name__} is stored in another form than it has in memory ({hub_name} is cut or merged), and "
