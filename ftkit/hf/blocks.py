@@ -44,20 +44,22 @@ BATCH_ARGUMENTS = frozenset(
     }
 )
 """Arguments of transformers' blocks whose tensors have the batch (or 1, for all of it) in their first dimension."""
-SHARED_ARGUMENTS = frozenset({"cache_position", "head_mask", "layer_head_mask", "cross_attn_layer_head_mask"})
-"""Arguments whose tensors are the same for every sample."""
-PLAIN_ARGUMENTS = frozenset(
+OTHER_ARGUMENTS = frozenset(
     {
-        "past_key_value",
-        "past_key_values",
+        "cache_position",
+        "cross_attn_layer_head_mask",
+        "head_mask",
+        "layer_head_mask",
         "layer_past",
-        "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "past_key_value",
+        "past_key_values",
         "return_dict",
+        "use_cache",
     }
 )
-"""Arguments that hold no tensors in training."""
+"""Arguments whose tensors, if they hold any in training, are the same for every sample."""
 NAME_THEM = (
     "name the class of the modules that repeat in the model's _no_split_modules, or pass the modules to "
     "ftkit.shard(blocks=...)"
@@ -115,7 +117,7 @@ def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Return for each tensor among a block's arguments, in order, whether its rows are the batch and may be divided.
 
     Raises:
-        RuntimeError: An argument is not known, or its rows are neither the batch nor one.
+        RuntimeError: An argument with tensors is not known.
     """
     bound = inspect.signature(type(block).forward).bind_partial(block, *args, **kwargs)
     names = list(bound.signature.parameters)[1:]
@@ -128,16 +130,11 @@ def batch_rows(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         found: list[torch.Tensor] = []
         take_tensors(value, found)
         for tensor in found:
-            if name not in BATCH_ARGUMENTS | SHARED_ARGUMENTS:
+            if name not in BATCH_ARGUMENTS | OTHER_ARGUMENTS:
                 raise RuntimeError(
                     f"{type(block).__name__}: whether {name!r} holds the batch is not known: set engine.accumulate_in: step"
                 )
-            batched = name in BATCH_ARGUMENTS and tensor.dim() > 0
-            if batched and len(tensor) not in (1, rows):
-                raise RuntimeError(
-                    f"{type(block).__name__}: {name} has {len(tensor)} rows, the batch {rows}: it cannot be divided"
-                )
-            flags.append(batched and len(tensor) == rows > 1)
+            flags.append(name in BATCH_ARGUMENTS and tensor.dim() > 0 and len(tensor) == rows > 1)
     return flags
 
 
@@ -146,11 +143,10 @@ def divisible(blocks: Blocks) -> bool:
 
     Blocks that pass on a bias of positions return it with one row for the whole batch, so it cannot be divided again.
     """
-    known = BATCH_ARGUMENTS | SHARED_ARGUMENTS | PLAIN_ARGUMENTS
     for _, block in blocks:
         arguments = list(inspect.signature(type(block).forward).parameters.values())[1:]
         names = {each.name for each in arguments if each.kind != each.VAR_KEYWORD}
-        if not names <= known or "position_bias" in names:
+        if not names <= BATCH_ARGUMENTS | OTHER_ARGUMENTS or "position_bias" in names:
             return False
     return True
 
@@ -178,20 +174,13 @@ def replicated(strategy: Strategy, model: nn.Module, *, say: bool) -> Strategy:
     Raises:
         UserError: The strategy needs blocks: stage 3, or parameters or gradients below the device.
     """
-    kind = type(model).__name__
-    asked = {"stage 3": strategy.stage == 3} | {
-        f"{tier}={getattr(strategy, tier)!r}": getattr(strategy, tier) not in ("auto", DEVICE)
-        for tier in ("parameters", "gradients")
-    }
-    for name, needs_blocks in asked.items():
-        if needs_blocks:
-            raise UserError(
-                f"{name} works block by block, and {kind} has no blocks (no GradientCheckpointingLayer, no "
-                f"_no_split_modules): {NAME_THEM}; or leave it to 'auto'"
-            )
+    kind = f"{type(model).__name__} has no blocks"
+    for name, fits in {"stage": ("auto", 0, 1, 2), "parameters": ("auto", DEVICE), "gradients": ("auto", DEVICE)}.items():
+        if getattr(strategy, name) not in fits:
+            raise UserError(f"{name}={getattr(strategy, name)!r} works block by block, and {kind}: {NAME_THEM}")
     if say:
         logger.warning(
-            "%s has no blocks: every rank keeps all weights, nothing is recomputed, and the memory plan does not count its "
+            "%s: every rank keeps all weights, nothing is recomputed, and the memory plan does not count its "
             "activations. To shard the weights, %s.",
             kind,
             NAME_THEM,

@@ -15,11 +15,9 @@ def named_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         UserError: it is no floating-point dtype.
     """
-    found = dtype
-    if isinstance(dtype, str):
-        found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None)
-    if found is None and dtype is None:
+    if dtype is None:
         return None
+    found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UserError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed, or torch's, such as torch.bfloat16")
     return found

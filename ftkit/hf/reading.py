@@ -21,9 +21,6 @@ def gathered_parameters(model: nn.Module) -> Iterator[None]:
     A collective: all ranks enter and leave it, also those that do nothing with the values (a callback that writes on rank 0
     tests for rank 0 inside). The shards do not receive edits.
 
-    Args:
-        model: A model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
-
     Raises:
         UserError: The model is not sharded; at the end, a value was edited.
 
@@ -41,9 +38,6 @@ def root_parameters(model: nn.Module) -> Iterator[None]:
     backward. A Trainer does so in `training_step` and `prediction_step`. Each read is a collective: all ranks make the
     same reads.
 
-    Args:
-        model: A model that `ftkit.shard`, a Trainer or an Accelerator has sharded.
-
     Raises:
         UserError: The model is not sharded.
 
@@ -57,7 +51,7 @@ def root_parameters(model: nn.Module) -> Iterator[None]:
 def read_by_all(owner: Any) -> Iterator[None]:
     """Give root parameters their values in the body, for each sharded model that is an attribute of `owner`."""
     with ExitStack() as stack:
-        for model in {id(value): value for value in vars(owner).values() if isinstance(value, nn.Module)}.values():
+        for model in dict.fromkeys(value for value in vars(owner).values() if isinstance(value, nn.Module)):
             units = units_of(model)
             if units is not None:
                 stack.enter_context(units.read_by_all())

@@ -95,10 +95,9 @@ def shard(
     Cost: each rank keeps its shards (N/W elements at stage 3); two collectives.
     """
     refuse_failed(model)
-    device = device or compute_device()
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     source = source_of(model)
-    if source is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise UserError(f"{type(model).__name__} is on the meta device and has no weights: build it with ftkit.load_model()")
     refuse_untrainable(model)
     blocks = blocks if blocks is not None else find_blocks(model)
     comm = comm or Communicator(device)
@@ -109,7 +108,6 @@ def shard(
     dtype = DTYPES.get(strategy.dtype)
     if repeat_grouped_keys(model, device) and comm.rank == 0:
         logger.info("grouped keys are repeated before attention: PyTorch has no fused kernel for them on this GPU")
-    check_shardable(model, comm.world_size, cuts_gradients=False)
     with settle(model, comm) as settled:
         check_dtype(dtype or own_dtype(model), device)
         fused = _fuse(model, dtype or own_dtype(model), device) if strategy.kernels == AUTO else Fused()
@@ -127,25 +125,14 @@ def shard(
     units.plan, units.affinity, units.fused, units.evaluated_only = plan, affinity, fused, evaluation
     if device.type == "cuda" and strategy.kernels == AUTO and unusable(device) is None:
         units.flat_kernels = FLAT_KERNELS
-    _guard(units)
-    if source is not None:
-        with changing(model):
+    with changing(model):
+        cut_out = any(unit.is_cut_out for unit in units.units)
+        check_shardable(model, comm.world_size, cuts_gradients=cut_out and len(units.trainable) > 0)
+        let_generate(units)
+        if source is not None:
             settled.note(units, source)
             load_weights(units)
     return units
-
-
-def compute_device() -> torch.device:
-    """Return where this process computes: its current CUDA device, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _guard(units: ShardedTransformer) -> None:
-    """Make a sharded model refuse what it cannot do, and generate with all ranks in step."""
-    model = units.model
-    if units.trainable and any(unit.is_cut_out for unit in units.units):
-        _refuse_side_outputs(model)
-    let_generate(units)
 
 
 def shard_as(
@@ -193,21 +180,13 @@ def _fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
 
 
 def _open_tiers(comm: Communicator, strategy: Strategy, nvme_dir: str | None) -> Tiers:
-    """Open the tiers on which the strategy puts shards, and warn where the NVMe folder is slow. A collective."""
+    """Open the tiers on which the strategy puts shards, and warn where the NVMe folder takes host memory."""
     tiers = Tiers.open(comm, strategy, nvme_dir)
     disk = tiers.disk
-    if disk is None:
-        return tiers
-    removed = {name: size for found in comm.all(disk.removed) for name, size in found.items()}
-    if comm.rank == 0 and removed:
-        size, names = sum(removed.values()) / 2**30, ", ".join(sorted(removed))
-        logger.warning("%s: removed the files of crashed runs, %.1f GiB: %s", disk.path.parent, size, names)
-    if comm.rank == 0 and disk.filesystem in IN_MEMORY:
-        logger.warning("%s: %s is host memory itself: files there save none", disk.path.parent, disk.filesystem)
-    elif comm.rank == 0 and not disk.direct:
+    if disk is not None and comm.rank == 0 and (not disk.direct or disk.filesystem in IN_MEMORY):
         logger.warning(
-            "%s: %s has no O_DIRECT, so the NVMe tier goes through the page cache: slower, and the cache competes with the "
-            "run for memory. Set memory.nvme_dir to a folder on ext4 or xfs",
+            "%s: files on %s take host memory, which the NVMe tier should save. Set memory.nvme_dir to a folder on ext4 or "
+            "xfs",
             disk.path.parent,
             disk.filesystem,
         )
@@ -215,42 +194,29 @@ def _open_tiers(comm: Communicator, strategy: Strategy, nvme_dir: str | None) ->
 
 
 def check_shardable(model: nn.Module, world_size: int, *, cuts_gradients: bool) -> None:
-    """Raise for configurations that would train wrongly without an error; before sharding as after it.
+    """Raise for configurations that would train wrongly without an error.
 
     Args:
         model: The model, sharded or not.
         world_size: Number of ranks.
-        cuts_gradients: Whether blocks do not run by plain autograd: they are recomputed or sharded.
+        cuts_gradients: Whether blocks are recomputed or sharded: tensors that they pass on other than through their results
+            get no gradient.
 
     Raises:
-        UserError: LayerDrop on several ranks, or see `_refuse_side_outputs`.
+        UserError: LayerDrop on several ranks, or blocks that pass on keys and values (Gemma 3n, 4) or router logits.
     """
-    for module in model.modules() if world_size > 1 else ():
-        for key, value in vars(module.config).items() if isinstance(module, PreTrainedModel) else ():
+    configs: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        for key, value in vars(config).items() if world_size > 1 else ():
             if key.endswith("layerdrop") and value:
-                raise UserError(
-                    f"{key}={value}: ranks that skip different blocks would mix their weights; set config.{key} = 0"
-                )
-    if cuts_gradients:
-        _refuse_side_outputs(model)
-
-
-def _refuse_side_outputs(model: nn.Module) -> None:
-    """Raise for models whose blocks pass on tensors other than through their results: these get no gradient.
-
-    Raises:
-        UserError: Shared keys and values (Gemma 3n, 4), or router losses (mixtures of experts).
-    """
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
-        config: Any = module.config
-        if shared := getattr(config, "num_kv_shared_layers", 0):
+                raise UserError(f"{key}={value}: ranks that skip different blocks would mix their weights; set it to 0")
+        if cuts_gradients and (shared := getattr(config, "num_kv_shared_layers", 0)):
             raise UserError(
                 f"num_kv_shared_layers={shared}: these blocks use keys and values of earlier ones, which get no gradient "
                 f"through blocks that are recomputed or sharded; {PLAIN}"
             )
-        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        routed = getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0)
+        if cuts_gradients and routed:
             raise UserError(
                 "output_router_logits with a router loss: router logits carry no gradient out of blocks that are recomputed "
                 f"or sharded; set config.output_router_logits = False, or {PLAIN}"

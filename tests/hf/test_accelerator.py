@@ -74,7 +74,7 @@ class Log:
     count: int = 0
 
 
-def loop(kind: str, settings: Any, save: str | None = None, resume: str | None = None) -> Log:
+def loop(kind: str, settings: Any, save: str | None = None, resume: str | None = None, epochs: int = 2) -> Log:
     """A user's loop. Saves its state after the first epoch, or begins with the second."""
     accelerator = make(kind, settings)
     set_seed(4)
@@ -91,7 +91,7 @@ def loop(kind: str, settings: Any, save: str | None = None, resume: str | None =
     if resume is not None:
         accelerator.load_state(resume)
         first = loader.iteration = 1
-    for epoch in range(first, 2):
+    for epoch in range(first, epochs):
         model.train()
         for batch in loader:
             with accelerator.accumulate(model):
@@ -144,6 +144,14 @@ def test_a_loop_on_accelerate(ranks, settings, plain, worlds):
         assert_same(log, plain)
 
 
+@pytest.mark.slow
+def test_ten_steps_of_a_loop_on_accelerate(world1, world2):
+    plain = world1.run(loop, "stock", None, None, None, 5)[0]
+    assert len(plain.norms) == 10
+    for log in world2.run(loop, "ours", {"stage": 3}, None, None, 5):
+        assert_same(log, plain)
+
+
 @pytest.mark.parametrize("ranks, settings", [(1, "auto"), (3, {"stage": 1})])
 def test_a_state_is_loaded_by_any_number_of_ranks(ranks, settings, plain, worlds, tmp_path):
     folder = str(tmp_path / "state")
@@ -164,8 +172,8 @@ def refusal_of(function: Any, *arguments: Any) -> str:
 def test_a_state_that_is_not_whole_is_refused(world2, tmp_path):
     folder = tmp_path / "state"
     world2.run(loop, "ours", {"stage": 3}, str(folder))
-    for name in ("custom_0.pt", "model_0/manifest.json", "contents.json"):
-        file = folder / "accelerator_state_0" / name
+    for name in ("small.pt", "model_0/manifest.json", "contents.json"):
+        file = folder / "accelerator_state" / name
         file.rename(tmp_path / "aside")
         words = world2.run(refusal_of, loop, "ours", "auto", None, str(folder))
         assert ("no complete accelerator_state" if name == "contents.json" else file.name) in words[0]
@@ -231,14 +239,15 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(calls, tmp_path):
     found = float(next(iter(units.state_dict().values())).flatten()[0])
     assert found == number.value
     assert over == (calls == 3)
-    assert number.value == (2.0 if calls >= 2 else 1.0), "the second rename names the new state, the third the former one"
+    assert number.value == (2.0 if over else 1.0), "the second rename puts the former state aside, the third names the new"
     save(3.0)
     assert (tmp_path / "state" / "custom_0.pt").read_text() == "of the user"
-    [state] = [path for path in (tmp_path / "state").iterdir() if path.name != "custom_0.pt"]
-    data = bytearray((state / "custom_0.pt").read_bytes())
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["accelerator_state", "custom_0.pt"]
+    small = tmp_path / "state" / "accelerator_state" / "small.pt"
+    data = bytearray(small.read_bytes())
     data[len(data) // 2] ^= 1
-    (state / "custom_0.pt").write_bytes(data)
-    with pytest.raises(ftkit.UserError, match=r"custom_0\.pt: changed since it was written"):
+    small.write_bytes(data)
+    with pytest.raises(ftkit.UserError, match=r"small\.pt: changed since it was written"):
         accelerator.load_state(str(tmp_path / "state"))
 
 
@@ -286,10 +295,8 @@ def test_numbers_of_states_go_on_after_a_restart(world1, world2, tmp_path):
     assert world2.run(one_more_state, folder, 1) == [("checkpoint_0", ["checkpoint_0"])] * 2
     assert world1.run(one_more_state, folder, 2) == [("checkpoint_1", ["checkpoint_0", "checkpoint_1"])]
     assert world2.run(one_more_state, folder, 1) == [("checkpoint_2", ["checkpoint_2"])] * 2
-    (states / "checkpoint_7").mkdir()  # of a run that was killed while it saved
-    (states / "checkpoint_7" / "custom_0.pt").touch()
-    last = ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
-    assert world2.run(one_more_state, folder, 2) == [("checkpoint_8", last)] * 2
+    (states / "checkpoint_3" / ".accelerator_state.writing").mkdir(parents=True)  # of a run that was killed while it saved
+    assert world2.run(one_more_state, folder, 2) == [("checkpoint_3", ["checkpoint_2", "checkpoint_3"])] * 2
 
 
 def export(folder: str) -> None:
@@ -387,7 +394,7 @@ class Locked:
 def test_a_state_that_could_not_be_loaded_fails_when_it_is_saved(tmp_path):
     accelerator, _, _ = prepared()
     accelerator.register_for_checkpointing(mock.Mock(state_dict=Locked().state_dict))
-    with pytest.raises(ftkit.UserError, match=r"custom_0\.pt: not read: a pickle that names pathlib"):
+    with pytest.raises(ftkit.UserError, match=r"small\.pt: not read: a pickle that names pathlib"):
         accelerator.save_state(str(tmp_path / "state"))
 
 

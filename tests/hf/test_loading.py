@@ -488,7 +488,7 @@ def test_quantised_models_are_refused(folder):
 def test_a_model_on_meta_without_a_source_is_refused():
     with torch.device("meta"):
         model = runs.llama()
-    with pytest.raises(ftkit.UserError, match="on the meta device and has no weights"):
+    with pytest.raises(ftkit.UserError, match="on the meta device and has no value"):
         ftkit.shard(model)
 
 

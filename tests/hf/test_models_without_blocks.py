@@ -205,7 +205,7 @@ def test_the_notice_says_what_is_replicated(caplog):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"stage": 3}, "stage 3 works block by block, and Mlp has no blocks"),
+        ({"stage": 3}, "stage=3 works block by block, and Mlp has no blocks"),
         ({"parameters": "host"}, "parameters='host' works block by block"),
         ({"gradients": "host"}, "gradients='host' works block by block"),
     ],

@@ -55,21 +55,6 @@ def test_no_sync_accumulates_as_ddp_does(worlds, stage, form):
         assert_same_weights(got["weights"], wanted["weights"])
 
 
-def join(even: bool | None) -> str:
-    accelerator = make("ours", "auto")
-    try:
-        with accelerator.join_uneven_inputs([], even_batches=even):
-            return "went on"
-    except ftkit.UserError as error:
-        return str(error)
-
-
-def test_uneven_inputs_are_refused_on_several_ranks(worlds):
-    assert all("even_batches=False" in said for said in worlds[2].run(join, False))
-    assert worlds[2].run(join, None) == ["went on", "went on"]
-    assert worlds[1].run(join, False) == ["went on"]
-
-
 @pytest.mark.parametrize("handler", [DistributedDataParallelKwargs(find_unused_parameters=True), GradScalerKwargs()])
 def test_handlers_that_change_nothing_are_taken(handler):
     fresh_state()

@@ -149,6 +149,16 @@ def test_other_adapters(make, world2, stock, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [adapted, decomposed, scaled, orthogonal, with_tied_head])
+def test_ten_steps_of_two_ranks_are_those_of_one(make, world2, stock, tmp_path):
+    run = replace(changed(BASE, num_train_epochs=4, max_steps=10), model=make)
+    ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit=SHARDED))[0]
+    assert len(ours.column("loss")) == 10
+    assert_same_history(ours, stock(run))
+    assert_same_weights(ours.weights, stock(run).weights)
+
+
+@pytest.mark.slow
 def test_gradient_checkpointing_as_peft_wants_it(world2, stock, tmp_path):
     run = replace(changed(BASE, gradient_checkpointing=True), model=adapted)
     ours = world2.run(train, "ours", str(tmp_path), replace(run, ftkit=SHARDED))[0]

@@ -70,14 +70,6 @@ def save_checkpoint(
     Saving(folder, units, optimizer, extra=extra, frozen=frozen).wait()
 
 
-def checkpoint_bytes(units: ShardedModel, optimizer: ShardedOptimizer | None = None, *, frozen: bool = True) -> int:
-    """Return the bytes of a checkpoint on the disk, without small files."""
-    if optimizer is not None:
-        optimizer.prepare()
-    written = _stores(units, optimizer, frozen).items()
-    return sum(flat.layout.numel * store.dtype.itemsize for flat, stores in written for store in stores.values())
-
-
 class Saving:
     """A checkpoint that is written while training goes on; see [Note: saving while training goes on]. A collective.
 

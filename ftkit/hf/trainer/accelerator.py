@@ -3,13 +3,13 @@
 Data loaders, schedulers, metrics and trackers are accelerate's. An optimizer that was made from the model's parameters is
 replaced by the sharded optimizer with the same group objects, so that schedulers made earlier still drive it.
 
-`save_state` writes a subfolder `accelerator_state_N`, and then removes the one before. It contains a checkpoint of each
-prepared model, small files for schedulers, registered objects and random states, and the list of the files with checksums.
+`save_state` writes a subfolder `accelerator_state`: a checkpoint of each prepared model, a small file for schedulers,
+registered objects and random states, and the list of the files with checksums. It replaces the one before when it is
+complete.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ftkit.config.engine import EngineSettings
-from ftkit.engine.checkpoint.durable import all_ranks, rank_zero, sync_folder, sync_tree
+from ftkit.engine.checkpoint.durable import rank_zero, sync_folder, sync_tree
 from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents, write_contents
@@ -42,11 +42,14 @@ from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import AUTO, UNIT
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 
-STATE, WRITING = "accelerator_state", ".accelerator_state.writing"
-UNEVEN = (
-    "even_batches=False: a rank with fewer batches leaves the others waiting in a block. Leave even_batches on: the loader "
-    "fills the last batch, and gather_for_metrics drops the repeated rows"
-)
+STATE, WRITING, FORMER = "accelerator_state", ".accelerator_state.writing", ".accelerator_state.former"
+SMALL = "small.pt"
+"""File of a state with everything but the models and their optimizers."""
+UNSUPPORTED = {
+    torch.optim.AdamW: ("amsgrad", "maximize", "capturable"),
+    torch.optim.SGD: ("nesterov", "maximize", "dampening"),
+}
+"""Optimizers that have a sharded form, each with the settings that it lacks."""
 
 
 def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedTransformer) -> ShardedOptimizer:
@@ -61,22 +64,18 @@ def sharded_optimizer(optimizer: torch.optim.Optimizer, units: ShardedTransforme
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer
-    made: ShardedOptimizer
-    if type(optimizer) is torch.optim.AdamW:
-        unsupported = ("amsgrad", "maximize", "capturable")
-        made = ShardedAdamW(units)
-    elif type(optimizer) is torch.optim.SGD:
-        unsupported = ("nesterov", "maximize", "dampening")
-        made = ShardedSGD(units, momentum=max(group["momentum"] for group in optimizer.param_groups))
-    else:
+    if type(optimizer) not in UNSUPPORTED:
         raise UserError(
             f"optimizer {type(optimizer).__name__} has no sharded form: use AdamW (optim=adamw_torch) or SGD (optim=sgd)"
         )
     if optimizer.state:
         raise UserError(f"this {type(optimizer).__name__} has stepped already; its state is not taken over: give a new one")
-    for key in unsupported:
+    for key in UNSUPPORTED[type(optimizer)]:
         if any(group.get(key) for group in optimizer.param_groups):
             raise UserError(f"{type(optimizer).__name__}: {key} has no sharded form; leave it off")
+    made: ShardedOptimizer = ShardedAdamW(units)
+    if type(optimizer) is torch.optim.SGD:
+        made = ShardedSGD(units, momentum=max(group["momentum"] for group in optimizer.param_groups))
     made.take_groups(optimizer.param_groups)
     made.defaults = {**made.defaults, **optimizer.defaults}  # schedules read them: polynomial, OneCycleLR
     # A scheduler that was made for the original asks it whether a step was made.
@@ -88,16 +87,13 @@ def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule:
     """Return the update rule of an optimizer's sharded form; AdamW's for an optimizer without one."""
     if type(optimizer) is not torch.optim.SGD:
         return ADAMW
-    return rule_of("sgd", momentum=max((group["momentum"] for group in optimizer.param_groups), default=0.0))
+    return rule_of("sgd", momentum=max(group["momentum"] for group in optimizer.param_groups))
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
     """A sharded optimizer in accelerate's wrapper, which steps only when gradients are complete."""
 
     optimizer: ShardedOptimizer
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -113,7 +109,7 @@ class Accelerator(accelerate.Accelerator):
         kwargs: Arguments of accelerate's class. `mixed_precision` is the compute dtype; autocast stays off.
 
     Raises:
-        UserError: DeepSpeed, FSDP, Megatron, fp8, another device than CUDA or the CPU, or `accumulate_in: unit`.
+        UserError: DeepSpeed, FSDP, Megatron, another device than CUDA or the CPU, or `accumulate_in: unit`.
     """
 
     loss_weight: float | None = None
@@ -134,20 +130,19 @@ class Accelerator(accelerate.Accelerator):
 
         0 `accumulation_steps` are this accelerator's `gradient_accumulation_steps`.
         """
-        kind, precision = self.distributed_type.value, self.state.mixed_precision
-        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-            raise UserError(f"ftkit's engine cannot share a run with {kind}: leave its plugin and environment settings off")
-        if self.device.type not in ("cpu", "cuda"):
+        kind = self.distributed_type.value
+        if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or self.device.type not in ("cpu", "cuda"):
             raise UserError(
-                f"ftkit's engine needs CUDA or the CPU, and this run is on {self.device.type}: set use_cpu=True "
-                "(TrainingArguments), cpu=True (Accelerator), or ftkit=None"
+                f"ftkit's engine needs CUDA or the CPU and no other engine, and accelerate is set to {kind} on "
+                f"{self.device.type}: leave other plugins off; set use_cpu=True (TrainingArguments), cpu=True (Accelerator)"
             )
-        if precision not in ("no", "bf16", "fp16"):
-            raise UserError(f"mixed_precision={precision} is not supported: use no, fp16 or bf16")
         if not self.even_batches and self.num_processes > 1:
-            raise UserError(UNEVEN)
-        if settings.strategy.dtype == AUTO and precision != "no":
-            settings = settings.choosing(dtype=precision)
+            raise UserError(
+                "even_batches=False: a rank with fewer batches leaves the others waiting in a block. Leave even_batches on: "
+                "the loader fills the last batch, and gather_for_metrics drops the repeated rows"
+            )
+        if settings.strategy.dtype == AUTO and self.state.mixed_precision != "no":
+            settings = settings.choosing(dtype=self.state.mixed_precision)
         self.native_amp = False  # the engine casts when it gathers; autocast would cast again
         self.scaler = None
         self.settings = settings
@@ -225,7 +220,7 @@ class Accelerator(accelerate.Accelerator):
             device=self.device,
             comm=self.comm,
             evaluation=evaluation is True,
-            beside=[each for each in self.planned if each.model is not model],
+            beside=[*self.planned],
             rule=rule or self.rule,
             plan=plan,
             **self.shard_options,
@@ -235,11 +230,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *things: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as accelerate does, models first: an optimizer may be given before its model."""
-        for thing in things:
+        for thing in sorted(things, key=lambda thing: isinstance(thing, nn.Module)):
             if isinstance(thing, torch.optim.Optimizer):
-                self.rule = rule_for(thing)
-        for thing in things:
-            if isinstance(thing, nn.Module):
+                self.rule = rule_for(thing)  # the plan of its model reads it
+            elif isinstance(thing, nn.Module):
                 self.prepare_model(thing)
         return super().prepare(*things, device_placement=device_placement)
 
@@ -257,16 +251,14 @@ class Accelerator(accelerate.Accelerator):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """Replace `optimizer` by its sharded form, over the model that was prepared with it or earlier."""
-        if isinstance(optimizer, PreparedOptimizer):
-            prepared = optimizer
-        else:
-            if not isinstance(optimizer, ShardedOptimizer):
-                optimizer = sharded_optimizer(optimizer, self._units_with(optimizer))
-            prepared = PreparedOptimizer(optimizer)
-        if prepared not in self._optimizers:
-            self._optimizers.append(prepared)
-        prepared._is_accelerate_prepared = True
-        return prepared
+        if not isinstance(optimizer, (PreparedOptimizer, ShardedOptimizer)):
+            optimizer = sharded_optimizer(optimizer, self._units_with(optimizer))
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer = PreparedOptimizer(optimizer, device_placement=False)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        optimizer._is_accelerate_prepared = True
+        return optimizer
 
     def _units_with(self, optimizer: torch.optim.Optimizer) -> ShardedTransformer:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -274,10 +266,7 @@ class Accelerator(accelerate.Accelerator):
             units = units_of(model)
             if units is not None and not updated.isdisjoint(units.places):
                 return self.shard(model, evaluation=False)
-        raise UserError(
-            "prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer). Make the "
-            "optimizer of a model on meta when the model is prepared"
-        )
+        raise UserError("prepare the model before its optimizer, or together with it: accelerator.prepare(model, optimizer)")
 
     # --- a step
 
@@ -317,17 +306,6 @@ class Accelerator(accelerate.Accelerator):
                 return prepared.optimizer.clip_grad_norm_(max_norm).to(self.device)
         raise UserError("clip_grad_norm_ needs all parameters of a prepared optimizer: pass model.parameters()")
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Do nothing: with even batches all ranks run the same steps.
-
-        Raises:
-            UserError: `even_batches=False` on several ranks.
-        """
-        if even_batches is False and self.num_processes > 1:
-            raise UserError(f"join_uneven_inputs: {UNEVEN}")
-        yield
-
     # --- saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -339,8 +317,7 @@ class Accelerator(accelerate.Accelerator):
         """Write everything that `load_state` needs, in sharded form. A collective.
 
         An earlier state in the folder is replaced when the new one is complete; other files stay. With automatic naming,
-        numbers continue after the highest that exists. Hooks that are registered for it are called with the models, an
-        empty dictionary for the weights of each, and the folder.
+        numbers continue after the highest that exists. Registered hooks get an empty dictionary for each model's weights.
 
         Returns:
             The folder: `output_dir`, or the next one under the project's checkpoints.
@@ -348,7 +325,6 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UserError: A scheduler or registered object has a state that `load_state` could not read.
         """
-        project = self.project_configuration
         folder = self._folder_to_save(output_dir)
         with rank_zero(self.comm) as first:
             if first:
@@ -358,18 +334,17 @@ class Accelerator(accelerate.Accelerator):
             hook([*self._models], [{} for _ in self._models], str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
             save_checkpoint(folder / WRITING / f"model_{number}", units, optimizer)
-        with all_ranks(self.comm):
-            torch.save(random_state(self.device), folder / WRITING / f"random_{self.process_index}.pt")
-            for name, state in self._small_states() if self.is_main_process else ():
-                torch.save(state, folder / WRITING / name)
-                read_plain(folder / WRITING / name)  # a state that could not be loaded fails now
+        random_states = self.comm.all(random_state(self.device))
         with rank_zero(self.comm) as first:
             if first:
+                objects = {name: [each.state_dict() for each in own] for name, own in self._objects().items()}
+                torch.save({"step": self.step, "random": random_states, **objects}, folder / WRITING / SMALL)
+                read_plain(folder / WRITING / SMALL)  # a state that could not be loaded fails now
                 publish_state(folder)
-                if project.automatic_checkpoint_naming and project.total_limit:
-                    for old in self._saved()[: -project.total_limit]:
+                if self.project_configuration.automatic_checkpoint_naming and self.project_configuration.total_limit:
+                    for old in self._saved()[: -self.project_configuration.total_limit]:
                         shutil.rmtree(old)
-        project.iteration = (_number(folder) if project.automatic_checkpoint_naming else project.iteration) + 1
+        self.project_configuration.iteration += 1
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
@@ -381,39 +356,31 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UserError: The state is incomplete, changed, or of other prepared objects.
         """
-        folder = self._folder_to_load(input_dir)
-        found = _states(folder)
-        if not found:
-            raise UserError(f"{folder}: no complete {STATE}_<number> is in it: give the folder that save_state returned")
-        state = found[-1]
+        folder = Path(input_dir).expanduser() if input_dir is not None else [self._project(), *self._saved()][-1]
+        state = _state_in(folder)
+        if state is None:
+            raise UserError(f"{folder}: no complete {STATE} is in it: give the folder that save_state returned")
         with rank_zero(self.comm) as first:
             if first:
                 check_contents(state)
-                saved, registered = len([*state.glob("custom_*.pt")]), len(self._custom_objects)
-                if saved != registered:
-                    raise UserError(
-                        f"{folder}: has the state of {saved} registered objects, and {registered} are registered: register "
-                        "the same ones, in the same order (register_for_checkpointing)"
-                    )
+        small = read_plain(state / SMALL)
+        for name, own in self._objects().items():
+            if len(small[name]) != len(own):
+                raise UserError(f"{folder}: has the state of {len(small[name])} {name}, and this run has {len(own)}")
         for hook in self._load_model_state_pre_hook.values():
             hook([*self._models], str(folder))
         for number, (units, optimizer) in enumerate(self._engines()):
             load_checkpoint(state / f"model_{number}", units, optimizer)
-        for number, scheduler in enumerate(self._schedulers):
-            scheduler.load_state_dict(read_plain(state / f"scheduler_{number}.pt"))
-        for number, thing in enumerate(self._custom_objects):
-            thing.load_state_dict(read_plain(state / f"custom_{number}.pt"))
-        self.step = read_plain(state / "accelerator.pt")["step"]
-        own = state / f"random_{self.process_index}.pt"
-        if own.is_file():  # fewer ranks have saved: the others keep the random state of their seed
-            set_random_state(read_plain(own), self.device)
+        for name, own in self._objects().items():
+            for each, saved in zip(own, small[name]):
+                each.load_state_dict(saved)
+        self.step = small["step"]
+        if self.process_index < len(small["random"]):  # else the rank keeps the random state of its seed
+            set_random_state(small["random"][self.process_index], self.device)
 
-    def _small_states(self) -> Iterator[tuple[str, Any]]:
-        yield "accelerator.pt", {"step": self.step}
-        for number, scheduler in enumerate(self._schedulers):
-            yield f"scheduler_{number}.pt", scheduler.state_dict()
-        for number, thing in enumerate(self._custom_objects):
-            yield f"custom_{number}.pt", thing.state_dict()
+    def _objects(self) -> dict[str, list[Any]]:
+        """Return the objects with small states, by kind."""
+        return {"schedulers": self._schedulers, "registered objects": self._custom_objects}
 
     def _engines(self) -> list[tuple[ShardedTransformer, ShardedOptimizer | None]]:
         """Return the units of the prepared models, each with its optimizer if it has one."""
@@ -422,54 +389,39 @@ class Accelerator(accelerate.Accelerator):
         return [(units, optimizers.get(id(units))) for units in found]
 
     def _folder_to_save(self, output_dir: str | None) -> Path:
-        if self.project_configuration.automatic_checkpoint_naming:
-            parent = Path(self.project_dir, "checkpoints")
-            unused = self.comm.same(_unused(_numbered(parent, "checkpoint")))
-            return parent / f"checkpoint_{max(self.save_iteration, unused)}"
-        if output_dir is None:
-            raise UserError("save_state: name a folder, or set automatic_checkpoint_naming in the ProjectConfiguration")
-        return Path(os.path.expanduser(output_dir))
-
-    def _folder_to_load(self, input_dir: str | None) -> Path:
-        if input_dir is not None:
-            return Path(os.path.expanduser(input_dir))
         if not self.project_configuration.automatic_checkpoint_naming:
-            raise UserError("load_state: name the folder that save_state returned")
-        return self._saved()[-1] if self._saved() else Path(self.project_dir, "checkpoints")
+            assert output_dir is not None, "save_state: name a folder"
+            return Path(output_dir).expanduser()
+        last = self.comm.same(_number(self._saved()[-1]) if self._saved() else -1)
+        return self._project() / f"checkpoint_{max(self.save_iteration, last + 1)}"
+
+    def _project(self) -> Path:
+        return Path(self.project_dir, "checkpoints")
 
     def _saved(self) -> list[Path]:
-        """Return the folders with a complete state among those that are named automatically, by number."""
-        return [path for path in _numbered(Path(self.project_dir, "checkpoints"), "checkpoint") if _states(path)]
-
-
-# --- folders
+        """Return the folders that are named automatically and have a complete state, by number."""
+        found = [path for path in self._project().glob("checkpoint_*") if _state_in(path) is not None]
+        return sorted(found, key=_number)
 
 
 def publish_state(folder: Path) -> None:
     """Name the state that was written, durably, and remove the one before."""
-    place, earlier = folder / WRITING, _states(folder)
-    write_contents(place, apart=[path.name for path in place.glob("model_*")])
-    sync_tree(place)
-    place.rename(folder / f"{STATE}_{_unused(earlier)}")
+    writing, state, former = folder / WRITING, folder / STATE, folder / FORMER
+    write_contents(writing, apart=[path.name for path in writing.glob("model_*")])
+    sync_tree(writing)
+    if state.exists():
+        shutil.rmtree(former, ignore_errors=True)  # a kill may have left a part of it
+        state.rename(former)
+    writing.rename(state)
     sync_folder(folder)
     sync_folder(folder.parent)
-    for state in earlier:
-        state.rename(place)  # what a kill leaves of it is removed by the next save
-        shutil.rmtree(place)
+    shutil.rmtree(former, ignore_errors=True)
 
 
-def _states(folder: Path) -> list[Path]:
-    return [path for path in _numbered(folder, STATE) if (path / CONTENTS).is_file()]
-
-
-def _numbered(folder: Path, name: str) -> list[Path]:
-    """Return the subfolders `<name>_<number>`, by number."""
-    return sorted((path for path in folder.glob(f"{name}_*") if path.name[len(name) + 1 :].isdecimal()), key=_number)
+def _state_in(folder: Path) -> Path | None:
+    """Return the complete state in a folder: the last, or the one before if a kill came between two names."""
+    return next((folder / name for name in (STATE, FORMER) if (folder / name / CONTENTS).is_file()), None)
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.rpartition("_")[2])
-
-
-def _unused(folders: list[Path]) -> int:
-    return _number(folders[-1]) + 1 if folders else 0

@@ -13,11 +13,10 @@ Cost: a save waits for the disk only if a callback reads the checkpoint.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ftkit.engine.checkpoint.durable import make_folder, rank_zero, sync_folder, sync_tree, text_of
+from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, sync_tree, text_of
 from ftkit.engine.checkpoint.loading import load_checkpoint
 from ftkit.engine.checkpoint.manifest import MANIFEST
-from ftkit.engine.checkpoint.saving import Saving, checkpoint_bytes
-from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, check_contents, write_contents
+from ftkit.engine.checkpoint.saving import Saving
+from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_contents, write_contents
 from ftkit.errors import UserError
 from ftkit.hf.load.model import find_weights, load_adapter, load_plain, load_weights
 from ftkit.hf.save.model import check_savable, save_arguments, save_config, save_model
@@ -45,14 +44,14 @@ from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unfinished:
-    """A checkpoint that is being written: `temporary` becomes `final`. `best_without` is the best checkpoint if it fails."""
+    """A checkpoint that is being written: `temporary` becomes `final`. `best_before` is the best checkpoint if it fails."""
 
     temporary: Path
     final: Path
-    saving: Saving | None
-    best_without: str | None
+    best_before: str | None
+    saving: Saving | None = None
 
 
 @dataclass
@@ -62,14 +61,12 @@ class RunCheckpoints:
     Attributes:
         problem: Why the last checkpoint could not be written; None if it was.
         writing: Folder that replaces the run's folder while the Trainer writes its files.
-        sharded: Whether the checkpoint has sharded weights and optimizer state.
         push_later: Whether the checkpoint is uploaded when it is published.
     """
 
     trainer: Any
     problem: str | None = None
     writing: Path | None = None
-    sharded: bool = False
     push_later: bool = False
     unfinished: Unfinished | None = None
 
@@ -98,63 +95,39 @@ class RunCheckpoints:
             write: Lets the Trainer write its files into `writing`.
 
         Raises:
-            UserError: A file cannot be written for another reason, as an invalid generation config. Each save would fail.
+            Exception: A file cannot be written for a reason that would fail each save.
         """
         self.finish()  # one at a time
         trainer, state, comm = self.trainer, self.trainer.state, self.trainer.units.comm
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        temporary, final = Path(run_folder, f".{name}{UNFINISHED}"), Path(run_folder, name)
-        before = state.best_model_checkpoint
-        best = comm.same(self._best(run_folder, before))
-        self.writing, self.sharded, self.push_later = temporary, not trainer.args.save_only_model, False
-        problem: Exception | None = None
+        name, best_name = (f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in (state.global_step, state.best_global_step))
+        final, best, before = Path(run_folder, name), Path(run_folder, best_name), state.best_model_checkpoint
+        is_best = comm.same(best == final or best.is_dir())
+        self.writing, self.push_later = final.with_name(f".{name}{UNFINISHED}"), False
+        unfinished = Unfinished(self.writing / name, final, before)
         try:
-            with rank_zero(comm) as first:
-                if first:
-                    remove_unfinished(final.parent)  # of a run that was killed
-                    make_folder(temporary)
-                    if self.sharded:
-                        self._check_space(temporary)
-            write()
-            state.best_model_checkpoint = best  # the Trainer looked for it in the temporary folder
-            if comm.rank == 0:
-                state.save_to_json(str(temporary / name / TRAINER_STATE_NAME))
+            with all_ranks(comm, BrokenCheckpoint):
+                with rank_zero(comm) as first:
+                    if first:
+                        remove_unfinished(final.parent)  # of a run that was killed
+                        make_folder(self.writing)
+                write()
+                state.best_model_checkpoint = str(best) if is_best else before  # the Trainer looked in `writing`
+                if comm.rank == 0:
+                    state.save_to_json(str(unfinished.temporary / TRAINER_STATE_NAME))
         except Exception as error:
-            problem = error
-        finally:
-            self.writing, self.sharded = None, False
-        best_without = before if best is not None and Path(best) == final else best
-        self.unfinished = Unfinished(temporary / name, final, trainer.units.saving, best_without)
-        # torch.save raises RuntimeError on a full disk. A state that cannot be read back would fail at each save.
-        passing = isinstance(problem, (OSError, RuntimeError, UserError)) and not isinstance(problem, BrokenCheckpoint)
-        failed = [each for each in comm.all(None if problem is None else (text_of(problem), passing)) if each is not None]
-        if failed:
-            self._give_up(failed[0][0])
-            if not all(passes for _, passes in failed):
-                raise UserError(f"no checkpoint could be saved: {failed[0][0]}") from problem
+            self._give_up(unfinished, text_of(error))
+            # torch.save raises RuntimeError on a full disk. A state that cannot be read back would fail at each save.
+            if isinstance(error, BrokenCheckpoint) or not isinstance(error, (RuntimeError, UserError)):
+                raise
             return
+        finally:
+            self.writing = None
+        self.unfinished, unfinished.saving = unfinished, trainer.units.saving
         read_now = comm.any(is_read_at_once(trainer))
-        if read_now or self.push_later or trainer.units.saving is None:
+        if read_now or self.push_later or unfinished.saving is None:
             self.finish()
         if read_now:
             trainer.units.freshen()  # callbacks may also read weights
-
-    def _best(self, run_folder: str, before: str | None) -> str | None:
-        """Return the best checkpoint by the Trainer's rule: that of the best step, if it exists or is written now."""
-        state = self.trainer.state
-        if self.trainer.args.save_strategy != SaveStrategy.NO and state.best_global_step:
-            folder = os.path.join(run_folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            if state.best_global_step == state.global_step or os.path.isdir(folder):
-                return folder
-        return before
-
-    def _check_space(self, folder: Path) -> None:
-        """Raise UserError if the disk has no space for the checkpoint. A full disk could also stop the run's logs."""
-        trainer = self.trainer
-        needed = checkpoint_bytes(trainer.units, trainer.sharded_optimizer, frozen=self.saves_frozen)
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise UserError(f"{folder.parent}: {needed / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free")
 
     def finish(self, *, wait: bool = True) -> None:
         """Publish the checkpoint that is being written. A collective.
@@ -174,14 +147,11 @@ class RunCheckpoints:
                 if first:
                     publish(unfinished.temporary, unfinished.final)
         except UserError as error:
-            self._give_up(str(error))
+            self._give_up(unfinished, str(error))
             return
         self.unfinished = self.problem = None
         if self.trainer.units.comm.rank == 0:
-            try:
-                self.trainer.retire_checkpoints(unfinished.final)
-            except OSError as error:
-                logger.warning("an older checkpoint could not be removed: %s", error)
+            self.trainer.retire_checkpoints(unfinished.final)
         if self.push_later:
             self.trainer._push_from_checkpoint(str(unfinished.final))
 
@@ -190,39 +160,34 @@ class RunCheckpoints:
 
         With several ranks, a rank that met the error alone would wait for the others: the checkpoint is left unfinished.
         """
-        if self.unfinished is None or self.trainer.units.comm.world_size > 1:
-            return
-        try:
-            self.finish()
-        except Exception as problem:  # the error that ended training is raised
-            logger.error("the last checkpoint could not be finished: %s", problem)
+        if self.unfinished is not None and self.trainer.units.comm.world_size == 1:
+            with suppress(Exception):  # the error that ended training is raised
+                self.finish()
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, unfinished: Unfinished, problem: str) -> None:
         """Remove the checkpoint that was being written, and log why. A collective."""
-        unfinished, self.unfinished = self.unfinished, None
-        assert unfinished is not None
         units = self.trainer.units
         if units.saving is not None:
             units.saving.give_up()
-        self.trainer.state.best_model_checkpoint = unfinished.best_without
-        self.problem = problem
+        self.trainer.state.best_model_checkpoint = unfinished.best_before
+        self.unfinished, self.problem = None, problem
         if units.comm.rank == 0:
             remove_unfinished(unfinished.final.parent)
             logger.error("%s was not saved: %s", unfinished.final, problem)
-
 
     # --- the model and its state
 
     def save_model(self, folder: Path) -> None:
         """Write the model into a folder; beside a sharded checkpoint only what its weights do not have. A collective."""
         trainer, units = self.trainer, self.trainer.engine
+        sharded = self.writing is not None and not trainer.args.save_only_model
         pushed = trainer.args.push_to_hub and trainer.args.hub_strategy != HubStrategy.END  # the hub wants weights each time
-        if not self.sharded or isinstance(trainer.model, PeftModel) or pushed:
+        if not sharded or isinstance(trainer.model, PeftModel) or pushed:
             save_model(units, folder, trainer.sharded_optimizer)
         with rank_zero(units.comm) as first:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
-                if self.sharded and not pushed and isinstance(trainer.model, PreTrainedModel):
+                if sharded and not pushed and isinstance(trainer.model, PreTrainedModel):
                     save_config(trainer.model, folder, next(iter(units.dtypes.values())))
                 tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
                 if tokenizer is not None:
@@ -248,8 +213,6 @@ class RunCheckpoints:
         noted = load_checkpoint(folder / ENGINE_FOLDER, trainer.engine, optimizer, frozen=self.saves_frozen)
         trainer.overflow_scan.restore(noted, str(manifest))
         trainer.take_noted(manifest, noted)
-        if not (folder / SCHEDULER_NAME).is_file():
-            raise UserError(f"{folder}: {SCHEDULER_NAME} is missing; the learning rate could not go on where it was")
         load_scheduler(folder / SCHEDULER_NAME, trainer.lr_scheduler)
 
     def load_weights(self, folder: Path) -> None:
@@ -268,13 +231,11 @@ class RunCheckpoints:
         """Raise UserError unless a folder is a complete checkpoint of the engine, and the engine is on."""
         if not is_ours(folder):
             raise UserError(
-                f"{folder}: no checkpoint of ftkit's engine ({ENGINE_FOLDER}/{MANIFEST} is missing). A stock checkpoint's "
-                "optimizer state cannot be resumed; to start from its weights, give the folder as the model"
+                f"{folder}: no checkpoint of ftkit's engine; to start from its weights, give the folder as the model"
             )
         if not self.trainer.engine_is_on:
             raise UserError(
-                f"{folder}: was saved by ftkit's engine, whose optimizer state ftkit=None cannot read: leave ftkit on to "
-                "continue that run (ftkit='auto')"
+                f"{folder}: was saved by ftkit's engine, and ftkit=None cannot read it: leave ftkit on (ftkit='auto')"
             )
         check_folder(folder)  # the engine's own files are compared as they are read
 
@@ -311,11 +272,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         BrokenCheckpoint: A file is missing, changed, or a pickle with code; the text names it.
     """
-    listed = check_contents(folder)
-    for name in (f"{ENGINE_FOLDER}/{MANIFEST}", TRAINER_STATE_NAME):
-        if name not in listed:
-            raise BrokenCheckpoint(f"{folder / CONTENTS}: {name} is not listed")
-    for name in listed:
+    for name in check_contents(folder):
         if name == SCHEDULER_NAME or name.startswith("rng_state"):
             read_plain(folder / name)
 
@@ -336,22 +293,12 @@ def read_plain(path: Path) -> Any:
 
 
 def load_scheduler(path: Path, scheduler: Any) -> None:
-    """Load a scheduler's state. A `LambdaLR` (all schedules by name) continues with the rates of this run's schedule.
-
-    Raises:
-        BrokenCheckpoint: The file is missing or broken, or its state is of another kind of scheduler.
-    """
+    """Load a scheduler's state. A `LambdaLR` (all schedules by name) continues with the rates of this run's schedule."""
     state, inner = read_plain(path), getattr(scheduler, "scheduler", scheduler)
-    try:
-        scheduler.load_state_dict(state)
-        if type(inner) is LambdaLR and not any(state["lr_lambdas"]):  # a rule with a state continues with that
-            rates = [base * rule(inner.last_epoch) for base, rule in zip(inner.base_lrs, inner.lr_lambdas)]
-            for group, last, rate in zip(inner.optimizer.param_groups, inner._last_lr, rates, strict=True):
-                if group["lr"] == last:  # otherwise a callback has set it
-                    group["lr"] = rate
-            inner._last_lr = rates
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise BrokenCheckpoint(
-            f"{path}: not the state of a {type(inner).__name__} ({text_of(error)}). If lr_scheduler_type or optimizers "
-            "changed since the checkpoint was saved, change them back"
-        ) from error
+    scheduler.load_state_dict(state)
+    if type(inner) is LambdaLR and not any(state["lr_lambdas"]):  # a rule with a state continues with that
+        rates = [base * rule(inner.last_epoch) for base, rule in zip(inner.base_lrs, inner.lr_lambdas)]
+        for group, last, rate in zip(inner.optimizer.param_groups, inner._last_lr, rates, strict=True):
+            if group["lr"] == last:  # otherwise a callback has set it
+                group["lr"] = rate
+        inner._last_lr = rates

@@ -1077,8 +1077,8 @@ FAULTS = (
     _fault(
         "a longer run begins at the end of the old schedule",
         "ftkit/hf/trainer/checkpoints.py",
-        '                if group["lr"] == last:',
-        "                if False:",
+        '            if group["lr"] == last:',
+        "            if False:",
         "tests/hf/test_longer_runs.py::test_a_longer_run_follows_its_own_schedule[linear]",
     ),
     _fault(

@@ -11,8 +11,8 @@ FAULTS = (
     fault(
         "a best checkpoint that was saved before its evaluation is forgotten",
         _CHECKPOINTS,
-        "state.global_step or os.path.isdir(folder):",
-        "state.global_step:",
+        "best == final or best.is_dir()",
+        "best == final",
         "tests/hf/test_bookkeeping.py::test_the_best_checkpoint_and_those_that_stay_are_stocks",
     ),
     fault(
@@ -25,8 +25,8 @@ FAULTS = (
     fault(
         "a learning rate that a callback set is the schedule's after a resume",
         _CHECKPOINTS,
-        '                if group["lr"] == last:  # otherwise',
-        "                if True:  # otherwise",
+        '            if group["lr"] == last:  # otherwise',
+        "            if True:  # otherwise",
         "tests/hf/test_schedules.py::test_a_learning_rate_that_a_callback_sets_goes_on",
     ),
     fault(
@@ -53,9 +53,8 @@ FAULTS = (
     fault(
         "an earlier state is removed before the new one has its name",
         "ftkit/hf/trainer/accelerator.py",
-        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
-        "    [shutil.rmtree(state) for state in earlier]\n"
-        "    write_contents(place, apart=[path.name for path in place.glob(\"model_*\")])\n",
+        "        state.rename(former)\n",
+        "        shutil.rmtree(state)\n",
         "tests/hf/test_accelerator.py::test_a_state_is_replaced_as_a_whole_or_not_at_all[1]",
     ),
     fault(
