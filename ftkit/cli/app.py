@@ -323,8 +323,6 @@ def export(
         raise UserError("--base is for --merge-adapter: without it, nothing of the base is written")
     if not math.isfinite(max_shard_gib):
         raise UserError(f"--max-shard-gib: found {max_shard_gib}, needs a number of GiB")
-    from rich.progress import Progress
-
     from ftkit.hf.save.export import export_checkpoint  # here, see the top of this file
     from ftkit.hf.save.merge import merge_adapter as merge
 
@@ -334,11 +332,7 @@ def export(
     if merge_adapter:
         numel = merge(checkpoint, out, base=base, **options)
     else:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task_id = bar.add_task(f"writing {out}")
-            numel = export_checkpoint(
-                checkpoint, out, progress=lambda done, total: bar.update(task_id, completed=done, total=total), **options
-            )
+        numel = export_checkpoint(checkpoint, out, **options)
     _say(f"{out}: {numel:,} parameters")
 
 

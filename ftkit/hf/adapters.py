@@ -11,36 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import (
-    AdaLoraModel,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PeftType,
-    get_peft_model,
-    get_peft_model_state_dict,
-)
+from peft import AdaLoraModel, LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ftkit.engine.core.buffers import persistent_buffers
-from ftkit.engine.core.instance_class import specialise
 from ftkit.errors import UserError
 
-NOT_TRAINABLE = {
-    "PREFIX_TUNING": "it passes its prefix to the blocks in a key/value cache, which recomputed blocks would fill twice",
-    "CARTRIDGE": "it passes its prefix to the blocks in a key/value cache, which recomputed blocks would fill twice",
-    "CPT": "it replaces the storage of its weights in each forward",
-    "XLORA": "it runs the model twice in one forward",
-}
-"""Kinds of adapters that the engine cannot train, with the reason; `peft_type` as text."""
-UNNAMED = ("adaption_prompt", "adaption_gate")
-"""Parameters of LLaMA-Adapter, whose layers have no `adapter_layer_names`."""
 HEADS = {"classifier", "score", "qa_outputs"}
 """Names that PEFT adds to `modules_to_save` for a task, whether a model has them or not."""
-MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload", "add_weighted_adapter")
-"""Methods of PEFT that write to the base's weights, or replace its modules."""
 
 
 def base_of(model: nn.Module) -> Any:
@@ -54,20 +34,14 @@ def adapter_parameters(model: nn.Module, *, copies: bool = False) -> set[str]:
     PEFT's layers list them in `adapter_layer_names`. Prompt learning keeps its parameters in `prompt_encoder`.
 
     Args:
-        model: A model with or without adapters, sharded or not.
+        model: A model, with or without adapters.
         copies: Whether the copies that `modules_to_save` makes of whole modules are among them.
     """
     found: set[int] = set()
     for module in model.modules():
-        if isinstance(module, ModulesToSaveWrapper) and not copies:
-            continue
-        parts = [getattr(module, name, None) for name in (*getattr(module, "adapter_layer_names", ()), *UNNAMED)]
-        parts += [getattr(module, "prompt_encoder", None)] if isinstance(module, PeftModel) else []
-        for part in parts:
-            if isinstance(part, nn.Module):
-                found.update(map(id, part.parameters()))
-            elif isinstance(part, nn.Parameter):
-                found.add(id(part))
+        parts = ("prompt_encoder",) if isinstance(module, PeftModel) else getattr(module, "adapter_layer_names", ())
+        if parts and (copies or not isinstance(module, ModulesToSaveWrapper)):
+            found.update(id(parameter) for name, parameter in module.named_parameters() if name.partition(".")[0] in parts)
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in found}
 
 
@@ -88,15 +62,15 @@ def add_adapter(model: nn.Module, config: PeftConfig) -> PeftModel:
     Raises:
         UserError: An entry of `target_modules` or `modules_to_save` matches no module. PEFT only requires that one does.
     """
-    modules = [name for name, _ in model.named_modules()]
+    modules = [f".{name}" for name, _ in model.named_modules()]
     for field, dot in (("target_modules", "."), ("modules_to_save", "")):  # PEFT compares whole names, or ends of names
         entries = getattr(config, field, None)
         for entry in set(entries) - HEADS if isinstance(entries, (list, tuple, set)) else ():
-            if entry not in modules and not any(name.endswith(f"{dot}{entry}") for name in modules):
-                last = sorted({name.rpartition(".")[2] for name in modules if not name[-1:].isdigit()})
+            if not any(name.endswith(f"{dot}{entry}") for name in modules):
+                known = sorted({last for _, _, last in (name.rpartition(".") for name in modules) if not last.isdigit()})
                 raise UserError(
                     f"adapter: {field}: {entry!r} matches no module of {type(model).__name__}, so it would train nothing. "
-                    f"Its modules are {', '.join(filter(None, last))}"
+                    f"Its modules are {', '.join(filter(None, known))}"
                 )
     return get_peft_model(model, config)
 
@@ -108,13 +82,11 @@ def check_plain_lora(adapter: PeftConfig) -> None:
         UserError: The adapter is not LoRA with its default initialisation.
     """
     plain = isinstance(adapter, LoraConfig) and adapter.init_lora_weights in (True, "gaussian")
-    plain = plain and not (adapter.use_dora or adapter.trainable_token_indices)  # type: ignore[attr-defined]  # LoRA's
-    if not plain:
+    if not plain or adapter.use_dora or adapter.trainable_token_indices:  # type: ignore[attr-defined]  # LoRA's
         raise UserError(
             f"adapter: {PeftType(adapter.peft_type).value} with these settings is initialised from the base's weights, and "
             "a model built from a configuration has none. Save the model first and load its folder with "
-            "ftkit.load_model(folder), or build it with from_config(), apply get_peft_model(), and pass the result to the "
-            "Trainer"
+            "ftkit.load_model(folder), or build it with from_config() and apply get_peft_model()"
         )
 
 
@@ -146,33 +118,10 @@ def names_only(model: PeftModel) -> Iterator[None]:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise for adapters that the engine cannot train.
-
-    Raises:
-        UserError: Naming the kind and the reason.
-    """
-    for module in model.modules():
-        for config in module.peft_config.values() if isinstance(module, PeftModel) else ():
-            kind = str(getattr(config.peft_type, "value", config.peft_type))
-            if kind in NOT_TRAINABLE and not config.inference_mode:
-                raise UserError(
-                    f"adapter: {kind} is not supported: {NOT_TRAINABLE[kind]}. Use LoRA, prompt tuning or p-tuning, or "
-                    "train without the engine (ftkit=None)"
-                )
-
-
-def refuse_merging(model: nn.Module) -> None:
-    """Make the methods that merge an adapter raise on a sharded model, whose base weights are in shards."""
-    for module in model.modules():
-        if isinstance(module, (PeftModel, BaseTuner)):
-            specialise(module, **{name: _refusal(name) for name in MERGING})
-
-
-def _refusal(name: str) -> Any:
-    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise UserError(
-            f"{name}() on a sharded model: the base's weights are in shards. Save the adapter with trainer.save_model() or "
-            "ftkit.save_model() and merge its folder: ftkit export ADAPTER OUT --merge-adapter. Or call it before sharding"
-        )
-
-    return refuse
+    """Raise UserError for prefix tuning, which the engine cannot train."""
+    for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
+        if config.peft_type == PeftType.PREFIX_TUNING and not config.inference_mode:
+            raise UserError(
+                "adapter: PREFIX_TUNING is not supported: it passes its prefix to the blocks in a key/value cache, which "
+                "recomputed blocks would fill twice. Use LoRA, prompt tuning or p-tuning, or ftkit=None"
+            )

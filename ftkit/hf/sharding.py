@@ -23,7 +23,7 @@ from ftkit.engine.optim.foreign_optimizers import refuse_foreign_optimizers
 from ftkit.engine.shard import changing, refuse_failed
 from ftkit.engine.shard import shard as shard_blocks
 from ftkit.errors import UserError
-from ftkit.hf.adapters import adapter_parameters, refuse_merging, refuse_untrainable
+from ftkit.hf.adapters import adapter_parameters, refuse_untrainable
 from ftkit.hf.blocks import Blocks, batch_rows, find_blocks, kept_in_fp32, replicated, without_caches
 from ftkit.hf.dtypes import check_dtype, own_dtype
 from ftkit.hf.generate.holding import let_generate
@@ -129,7 +129,6 @@ def shard(
         cut_out = any(unit.is_cut_out for unit in units.units)
         check_shardable(model, comm.world_size, cuts_gradients=cut_out and len(units.trainable) > 0)
         let_generate(units)
-        refuse_merging(model)
         if source is not None:
             settled.note(units, source)
             load_weights(units)

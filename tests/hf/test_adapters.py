@@ -23,6 +23,7 @@ from torch import nn
 import ftkit
 from ftkit.hf.adapters import adapter_parameters, add_adapter
 from tests.hf import runs
+from tests.worlds import RankFailure
 
 
 def lora(**changes: Any) -> LoraConfig:
@@ -109,11 +110,20 @@ def test_a_copy_of_a_whole_module_is_not_an_adapters():
 # --- what a sharded PEFT model refuses
 
 
-def test_merging_a_sharded_model_says_the_way_out():
-    model = get_peft_model(runs.llama(), lora(task_type="CAUSAL_LM"))
-    ftkit.shard(model)
-    with pytest.raises(ftkit.UserError, match="--merge-adapter"):
-        model.merge_and_unload()
+def merged(stage: int) -> float:
+    """A case for a world: the largest difference between the logits of a sharded model before and after PEFT merges it."""
+    model = get_peft_model(runs.llama(), lora(task_type="CAUSAL_LM", init_lora_weights=False))
+    ftkit.shard(model, {"stage": stage})
+    rows = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        before = model(input_ids=rows).logits
+        return float((model.merge_and_unload()(input_ids=rows).logits - before).abs().max())
+
+
+def test_an_adapter_is_merged_where_the_base_is_whole(world2):
+    assert max(world2.run(merged, 2)) < 1e-4
+    with pytest.raises(RankFailure, match=r"q_proj\.base_layer\.weight is resharded"):
+        world2.run(merged, 3)
 
 
 def test_prefix_tuning_is_refused_for_its_true_reason():

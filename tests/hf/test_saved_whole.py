@@ -120,7 +120,7 @@ def saved_with_a_bad_config(folder: str) -> str:
 
 def test_a_generation_config_that_cannot_be_written_stops_the_run_before_its_first_step(world2, tmp_path):
     for said in world2.run(saved_with_a_bad_config, str(tmp_path)):
-        assert said.endswith("model.generation_config cannot be saved: temperature at step 0")
+        assert said.endswith("its configuration cannot be saved (temperature) at step 0")
     assert not list(tmp_path.iterdir())
 
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_saved_is_refused_before_training(tmp_path):
         model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
         return model
 
-    refused = {invalid: "generation_config cannot be saved", adapted: "has an adapter inside", mixtral: "is cut or merged"}
+    refused = {invalid: "its configuration cannot be saved", adapted: "has an adapter inside", mixtral: "is cut or merged"}
     for model, words in refused.items():
         run = Run(model=model, rows=24, arguments=SAVING, ftkit={**SHARDED, "affinity": False})
         trainer = runs.make_trainer("ours", str(tmp_path), run)

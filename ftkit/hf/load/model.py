@@ -289,10 +289,9 @@ def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | N
             piece = out[low : low + CHECKED_NUMEL]
             values = torch.empty_like(piece, dtype=torch.float32) if narrows else piece
             file.read(key, first + low, values)
-            if narrowing.check(span.segment.name, values) and narrows:
-                narrowing.look(span.segment.name, values)
             if narrows:
                 piece.copy_(values)
+            narrowing.check(span.segment.name, values, piece)
 
     units.comm.await_readers()
     (optimizer or units).settle()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftConfig, PeftModel
+from peft.utils import CONFIG_NAME as ADAPTER_CONFIG
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,9 +24,6 @@ from ftkit.hf.load.config import read_config, reading
 from ftkit.hf.load.tasks import TASKS
 from ftkit.hf.save.export import copy_small_files, new_folder
 from ftkit.hf.save.model import SHARD_BYTES
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILES = (ADAPTER_CONFIG, SAFETENSORS_WEIGHTS_NAME, "README.md")
 
 
 def merge_adapter(
@@ -40,14 +38,10 @@ def merge_adapter(
 ) -> int:
     """Merge an adapter into its base, and write the result as a folder that `from_pretrained` opens.
 
-    Args:
+    Args, beside those of `export_checkpoint`:
         adapter: A checkpoint-N of an adapter's run, or an adapter folder.
-        out: Folder to write. It must not exist, or be empty.
         base: Folder or hub name of the base. None takes the one that the adapter names.
         dtype: fp32, bf16 or fp16. None keeps the dtype of the base.
-        shard_bytes: Largest size of a safetensors file, bytes.
-        task: A task of `ftkit.hf.load.tasks.TASKS`.
-        trust_remote_code: Whether Python code in the base's folder may run.
 
     Returns:
         The number of parameters.
@@ -57,21 +51,17 @@ def merge_adapter(
 
     Cost: host memory for the whole model. PEFT merges in the dtype of the base, and in fp32 for `dtype="fp32"`.
     """
-    listed = check_contents(adapter) if (adapter / CONTENTS).exists() else _files(adapter)
-    for name in (ADAPTER_CONFIG, SAFETENSORS_WEIGHTS_NAME):
-        if not (adapter / name).is_file():
-            raise UserError(
-                f"{adapter}: no {name}. Name an adapter folder with safetensors weights, or a checkpoint of an adapter's "
-                "run; export a full checkpoint without --merge-adapter"
-            )
+    if not all((adapter / name).is_file() for name in (ADAPTER_CONFIG, SAFETENSORS_WEIGHTS_NAME)):
+        raise UserError(
+            f"{adapter}: an adapter needs {ADAPTER_CONFIG} and {SAFETENSORS_WEIGHTS_NAME}; export a full checkpoint without "
+            "--merge-adapter"
+        )
+    sealed = (adapter / CONTENTS).exists()
+    listed = check_contents(adapter) if sealed else [path.name for path in adapter.iterdir() if path.is_file()]
     with new_folder(out) as target:
         with reading(str(adapter), "the adapter's configuration cannot be read"):
             config = PeftConfig.from_pretrained(str(adapter))
-        if config.is_prompt_learning:
-            raise UserError(f"{adapter}: an adapter of prompts has no weights to merge: use peft.PeftModel.from_pretrained")
         name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
-        if not name:
-            raise UserError(f"{adapter / ADAPTER_CONFIG}: names no base model; name it with --base")
         options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         read_config(name, None, **options)  # refuses a quantised base, and an adapter in its place
         with reading(name, f"the base of {adapter} cannot be loaded"):
@@ -83,14 +73,9 @@ def merge_adapter(
             torch.nn.Module.to(model, DTYPES[dtype])
         for tensor_name, parameter in model.named_parameters():
             refuse_not_finite(tensor_name, parameter.detach().reshape(-1))
-        copy_small_files(adapter, listed, target, but=ADAPTER_FILES)
+        copy_small_files(adapter, listed, target)
         model.save_pretrained(target, max_shard_size=shard_bytes)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _files(folder: Path) -> list[str]:
-    """Return the names of a folder's files, without links."""
-    return [path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()] if folder.is_dir() else []
 
 
 def _merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
@@ -105,7 +90,10 @@ def _merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         # `from_pretrained` does not return what it could not use.
         unused = adapted.load_adapter(str(adapter), "default", torch_device="cpu").unexpected_keys
         if unused:
-            raise UserError(f"{adapter}: {min(unused)} is not in the base: another base, or a head of another --task")
+            raise UserError(
+                f"{adapter}: {min(unused)} is not in the base: another base, a head of another --task, or prompts, which "
+                "cannot be merged"
+            )
         _untie(adapted)
         merged: PreTrainedModel = adapted.merge_and_unload()
     state = merged.state_dict()
@@ -125,6 +113,5 @@ def _untie(model: nn.Module) -> None:
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in known:
-                copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                module.register_parameter(key, copy)
+                module.register_parameter(key, nn.Parameter(parameter.detach().clone()))
             known.add(id(parameter))

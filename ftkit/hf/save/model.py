@@ -7,11 +7,9 @@ flat parameter at a time, and PEFT writes its folder.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -27,12 +25,12 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ftkit.engine.checkpoint.durable import all_ranks, rank_zero
 from ftkit.engine.checkpoint.export import export_tensors
 from ftkit.engine.checkpoint.finite import refuse_not_finite
-from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
 from ftkit.hf.adapters import names_only, saved_names
 from ftkit.hf.dtypes import named_dtype
+from ftkit.hf.load.config import reading
 from ftkit.hf.load.model import every_buffer
 
 logger = logging.getLogger(__name__)
@@ -52,47 +50,36 @@ def check_savable(units: ShardedModel) -> None:
     """
     units.check_unchanged()
     model = units.model
-    if isinstance(model, PeftModel):
+    if not isinstance(model, PreTrainedModel):
         return
-    hub_names_of(units)
+    hub_names(model, *_stored(units))
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(
             f"{type(model).__name__} has an adapter inside (add_adapter, load_adapter), and would be saved under names that "
             "from_pretrained does not know: use peft.get_peft_model(model, config) or peft.PeftModel.from_pretrained"
         )
-    if isinstance(model, PreTrainedModel) and model.can_generate() and model.generation_config is not None:
-        # transformers checks it only when it is saved, and more strictly than when it is loaded.
-        with rank_zero(units.comm) as first, suppress(OSError):
-            if first:
-                try:
-                    with TemporaryDirectory() as folder:
-                        model.generation_config.save_pretrained(folder)
-                except ValueError as error:
-                    raise UserError(f"model.generation_config cannot be saved: {error}") from error
+    # transformers checks the generation configuration only when it is saved, and more strictly than when it is loaded.
+    with reading(type(model).__name__, "its configuration cannot be saved"), TemporaryDirectory() as folder:
+        save_config(model, Path(folder))
 
 
-def hub_names_of(units: ShardedModel) -> dict[str, list[str]]:
-    """Return the names under which each tensor and persistent buffer of a model is saved; see `hub_names`."""
-    shapes = {segment.name: segment.shape for flat in units.flats for segment in flat.layout.segments}
-    return hub_names(units.model, shapes, _aliases(units))
+def _stored(units: ShardedModel) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """Return the shapes of all tensors and persistent buffers, and of every name the one under which a shape is there.
 
-
-def _aliases(units: ShardedModel) -> dict[str, str]:
-    """Return every other name of a tensor or persistent buffer, also in a module that is registered twice."""
-    found = dict(units.aliases)
+    A shared tensor has several names, also one in a module that is registered twice.
+    """
+    buffers = every_buffer(units.model)
+    shapes = {segment.name: torch.Size(segment.shape) for flat in units.flats for segment in flat.layout.segments}
+    stored = dict(zip(shapes, shapes))
     for name, parameter in units.model.named_parameters(remove_duplicate=False):
         flat, index = units.places[id(parameter)]
-        if (first := flat.layout.segments[index].name) != name:
-            found[name] = first
-    firsts: dict[int, str] = {}
-    for name, module in units.model.named_modules(remove_duplicate=False):
-        first = firsts.setdefault(id(module), name)
-        for key in persistent_buffers(module, recurse=False) if first != name else ():
-            found[f"{name}.{key}"] = f"{first}.{key}"
-    return found
+        stored[name] = flat.layout.segments[index].name
+    first: dict[int, str] = {}
+    stored |= {name: first.setdefault(id(buffer), name) for name, buffer in buffers.items()}
+    return shapes | {name: buffers[name].shape for name in first.values()}, stored
 
 
-def hub_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]) -> dict[str, list[str]]:
+def hub_names(model: nn.Module, shapes: Mapping[str, torch.Size], stored: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the hub names of each tensor and persistent buffer.
 
     transformers' own reverse conversion gives them: it converts tensors without values, and a tensor that only changes its
@@ -100,26 +87,24 @@ def hub_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], aliases: 
 
     Args:
         model: The model.
-        shapes: Name of each tensor to its shape.
-        aliases: Other name of a tensor to its name in `shapes`.
+        shapes: Name of each tensor and persistent buffer to its shape.
+        stored: Every name of a tensor to its name in `shapes`.
 
     Raises:
         UserError: transformers would have to cut or merge tensors.
     """
-    sizes = {**shapes, **{name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}}
+    names: dict[str, list[str]] = {}
     if not isinstance(model, PreTrainedModel):
-        names = {name: [name] for name in sizes}
-        for alias, name in aliases.items():
-            names[name].append(alias)
+        for name, first in stored.items():
+            names.setdefault(first, []).append(name)
         return names
-    tied = model.all_tied_weights_keys
-    untied = {alias: name for alias, name in aliases.items() if alias not in tied and name not in tied}
-    left_out = model._keys_to_ignore_on_save or ()
+    tied, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
     stand_ins = {
-        name: torch.empty(sizes[untied.get(name, name)], device="meta") for name in (*sizes, *untied) if name not in left_out
+        name: torch.empty(shapes[first], device="meta")
+        for name, first in stored.items()
+        if name not in left_out and (name == first or (name not in tied and first not in tied))
     }
-    original = {id(tensor): name for name, tensor in stand_ins.items()}
-    names = {}
+    original = {id(tensor): stored[name] for name, tensor in stand_ins.items()}
     for hub_name, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
         if id(tensor) not in original:
             raise UserError(
@@ -127,8 +112,7 @@ def hub_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], aliases: 
                 "cannot be saved from shards. Train an adapter, or set save_strategy='no' and use units.state_dict() with "
                 "save_pretrained(state_dict=...)"
             )
-        name = original[id(tensor)]
-        names.setdefault(untied.get(name, name), []).append(hub_name)
+        names.setdefault(original[id(tensor)], []).append(hub_name)
     return names
 
 
@@ -162,9 +146,8 @@ def save_model(
         _save_adapters(units, path, optimizer, dtype)
         return
     model = units.model
-    names = hub_names_of(units)
-    own_buffers = persistent_buffers(model)
-    buffers = {hub: buffer.detach().cpu() for name, buffer in own_buffers.items() for hub in names.get(name, ())}
+    names = hub_names(model, *_stored(units))
+    buffers = {hub: buffer.detach().cpu() for name, buffer in every_buffer(model).items() for hub in names.get(name, ())}
     with rank_zero(units.comm) as first:
         if first:
             path.mkdir(parents=True, exist_ok=True)
@@ -196,31 +179,21 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 def save_arguments(arguments: TrainingArguments, folder: Path) -> None:
     """Write the arguments of a run, as the stock Trainer does. ftkit never reads them."""
-    content = io.BytesIO()
-    try:
-        torch.save(arguments, content)
-    except Exception as error:  # pickle's errors have no common class; a class of a notebook is the usual cause
-        logger.warning("%s cannot be pickled (%s): %s is not written", type(arguments).__name__, error, TRAINING_ARGS_NAME)
-        return
-    (folder / TRAINING_ARGS_NAME).write_bytes(content.getvalue())
+    torch.save(arguments, folder / TRAINING_ARGS_NAME)
 
 
 def _save_adapters(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:
     """Let PEFT write its folder from tensors that rank 0 gathers. A collective."""
     model, comm = cast(PeftModel, units.model), units.comm
-    own_names = {}  # every name of a tensor, also in a module that several others share
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        flat, index = units.places[id(parameter)]
-        own_names[name] = flat.layout.segments[index].name
-    buffers = every_buffer(model)
+    _, stored = _stored(units)
     wanted: set[str] = set()
-    with rank_zero(comm) as first:
+    with rank_zero(comm) as first:  # PEFT may ask the hub
         if first:
-            wanted.update(*(saved_names(model, [*own_names, *buffers], adapter) for adapter in model.peft_config))
-    saved_buffers = {name: buffers[name].detach().cpu() for name in wanted & buffers.keys()}
-    wanted = comm.same(wanted - buffers.keys())
+            wanted.update(*(saved_names(model, stored, adapter) for adapter in model.peft_config))
+    wanted = comm.same(wanted)
+    names = {stored[name] for name in wanted}
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
-    if (left := sorted(trained - {own_names[name] for name in wanted})) and comm.rank == 0:
+    if (left := sorted(trained - names)) and comm.rank == 0:
         logger.warning(
             "%s: trained beside the adapter, and not in its folder: %s. PEFT saves adapters and modules_to_save; name the "
             "modules there before training",
@@ -228,16 +201,15 @@ def _save_adapters(units: ShardedModel, path: Path, optimizer: ShardedOptimizer 
             ", ".join(left[:8]),
         )
     whole = {}
-    for name, tensor in _whole(units, optimizer, {own_names[name] for name in wanted}):
+    for name, tensor in _whole(units, optimizer, names):
         if comm.rank == 0:
             whole[name] = tensor.to(device="cpu", dtype=dtype or units.dtypes[name], copy=True)
     with rank_zero(comm) as first, names_only(model):
         for name, tensor in whole.items() if first else ():
             refuse_not_finite(name, tensor.reshape(-1))
         if first:
-            path.mkdir(parents=True, exist_ok=True)
-            state = {**{name: whole[own_names[name]] for name in wanted}, **saved_buffers}
-            model.save_pretrained(str(path), state_dict=state)
+            whole |= {name: buffer.detach().cpu() for name, buffer in every_buffer(model).items()}
+            model.save_pretrained(str(path), state_dict={name: whole[stored[name]] for name in wanted})
 
 
 def _whole(units: ShardedModel, optimizer: ShardedOptimizer | None, names: set[str]) -> Iterator[tuple[str, Tensor]]:

@@ -436,7 +436,7 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc
     """`transformers.Seq2SeqTrainer` on ftkit's engine. Takes `ftkit.Seq2SeqTrainingArguments`.
 
     Ranks stop generating at different lengths. At stage 3 a rank that has finished goes on taking part in the gathers
-    (`generate/in_step.py`).
+    (`generate/holding.py`).
     """
 
 

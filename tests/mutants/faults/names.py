@@ -52,7 +52,7 @@ FAULTS = (
     _fault(
         "weights trained beside an adapter are lost in silence",
         "ftkit/hf/save/model.py",
-        "    if (left := sorted(trained - {own_names[name] for name in wanted})) and",
+        "    if (left := sorted(trained - names)) and",
         "    if (left := []) and",
         "tests/hf/test_peft.py::test_weights_trained_beside_an_adapter_are_named_when_it_is_saved",
     ),

@@ -15,8 +15,8 @@ FAULTS = (
     fault(
         "a refused export leaves its files",
         "ftkit/hf/save/export.py",
-        "shutil.rmtree(partial_folder, ignore_errors=True)",
-        "pass",
+        "        with TemporaryDirectory(prefix=PARTIAL, dir=out) as partial_folder:\n",
+        "        partial_folder = out / PARTIAL\n        partial_folder.mkdir()\n        if True:\n",
         f"{OWN}::test_a_refused_export_leaves_nothing",
     ),
     fault(
