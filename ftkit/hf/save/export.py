@@ -27,7 +27,7 @@ from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
-from ftkit.hf.load.model import skeleton
+from ftkit.hf.load.model import load_model
 from ftkit.hf.save.model import SHARD_BYTES, hub_names
 from ftkit.output.ownership import ENGINE_FOLDER
 
@@ -74,7 +74,7 @@ def export_checkpoint(
     with new_folder(out) as target, open_files(checkpoint / ENGINE_FOLDER, manifest) as (_, places):
         kinds = ("weights", BUFFERS, "master")  # masters replace weights
         sources = {name: places[kind, name] for kind in kinds for own, name in places if own == kind}
-        model = skeleton(None, task=task, config=str(checkpoint), trust_remote_code=trust_remote_code)
+        model = load_model(None, task=task, config=str(checkpoint), trust_remote_code=trust_remote_code)
         if odd := sorted((dict(model.named_parameters()) | persistent_buffers(model)).keys() ^ sources.keys()):
             raise UserError(
                 f"{checkpoint}: its tensors are not those of a {type(model).__name__} ({odd[0]}): is another --task needed?"
