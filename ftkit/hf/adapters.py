@@ -21,6 +21,12 @@ from ftkit.errors import UserError
 
 HEADS = {"classifier", "score", "qa_outputs"}
 """Names that PEFT adds to `modules_to_save` for a task, whether a model has them or not."""
+UNTRAINABLE = {
+    PeftType.PREFIX_TUNING: "it passes its prefix to the blocks in a cache, which recomputed blocks would fill twice",
+    PeftType.CPT: "its forward replaces the tensor that the optimizer updates",
+    PeftType.XLORA: "it runs the model twice",
+}
+"""Adapters that the engine cannot train, each with the reason."""
 
 
 def base_of(model: nn.Module) -> Any:
@@ -118,10 +124,11 @@ def names_only(model: PeftModel) -> Iterator[None]:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise UserError for prefix tuning, which the engine cannot train."""
+    """Raise UserError for adapters that the engine cannot train."""
     for config in model.peft_config.values() if isinstance(model, PeftModel) else ():
-        if config.peft_type == PeftType.PREFIX_TUNING and not config.inference_mode:
+        reason = UNTRAINABLE.get(PeftType(config.peft_type))
+        if reason is not None and not config.inference_mode:
             raise UserError(
-                "adapter: PREFIX_TUNING is not supported: it passes its prefix to the blocks in a key/value cache, which "
-                "recomputed blocks would fill twice. Use LoRA, prompt tuning or p-tuning, or ftkit=None"
+                f"adapter: {PeftType(config.peft_type).value} is not supported: {reason}. Use LoRA, prompt tuning or "
+                "p-tuning, or ftkit=None"
             )

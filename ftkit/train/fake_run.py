@@ -288,10 +288,6 @@ class FakeCommunicator(Communicator):
         """Return it for every rank."""
         return [value] * self.world_size
 
-    def all_numbers(self, number: int, of: str = "") -> list[int]:
-        """Return it for every rank."""
-        return [number] * self.world_size
-
     def barrier(self, of: str = "") -> None:
         """Wait for nobody."""
 

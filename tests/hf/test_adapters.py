@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from peft import (
+    CPTConfig,
     HRAConfig,
     IA3Config,
     LoHaConfig,
@@ -126,9 +127,13 @@ def test_an_adapter_is_merged_where_the_base_is_whole(world2):
         world2.run(merged, 3)
 
 
-def test_prefix_tuning_is_refused_for_its_true_reason():
-    model = get_peft_model(runs.llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(ftkit.UserError, match="PREFIX_TUNING is not supported: it passes its prefix"):
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, CPTConfig])
+def test_adapters_that_would_not_train_are_refused(kind):
+    fields: dict[str, Any] = {"num_virtual_tokens": 3}
+    if kind is CPTConfig:
+        fields = {"cpt_token_ids": [3, 4, 5], "cpt_tokens_type_mask": [1, 2, 3]}
+    model = get_peft_model(runs.llama(), kind(task_type="CAUSAL_LM", **fields))
+    with pytest.raises(ftkit.UserError, match="is not supported: it"):
         ftkit.shard(model)
 
 

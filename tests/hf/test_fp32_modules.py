@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import ftkit
+from ftkit.hf.fp16 import search
 from ftkit.hf.fp16.search import find_fp32_modules
 from tests import fusible
 from tests.hf.runs import fresh_state
@@ -389,6 +390,22 @@ def test_ranks_whose_tokens_go_to_different_experts(world2: Any) -> None:
     assert first == second
     assert first[1]
     assert "model.norm" in first[0]
+
+
+def options_after_a_call() -> dict[str, Any]:
+    """Case: rank 0 alone has called a module, and found that its projection's result is its own."""
+    units = ftkit.shard(mixtral(), {"dtype": "fp16", "stage": 3})
+    name = "model.layers.0.self_attn.o_proj"
+    with search._Hooks(units) as hooks:
+        if units.comm.rank == 0:
+            hooks.last.add(units.model.get_submodule(name))
+            hooks.excesses.append((name, 1e9))
+        return hooks._take_excesses()
+
+
+def test_ranks_try_the_same_fp32_modules(world2: Any) -> None:
+    name = "model.layers.0.self_attn.o_proj"
+    assert world2.run(options_after_a_call) == [{name: (1e9, [(name, "projection")])}] * 2
 
 
 def test_a_batch_without_labels_that_count() -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from ftkit.errors import UserError
 from ftkit.hf.load.model import load_model
@@ -79,5 +80,7 @@ def test_a_part_of_a_configuration_is_merged_with_its_other_fields():
 def test_a_keyword_sets_a_field_of_the_configuration(base):
     assert load_model(base, task="sequence-classification", num_labels=5).score.out_features == 5
     assert load_model(base, attn_implementation="eager").config._attn_implementation == "eager"
+    config = AutoConfig.from_pretrained(base, attn_implementation="eager")
+    assert load_model(base, config=config, use_cache=False).config._attn_implementation == "eager"
     with pytest.raises(UserError, match="'num_label' is neither an argument nor a field of a llama configuration"):
         load_model(base, num_label=5)

@@ -71,6 +71,27 @@ def ended_early(folder: str, error: BaseException) -> list[str]:
     return found
 
 
+class Unwritable(TrainerCallback):
+    """A callback that puts something into rank 0's state that JSON cannot hold."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Change the state of rank 0."""
+        if runs.rank() == 0:
+            state.best_metric = object()
+
+
+def failed_on_rank_0(folder: str) -> str:
+    """Train until the checkpoint fails, and return the class of the error."""
+    trainer = runs.make_trainer("ours", folder, run_of([Unwritable()]))
+    with pytest.raises(Exception) as raised:
+        trainer.train()
+    return raised.type.__name__
+
+
+def test_an_error_that_would_fail_each_save_ends_all_ranks(world2, tmp_path):
+    assert world2.run(failed_on_rank_0, str(tmp_path)) == ["TypeError", "UserError"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
 def test_a_checkpoint_is_finished_when_an_error_ends_the_run(error, world1, tmp_path):
     assert world1.run(ended_early, str(tmp_path), error) == [["checkpoint-1", "checkpoint-2"]]

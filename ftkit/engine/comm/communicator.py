@@ -240,12 +240,6 @@ class Communicator:
                 dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def all_numbers(self, number: int, of: str = "") -> list[int]:
-        """Return every rank's integer in rank order. Cost: one small all-gather and a host wait."""
-        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-        self.all_gather(numbers, torch.tensor([number], device=self.device), of)
-        return [int(each) for each in numbers.tolist()]
-
     def barrier(self, of: str = "") -> None:
         """Wait until every rank has come here."""
         if self.world_size > 1:

@@ -103,6 +103,11 @@ def _is_finite(units: ShardedTransformer, batch: Mapping[str, Any]) -> bool:
     return not units.comm.any(_largest(out, torch.float16, torch.float32) == math.inf)
 
 
+Excess = tuple[float, list[tuple[str, str]]]
+"""The largest magnitude in the result of a module, and the fp32 modules that may help."""
+Excesses = dict[str, Excess]
+
+
 class _Hooks:
     """Hooks that make fp32 modules while a model runs.
 
@@ -120,8 +125,9 @@ class _Hooks:
         self.excesses: list[tuple[str, float]] = []  # (module, magnitude) in the region
         self.handles: list[Any] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Hooks:
         self._hook_regions(self.model)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         for handle in self.handles:
@@ -161,16 +167,18 @@ class _Hooks:
             if _largest((args, given), torch.float16, torch.float32) < math.inf:
                 self.excesses.append((self.names[module], largest))
 
-    def _take_excesses(self) -> dict[str, float]:
-        """Return the modules of all ranks with an excess in the region that has just run, and its size. A collective."""
+    def _take_excesses(self) -> Excesses:
+        """Return the modules of all ranks with an excess in the region that has just run. A collective."""
         taken, self.excesses = self.excesses, []
-        found: dict[str, float] = {}
-        for name, largest in (each for rank in self.comm.all(taken) for each in rank):
-            found[name] = max(largest, found.get(name, 0.0))
+        own = [(name, largest, self._options(name)) for name, largest in taken]
+        found: Excesses = {}
+        for name, largest, options in (each for rank in self.comm.all(own) for each in rank):
+            known = found.get(name, (0.0, options))
+            found[name] = max(largest, known[0]), known[1]
         return found
 
     def _options(self, name: str) -> list[tuple[str, str]]:
-        """Return the (name, kind) of fp32 modules that may help a module, smallest first."""
+        """Return the (name, kind) of fp32 modules that may help a module that this rank has called, smallest first."""
         module = self.model.get_submodule(name)
         around = self.parents.get(module)
         is_step = isinstance(module, PROJECTIONS) or not any(module.children())
@@ -181,10 +189,10 @@ class _Hooks:
     def _after_region(self, region: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Make fp32 modules and run the region again until no magnitude exceeds the limit; return its result."""
         excesses = self._take_excesses()
-        overflows = (name for name, largest in excesses.items() if largest == math.inf)
+        overflows = (name for name, (largest, _) in excesses.items() if largest == math.inf)
         self.modules.overflowed = self.modules.overflowed or next(overflows, None)
         tried: set[tuple[str, str]] = set()
-        while options := [(name, each) for name in excesses for each in self._options(name) if each not in tried]:
+        while options := [(name, each) for name, (_, own) in excesses.items() for each in own if each not in tried]:
             exceeding, (name, kind) = options[0]
             tried.add((name, kind))
             before = self.modules.found
@@ -193,11 +201,11 @@ class _Hooks:
             if exceeding in left:
                 self.modules.apply(self.model, before)
             else:
-                self.modules.largest[name] = excesses[exceeding]
+                self.modules.largest[name] = excesses[exceeding][0]
                 excesses, output = left, result
         return output
 
-    def _again(self, region: nn.Module, args: Any, kwargs: Any, excesses: dict[str, float]) -> tuple[dict[str, float], Any]:
+    def _again(self, region: nn.Module, args: Any, kwargs: Any, excesses: Excesses) -> tuple[Excesses, Any]:
         """Run a region again; return its excesses and its result. If it cannot run, return the former excesses."""
         try:
             output = region.forward(*args, **kwargs)

@@ -62,15 +62,23 @@ def read_config(
         UserError: There is no configuration, transformers cannot read it, the folder contains an adapter, or the model is
             quantised.
     """
-    if isinstance(config, PretrainedConfig):
-        return config
+    loaded = config if isinstance(config, PretrainedConfig) else _read(source, config, revision, trust_remote_code)
+    if getattr(loaded, "quantization_config", None):
+        raise UserError(f"{config_file(source, config)}: a quantised model; ftkit trains full-precision bases only")
+    return loaded
+
+
+def _read(
+    source: str | None, config: Mapping[str, Any] | str | None, revision: str | None, trust_remote_code: bool
+) -> PretrainedConfig:
     failure = "no model configuration that transformers can read"
     if isinstance(config, Mapping):
         if "model_type" not in config:
             raise UserError("model.config: model_type is missing (llama, gpt2, t5, ...)")
         with reading("model.config", failure):
             fields = dict(config)
-            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+            made: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            return made
     if source is None and config is None:
         raise UserError("a model needs a folder, a hub name or a config")
     if source is not None and config is None and (Path(source) / "adapter_config.json").is_file():
@@ -81,9 +89,9 @@ def read_config(
         )
     where = config_file(source, config)
     with reading(where, failure, NEEDED):
-        loaded = AutoConfig.from_pretrained(str(config or source), revision=revision, trust_remote_code=trust_remote_code)
-    if getattr(loaded, "quantization_config", None):
-        raise UserError(f"{where}: a quantised model; ftkit trains full-precision bases only")
+        loaded: PretrainedConfig = AutoConfig.from_pretrained(
+            str(config or source), revision=revision, trust_remote_code=trust_remote_code
+        )
     return loaded
 
 

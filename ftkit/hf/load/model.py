@@ -83,6 +83,8 @@ def load_model(
     source = None if folder is None else os.fspath(folder)
     settled = read_config(source, config, revision, trust_remote_code=trust_remote_code)
     if config_changes:
+        if settled._attn_implementation is not None:  # to_dict() leaves it out
+            config_changes.setdefault("attn_implementation", settled._attn_implementation)
         made = type(settled).from_dict(settled.to_dict(), return_unused_kwargs=True, **config_changes)
         settled, unknown = cast("tuple[PretrainedConfig, dict[str, Any]]", made)
         if unknown:

@@ -142,7 +142,7 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
     """
     folder = files[0].parent
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
-    dtypes |= {name: buffer.dtype for name, buffer in model.named_buffers()}
+    dtypes |= {name: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
     mapped: dict[str, Stored] = {}
     with reading(str(folder), "its weights do not fit the model of its config.json"):
         for path in files:

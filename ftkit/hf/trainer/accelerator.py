@@ -136,11 +136,7 @@ class Accelerator(accelerate.Accelerator):
                 f"ftkit's engine needs CUDA or the CPU and no other engine, and accelerate is set to {kind} on "
                 f"{self.device.type}: leave other plugins off; set use_cpu=True (TrainingArguments), cpu=True (Accelerator)"
             )
-        if not self.even_batches and self.num_processes > 1:
-            raise UserError(
-                "even_batches=False: a rank with fewer batches leaves the others waiting in a block. Leave even_batches on: "
-                "the loader fills the last batch, and gather_for_metrics drops the repeated rows"
-            )
+        self._check_even(self.even_batches)
         if settings.strategy.dtype == AUTO and self.state.mixed_precision != "no":
             settings = settings.choosing(dtype=self.state.mixed_precision)
         self.native_amp = False  # the engine casts when it gathers; autocast would cast again
@@ -305,6 +301,19 @@ class Accelerator(accelerate.Accelerator):
             if all(id(parameter) in given for group in prepared.param_groups for parameter in group["params"]):
                 return prepared.optimizer.clip_grad_norm_(max_norm).to(self.device)
         raise UserError("clip_grad_norm_ needs all parameters of a prepared optimizer: pass model.parameters()")
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing: all ranks run the same steps."""
+        self._check_even(even_batches is not False)
+        yield
+
+    def _check_even(self, even: bool) -> None:
+        if not even and self.num_processes > 1:
+            raise UserError(
+                "even_batches=False: a rank with fewer batches leaves the others waiting in a block. Leave even_batches on: "
+                "the loader fills the last batch, and gather_for_metrics drops the repeated rows"
+            )
 
     # --- saving
 

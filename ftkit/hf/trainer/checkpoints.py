@@ -116,7 +116,8 @@ class RunCheckpoints:
         except Exception as error:
             self._give_up(unfinished, text_of(error))
             # torch.save raises RuntimeError on a full disk. A state that cannot be read back would fail at each save.
-            if isinstance(error, BrokenCheckpoint) or not isinstance(error, (RuntimeError, UserError)):
+            passes = isinstance(error, (RuntimeError, UserError)) and not isinstance(error, BrokenCheckpoint)
+            if comm.any(not passes):
                 raise
             return
         finally:
@@ -150,7 +151,10 @@ class RunCheckpoints:
             return
         self.unfinished = self.problem = None
         if self.trainer.units.comm.rank == 0:
-            self.trainer.retire_checkpoints(unfinished.final)
+            try:
+                self.trainer.retire_checkpoints(unfinished.final)
+            except OSError as error:
+                logger.warning("an older checkpoint could not be removed: %s", error)
         if self.push_later:
             self.trainer._push_from_checkpoint(str(unfinished.final))
 

@@ -94,7 +94,8 @@ def seed_collator(loader: Any, seed: int, accelerator: Any) -> SeededCollator | 
         return None
     one = isinstance(loader, DataLoaderDispatcher)  # rank 0 makes all ranks' batches
     rank, ranks = (0, 1) if one else (accelerator.process_index, accelerator.num_processes)
-    base.collate_fn = SeededCollator(base.collate_fn, seed, rank, ranks)
+    if not isinstance(base.collate_fn, SeededCollator):  # a user's method may return the same loader again
+        base.collate_fn = SeededCollator(base.collate_fn, seed, rank, ranks)
     return base.collate_fn
 
 

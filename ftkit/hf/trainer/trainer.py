@@ -98,8 +98,9 @@ class TrainerMixin(_Beside):
         settings = EngineSettings.of(self.args.ftkit)
         strategy = settings.strategy if self.plan is None else self.plan.strategy
         parts = self.args.gradient_accumulation_steps if strategy.accumulate_in == UNIT else 1
-        self.args = copy(self.args)  # the user's arguments stay as they are
-        self.args.average_tokens_across_devices = True
+        if parts > 1 or not self.args.average_tokens_across_devices:
+            self.args = copy(self.args)  # the user's arguments stay as they are
+            self.args.average_tokens_across_devices = True
         if parts > 1:  # the loader gives a step's whole batch
             self.args.gradient_accumulation_steps = 1
             self.args.per_device_train_batch_size *= parts
