@@ -776,8 +776,8 @@ FAULTS = (
     _fault(
         "each rank decides for itself what overflows",
         "ftkit/hf/fp16/search.py",
-        "for name, largest in (each for rank in self.comm.all(taken) for each in rank):",
-        "for name, largest in taken:",
+        "for name, largest, options in (each for rank in self.comm.all(own) for each in rank):",
+        "for name, largest, options in own:",
         "tests/hf/test_fp32_modules.py::test_ranks_find_the_same_fp32_modules[2]",
     ),
     _fault(
