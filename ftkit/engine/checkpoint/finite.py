@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 
-
 CPU_PIECE = 1 << 18
 """Values that are summed at a time on the CPU."""
 
