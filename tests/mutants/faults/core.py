@@ -781,6 +781,20 @@ FAULTS = (
         "tests/hf/test_fp32_modules.py::test_ranks_find_the_same_fp32_modules[2]",
     ),
     _fault(
+        "each rank tries the fp32 modules that it knows",
+        "ftkit/hf/fp16/search.py",
+        "for name, largest, options in (each for rank in self.comm.all(own) for each in rank):",
+        "for name, largest, options in ((n, size, self._options(n)) for rank in self.comm.all(own) for n, size, _ in rank):",
+        "tests/hf/test_fp32_modules.py::test_ranks_try_the_same_fp32_modules",
+    ),
+    _fault(
+        "a save that fails on one rank ends that rank alone",
+        "ftkit/hf/trainer/checkpoints.py",
+        "if comm.any(not passes):",
+        "if not passes:",
+        "tests/hf/test_saved_whole.py::test_an_error_that_would_fail_each_save_ends_all_ranks",
+    ),
+    _fault(
         "a run that goes on forgets its fp32 modules",
         "ftkit/hf/trainer/checkpoints.py",
         "        trainer.overflow_scan.restore(noted)\n",
