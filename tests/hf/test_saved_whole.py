@@ -19,10 +19,11 @@ from peft import LoraConfig, RandLoraConfig, VBLoRAConfig, VeraConfig, get_peft_
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 import ftkit
 from ftkit.errors import UserError
+from ftkit.hf.save.model import save_arguments
 from ftkit.hf.trainer.checkpoints import check_folder, load_scheduler, publish
 from tests.hf import runs
 from tests.hf.runs import Run
@@ -533,6 +534,14 @@ def test_a_rule_with_a_state_is_not_called_by_a_resume(tmp_path):
     load_scheduler(tmp_path / "scheduler.pt", second)
     assert second.lr_lambdas[0].calls == first.lr_lambdas[0].calls == 2
     assert second.get_last_lr() == first.get_last_lr()
+
+
+def test_arguments_that_cannot_be_pickled_cost_no_checkpoint(caplog, tmp_path):
+    arguments = TrainingArguments(str(tmp_path))
+    arguments.mine = lambda: None
+    save_arguments(arguments, tmp_path)
+    assert "cannot be pickled" in caplog.text
+    assert not list(tmp_path.glob("training_args*"))
 
 
 def test_a_model_is_saved_in_a_dtype_by_its_name(tmp_path):

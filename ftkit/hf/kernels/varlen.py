@@ -61,7 +61,7 @@ class _Efficient(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         ctx.how = dropout, scale, window
-        ctx.launches, saved, results = [], [], []
+        ctx.launches, saved, out = [], [], None
         for first, last in launches(cuts, row_tokens):
             start, stop = cuts[first], cuts[last]
             ends = on_device([cut - start for cut in cuts[first : last + 1]], query.device)
@@ -70,10 +70,10 @@ class _Efficient(torch.autograd.Function):
                 *(each[None, start:stop] for each in (query, key, value)), None, ends, ends, longest, longest, dropout,
                 CAUSAL, any(ctx.needs_input_grad), scale=scale, window_size=window,
             )  # fmt: skip
-            results.append(part[0])
+            out = _into(out, part[0], start, len(query))
             ctx.launches.append((start, stop, most, others))
             saved += [ends, normaliser, seed, offset]
-        out = _joined(results)
+        assert out is not None
         ctx.save_for_backward(query, key, value, out, *saved)
         return out
 
@@ -83,7 +83,7 @@ class _Efficient(torch.autograd.Function):
         dropout, scale, window = ctx.how
         query, key, value, out, *saved = ctx.saved_tensors
         whole = gradient.contiguous(), query, key, value, out
-        found = []
+        found: list[Tensor | None] = [None] * 3
         for number, (start, stop, most, others) in enumerate(ctx.launches):
             ends, normaliser, seed, offset = saved[4 * number : 4 * number + 4]
             grad, q, k, v, result = (each[None, start:stop] for each in whole)
@@ -91,12 +91,17 @@ class _Efficient(torch.autograd.Function):
                 grad, q, k, v, None, result, ends, ends, most, others, normaliser, dropout, seed, offset, CAUSAL, False,
                 scale=scale, window_size=window,
             )[:3]  # fmt: skip
-            found.append([part[0] for part in parts])
-        return *(_joined(list(each)) for each in zip(*found)), None, None, None, None, None
+            found = [_into(each, part[0], start, len(query)) for each, part in zip(found, parts)]
+        return *found, None, None, None, None, None
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _into(whole: Tensor | None, part: Tensor, start: int, tokens: int) -> Tensor:
+    """Write one launch's result into that of all `tokens`, so that not all of both exist at once."""
+    if len(part) == tokens:
+        return part
+    whole = part.new_empty(tokens, *part.shape[1:]) if whole is None else whole
+    whole[start : start + len(part)] = part
+    return whole
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:

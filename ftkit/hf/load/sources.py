@@ -32,6 +32,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.engine.comm.communicator import Communicator
@@ -150,7 +151,8 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
                 values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
                 mapped |= {key: Stored(value, path, key, value.dtype) for key, value in values.items()}
         options: dict[str, Any] = {"state_dict": mapped, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        result: Any = type(model).from_pretrained(None, config=model.config, dtype=model.dtype, **options)
+        with _no_bar():  # nothing is read yet
+            result: Any = type(model).from_pretrained(None, config=model.config, dtype=model.dtype, **options)
         loaded, found = result
     if found["mismatched_keys"]:
         name, shape, own = min(found["mismatched_keys"])
@@ -167,6 +169,18 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
         buffer.data = buffer.data.to(dtypes[name], copy=True)
     loaded._ftkit_source = WeightSource(files, stored)
     return cast(PreTrainedModel, loaded)
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Turn off transformers' progress bars in the body."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def _refuse_incomplete(model: nn.Module, missing: list[str], folder: Path) -> None:

@@ -7,6 +7,7 @@ flat parameter at a time, and PEFT writes its folder.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -179,7 +180,13 @@ def save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 def save_arguments(arguments: TrainingArguments, folder: Path) -> None:
     """Write the arguments of a run, as the stock Trainer does. ftkit never reads them."""
-    torch.save(arguments, folder / TRAINING_ARGS_NAME)
+    content = io.BytesIO()
+    try:
+        torch.save(arguments, content)
+    except Exception as error:  # pickle's errors have no common class; a class of a notebook is the usual cause
+        logger.warning("%s cannot be pickled (%s): %s is not written", type(arguments).__name__, error, TRAINING_ARGS_NAME)
+        return
+    (folder / TRAINING_ARGS_NAME).write_bytes(content.getvalue())
 
 
 def _save_adapters(units: ShardedModel, path: Path, optimizer: ShardedOptimizer | None, dtype: torch.dtype | None) -> None:

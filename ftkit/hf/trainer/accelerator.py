@@ -409,7 +409,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _saved(self) -> list[Path]:
         """Return the folders that are named automatically and have a complete state, by number."""
-        found = [path for path in self._project().glob("checkpoint_*") if _state_in(path) is not None]
+        found = [path for path in self._project().glob("checkpoint_[0-9]*") if _state_in(path) is not None]
         return sorted(found, key=_number)
 
 
