@@ -47,8 +47,8 @@ FAULTS = (
     fault(
         "gradients of a later launch are lost",
         "ftkit/hf/kernels/varlen.py",
-        "torch.cat(parts)\n\n\ndef on_device",
-        "torch.cat([parts[0], *(torch.zeros_like(each) for each in parts[1:])])\n\n\ndef on_device",
+        "whole[start : start + len(part)] = part",
+        "whole[: len(part)] = part",
         _LAUNCHES + "test_launches_compute_what_the_loop_does",
     ),
     fault(
