@@ -106,7 +106,7 @@ kernels: setup  ## what each fused kernel becomes on four generations of GPUs: r
 bench-kernels: setup  ## fused kernels on a GPU beside eager PyTorch, torch.compile and Liger-Kernel
 	$(BIN)/python -m benchmarks.kernels
 
-bench-generate: setup  ## tokens a second of answers, of a sharded model held and streamed, beside the whole model
+bench-generate: setup  ## tokens per second of answers: sharded models, gathered and streamed, and the whole model
 	$(BIN)/python -m benchmarks.generation
 
 bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)

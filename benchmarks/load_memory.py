@@ -3,10 +3,10 @@
     python -m benchmarks.load_memory
 
 It writes a random Llama folder of at least 1 GB. On 1 and on 2 gloo ranks it loads the folder, saves the sharded model, and
-saves a checkpoint of weights, which a fresh process exports. It samples RssAnon of each process. On the CPU the shards are
-in shared memory, which the kernel counts as RssShmem. Both are reported, as an increase over the process before the call.
-Their sum must not exceed 64 MiB, for a load the rank's own shard + 64 MiB. These 64 MiB cover the staging: pieces of 8 MiB
-that are read, converted and written, three of them for a checkpoint. Pages of mapped files (RssFile) are not counted: the
+saves a checkpoint of weights, which a fresh process exports. It samples RssAnon of each process. On several
+CPU ranks the shards are in shared memory, which the kernel counts as RssShmem. Both are reported, as an increase over the
+process before the call. Their sum must not exceed 64 MiB, for a load the rank's own shard + 64 MiB. These 64 MiB cover the
+staging: pieces of 8 MiB that are read, converted and written. Pages of mapped files (RssFile) are not counted: the
 kernel drops them when it needs memory. Exits with 1 if a process exceeds the bound.
 """
 

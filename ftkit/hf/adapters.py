@@ -1,4 +1,4 @@
-"""All that ftkit knows of PEFT: which parameters are an adapter's, and which adapters the engine cannot train.
+"""PEFT adapters: their parameters, their names in files, and the adapters that the engine cannot train.
 
 PEFT's layers name their own parameters (`adapter_layer_names`); no list of kinds is kept here.
 """

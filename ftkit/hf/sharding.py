@@ -71,9 +71,9 @@ def shard(
     """Shard a Hugging Face (or PEFT) model in place over the ranks of the default process group.
 
     Args:
-        model: A model on any device, or from `ftkit.load_model`: then each rank streams its ranges of what is still as in
-            the folder. Values that were changed or added since are kept, rank 0's where ranks differ. Its forward keeps
-            working, now with sharded weights.
+        model: A model on any device, or from `ftkit.load_model`. Each rank streams its ranges of the tensors that are
+            unchanged since loading. Changed and added values are kept, rank 0's where ranks differ. The model's forward
+            keeps working, now with sharded weights.
         settings: See `EngineSettings`.
         device: Compute device; None: this process's current CUDA device, else the CPU.
         blocks: (name, module) of the units; None finds them.
@@ -92,7 +92,7 @@ def shard(
     Raises:
         UserError: The settings or the model cannot be used, or nothing fits.
 
-    Cost: each rank keeps its shards (N/W elements at stage 3); two collectives.
+    Cost: each rank keeps its shards (N/W elements at stage 3).
     """
     refuse_failed(model)
     if device is None:
@@ -229,11 +229,11 @@ def _planned(strategy: Strategy, memory: Memory, shape: Shape, free: Limits, acc
     gathers = strategy.stage not in (0, 1, 2)  # else nothing is there to reshard
     decided = AUTO not in (strategy.stage, strategy.activations, *((strategy.reshard_after_forward,) * gathers))
     if decided and memory.device_gib is None and memory.host_gib is None:
-        limits = replace(limits, device_bytes=None, host_bytes=None)  # what is free is a guess: the user knows better
+        limits = replace(limits, device_bytes=None, host_bytes=None)  # free memory is a guess: the user knows better
     together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in  # the caller's loop is as it is
     wanted = replace(strategy, micro_batch=1, accumulate_in=together)
     plan = make_plan(shape, limits, wanted, sequences=accumulation_steps)
-    if limits is not free and plan.strategy.state == NVME:  # what the user did not decide has to fit all the same
+    if limits is not free and plan.strategy.state == NVME:  # the plan's own choices must fit nevertheless
         stays = with_spare_host(plan.strategy, plan.shape, free, wanted).state_host_bytes
         plan = make_plan(shape, limits, replace(wanted, state_host_bytes=stays), sequences=accumulation_steps)
     return plan
@@ -248,7 +248,7 @@ def model_shape(
     *,
     cpu: bool,
 ) -> Shape:
-    """Return what the plan knows of a model, sharded as `shard` does it; see `ftkit.hf.memory.shape.shape_of`."""
+    """Describe a model for the plan, sharded as by `shard`. See `ftkit.hf.memory.shape.shape_of`."""
     source = source_of(model)
     shape = shape_of(
         model,

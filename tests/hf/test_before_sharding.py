@@ -292,8 +292,9 @@ def drawn_by_each(folder: str, stage: int) -> tuple[list[Tensor], list[Tensor], 
     return own, [kept[name] for name in names], model(input_ids=torch.arange(6).view(1, 6)).logits.detach()
 
 
-def test_of_values_that_ranks_drew_differently_rank_0s_count(folder, worlds):
-    (drawn, kept, first), (other, kept_there, second) = worlds[2].run(drawn_by_each, folder, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_of_values_that_ranks_drew_differently_rank_0s_count(stage, folder, worlds):
+    (drawn, kept, first), (other, kept_there, second) = worlds[2].run(drawn_by_each, folder, stage)
     assert not any(torch.equal(one, two) for one, two in zip(drawn, other))
     assert all(torch.equal(one, two) for one, two in zip(kept + kept_there, drawn + drawn))
     assert torch.equal(first, second)

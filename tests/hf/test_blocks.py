@@ -55,24 +55,6 @@ def test_what_a_family_keeps_in_fp32_stays_so_in_fp16(world2):
     assert world2.run(dtypes_of, "bf16")[0] == {"wo: torch.bfloat16", "q: torch.bfloat16"}
 
 
-def begin_apart(stage: int) -> dict[str, torch.Tensor]:
-    """Build a model from each rank's own random numbers; return what this rank then has."""
-    torch.manual_seed(runs.rank())
-    model = transformers.LlamaForCausalLM(runs.llama().config)
-    torch.manual_seed(runs.rank())
-    model = transformers.LlamaForCausalLM(model.config)
-    ftkit.shard(model, {"stage": stage, "dtype": "bf16"})
-    ids = torch.ones(1, 4, dtype=torch.int64)
-    with torch.no_grad():
-        return model(input_ids=ids).logits
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_built_other_weights_begin_with_the_same(world2, stage):
-    first, second = world2.run(begin_apart, stage)
-    assert torch.equal(first, second)
-
-
 # --- tensors that pass beside arguments and results
 
 

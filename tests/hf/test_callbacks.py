@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import trl
 
 from tests.hf import runs
 
@@ -58,19 +59,14 @@ def test_an_evaluation_before_training_leaves_a_callback_the_steps_weights(world
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def overriding(name):
-    """Return a user's Trainer class that overrides a method, and may read weights there."""
-
-    def method(self, *args, **kwargs):
-        return getattr(super(reads, self), name)(*args, **kwargs)
-
-    reads = type("Reads", (), {name: method})
-    return reads
+class Reads:
+    """A user's Trainer class, which may read weights."""
 
 
-@pytest.mark.parametrize("name", ["_save_checkpoint", "_prepare_inputs"])
-def test_a_trainer_that_may_read_weights_before_a_forward_updates_in_the_step(name, tmp_path):
-    run = runs.Run(ftkit={"state": "nvme", "nvme_dir": str(tmp_path)}, arguments={"max_steps": 1}, mixin=overriding(name))
+@pytest.mark.parametrize("mixin, callbacks", [(Reads, []), (None, [trl.BEMACallback()])])
+def test_code_that_may_read_weights_before_a_forward_gets_updates_in_the_step(mixin, callbacks, tmp_path):
+    settings = {"state": "nvme", "nvme_dir": str(tmp_path)}
+    run = runs.Run(ftkit=settings, arguments={"max_steps": 1}, mixin=mixin, options={"callbacks": callbacks})
     trainer = runs.make_trainer("ours", str(tmp_path / "run"), run)
     trainer.train()
     assert not trainer.units.strategy.deferred

@@ -138,14 +138,8 @@ def trained(run, text):
         train("ours", tempfile.mkdtemp(), run)
 
 
-@pytest.mark.parametrize(
-    "run, text",
-    [
-        (Run(mixin=SwapsOptimizer, ftkit={"stage": 3}), "would train nothing"),
-    ],
-)
-def test_a_trainer_with_a_foreign_optimizer_stops(run, text, worlds):
-    worlds[2].run(trained, run, text)
+def test_a_trainer_with_a_foreign_optimizer_stops(worlds):
+    worlds[2].run(trained, Run(mixin=SwapsOptimizer, ftkit={"stage": 3}), "would train nothing")
 
 
 # --- wrappers of others

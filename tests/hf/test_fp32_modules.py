@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import ftkit
 from ftkit.hf.fp16 import search
+from ftkit.hf.fp16.modules import Fp32Modules
 from ftkit.hf.fp16.search import find_fp32_modules
 from tests import fusible
 from tests.hf.runs import fresh_state
@@ -302,6 +303,15 @@ def test_an_adapters_projection(tmp_path: Path) -> None:
     assert found.finite
     assert any(name.endswith("down_proj") for name in found.found)
     assert compute(model, batch)[0] == pytest.approx(wanted, rel=5e-3)
+
+
+def test_an_fp32_module_that_is_called_by_keyword() -> None:
+    norm, layer = nn.LayerNorm(8), nn.Linear(8, 8)
+    model = nn.ModuleDict({"norm": norm, "layer": layer}).half()
+    Fp32Modules().apply(model, {"layer": "projection"})
+    x = torch.randn(2, 8)
+    assert torch.equal(norm(input=x), norm(x))
+    assert layer(input=x.half()).dtype == torch.float32
 
 
 def test_fp32_modules_are_taken_back_whole() -> None:

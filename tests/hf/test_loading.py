@@ -1,8 +1,8 @@
-"""From a folder to shards and back: every form in which a folder comes, and every way in which it can be broken.
+"""From a folder to shards and back: the forms and the defects of folders.
 
-The reference is `from_pretrained`: a model that was built on meta and streamed in must be that model, tensor for tensor
-and dtype for dtype, on any number of ranks; a folder that ftkit writes must open as the model it was written from.
-What a stranger's folder can hold is refused with a word for the user, before a weight is read.
+The reference is `from_pretrained`: a model that was built of mapped files and streamed in must be that model, tensor for
+tensor and dtype for dtype, on any number of ranks. A folder that ftkit writes must open as the model it was written from.
+Hostile and damaged folders are refused with an error that names file or tensor, before a weight is read.
 """
 
 from __future__ import annotations
@@ -278,8 +278,7 @@ def test_a_saved_folder_opens_as_the_model_it_was_written_from(make, dtype, shar
     assert_identical(ours, {name: tensor.to(dtype or tensor.dtype) for name, tensor in theirs.items()})
     one, two = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "target"))
     assert two == {**one, **({"dtype": "bfloat16"} if dtype else {})}
-    with torch.device("meta"):
-        stored = [name for path in (tmp_path / "target").glob("*.safetensors") for name in TensorFile(path).entries]
+    stored = [name for path in (tmp_path / "target").glob("*.safetensors") for name in TensorFile(path).entries]
     assert len(stored) == len(set(stored)) == len(list(make().named_parameters()))  # tied weights once
 
 
@@ -466,7 +465,6 @@ def test_an_unknown_dtype_is_refused_where_it_is_wanted(folder):
 
 
 def test_code_in_a_folder_is_not_run(folder):
-    (folder / "model.safetensors").touch()
     (folder / "mine.py").write_text("raise SystemExit('it was run')\n")
     config = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}

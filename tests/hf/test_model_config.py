@@ -43,7 +43,7 @@ def fields_of(base, **changes):
     [
         ("num_attention_heads", 0, "ZeroDivisionError"),
         ("num_attention_heads", "4", "num_attention_heads"),
-        ("hidden_size", 2**62, ""),
+        ("hidden_size", 2**62, "overflowed"),
         ("vocab_size", -1, "-1"),
         ("rope_parameters", {"rope_type": "nope"}, "nope"),
         ("model_type", "nope", "nope"),

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ftkit
-from ftkit.engine.checkpoint.finite import NotFinite, is_finite
+from ftkit.engine.checkpoint.finite import CPU_PIECE, NotFinite, is_finite
 from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
+from ftkit.engine.comm.communicator import Communicator
+from ftkit.hf.save.finite import Narrowing
 from tests.hf import runs
 from tests.hf.runs import Run, files_in, train
 from tests.tiny import make_base
@@ -22,14 +24,23 @@ SETTINGS = {"stage": 3, "kernels": "off"}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_finite(dtype):
-    values = torch.randn(1000).to(dtype)
+    values = torch.randn(CPU_PIECE + 1000).to(dtype)
     assert is_finite(values)
     assert is_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)), "a sum may overflow where no value does"
     for bad in (math.nan, math.inf, -math.inf):
-        values[999] = bad
+        values[-1] = bad
         assert not is_finite(values)
     assert is_finite(torch.tensor([1, 2]))
     assert is_finite(torch.empty(0))
+
+
+def test_a_nan_is_named_before_a_weight_beyond_fp16():
+    found = Narrowing()
+    for value in (math.nan, 7e4):  # pieces of one tensor
+        stored = torch.tensor([value])
+        found.check("w", stored, stored.half())
+    with pytest.raises(ftkit.UserError, match="w holds NaN or infinite weights"):
+        found.refuse(Communicator(torch.device("cpu")), [])
 
 
 # --- before the first step

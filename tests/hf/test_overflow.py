@@ -41,7 +41,7 @@ class Forced(ftkit.Trainer):
         try:
             return super().training_step(model, inputs, *args)
         finally:
-            if handle is not None and self.state.global_step + 1 == step:
+            if handle is not None:
                 self.handle = handle
 
     def log(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """`load_model` builds the class that a folder names: each task gives from_pretrained's model, logits and first step.
 
-A head that the folder lacks begins as transformers draws it, with the same random numbers, and is reported; a block that the
-folder lacks is refused.
+A head that the folder lacks begins as transformers draws it, with the same random numbers. A block that the folder lacks is
+refused.
 """
 
 from __future__ import annotations

@@ -131,7 +131,9 @@ def test_what_autograd_keeps_is_that_of_the_engine_and_not_of_torchs_checkpoints
     blocks = find_blocks(model)
     sizes = []
     for _ in range(2):
+        before = [vars(module).get("gradient_checkpointing") for module in model.modules()]
         sizes.append(graph_bytes(model, blocks[0][1], 64, lambda name: False, torch.float16))
+        assert before == [vars(module).get("gradient_checkpointing") for module in model.modules()]
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = True

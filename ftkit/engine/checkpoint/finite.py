@@ -26,11 +26,11 @@ def is_finite(values: Tensor) -> bool:
 
 
 class NotFinite(UserError):
-    """Weights that are not finite were to be written."""
+    """A weight to be written is not finite."""
 
 
 def refuse_not_finite(name: str, values: Tensor) -> None:
-    """Raise NotFinite if `values` (n,), which are to be written as tensor `name`, are not finite."""
+    """Raise NotFinite if `values` (n,) of tensor `name` are not finite."""
     if is_finite(values):
         return
     dtype = str(values.dtype).removeprefix("torch.")

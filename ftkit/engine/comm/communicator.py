@@ -220,7 +220,9 @@ class Communicator:
         raise UserError(f"the ranks run different blocks ({found}): run the same blocks in the same order on every rank")
 
     def any(self, flag: bool, of: str = "a flag") -> bool:
-        """Return whether `flag` is true on any rank. Cost: as `totals`."""
+        """Return whether `flag` is true on any rank. Cost: as `totals`; nothing on one rank."""
+        if self.world_size == 1:
+            return flag
         return self.totals(torch.tensor([float(flag)], device=self.device), of)[0] > 0
 
     # --- small values

@@ -5,7 +5,8 @@
     stream       a block whose input is cast to fp32, so that its residual sums and all that follows are fp32
 
 fp32 activations stay fp32 by type promotion until they reach a projection. A projection outside an fp32 module casts
-its input down to its fp16 weights, so the tensor cores keep their work. Weights stay fp16 and are cast when used.
+its input down to its fp16 weights, so the tensor cores keep their work. Weights stay fp16 and are cast when used. Experts
+with fused weights and routers still multiply in fp16.
 
 Cost: fp32 arithmetic in these modules; blocks of a stream keep inputs of twice the bytes.
 """
@@ -58,7 +59,7 @@ class Fp32Modules:
     def apply(self, model: nn.Module, found: dict[str, str]) -> None:
         """Let exactly these modules (see `found`) of a model, the same in every call, compute in fp32.
 
-        Each module gets one new forward, which looks up here what to cast. So a later call can take fp32 modules back.
+        Each module gets one new forward, which looks up its casts here. So a later call can make a module fp16 again.
 
         Raises:
             UserError: The model has no module of that name.
@@ -86,6 +87,8 @@ class Fp32Modules:
 
         @wraps(plain)  # the engine reads the signature of a block's forward
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not args:  # called by keyword
+                args = tuple(kwargs.pop(key) for key in ("input", "x") if key in kwargs)
             kind, wide = owner._inputs.get(self), self in owner.wide
             if kind is not None:
                 args, kwargs = _cast_inputs(args, kwargs, first=kind == STREAM)

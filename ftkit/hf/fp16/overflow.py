@@ -1,9 +1,9 @@
 """Overflow in fp16 during a Trainer's run.
 
 A step whose gradients are not finite is skipped, and the loss scale is halved. `ShardedOptimizer.overflowed` names the
-flat parameters without finite gradients. Backward goes from the last unit to the first, so it began in the last of them.
-If no unit has finite gradients, the forward may have overflowed, which no loss scale can fix: the step's batches are
-searched again for fp32 modules.
+flat parameters without finite gradients. Backward goes from the last unit to the first, so the overflow began in the last
+of them. If no unit has finite gradients, the forward may have overflowed, which no loss scale can fix: the step's batches
+are searched again for fp32 modules.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class OverflowScan:
     # --- checkpoints
 
     def noted(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps for `restore`."""
+        """Return the fp32 modules, as a checkpoint's notes for `restore`."""
         return {FP32_MODULES: {"found": self.trainer.engine.fp32_modules.found}} if self.is_on else {}
 
     def restore(self, noted: dict[str, Any]) -> None:

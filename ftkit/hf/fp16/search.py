@@ -1,4 +1,4 @@
-"""The search for fp32 modules: what overflows in fp16 on a run's own batches.
+"""The search for modules that overflow in fp16 on a run's own batches, and compute in fp32 from then on.
 
 fp16 ends at 65504. Models trained in bf16 have a few larger activations: the output of one MLP, a residual stream with
 one huge feature, attention scores. The model runs once on a few batches before the first step. If a magnitude in a block
@@ -10,7 +10,8 @@ exceeds `LIMIT` on any rank, the smallest fp32 module that may help is made and 
 
 fp32 modules that do not help are removed. A model without such magnitudes stays unchanged.
 
-Cost: one forward without gradients per batch, and one of the block per fp32 module made.
+Cost: per batch one forward without gradients, with host waits in most modules and one collective per region; per fp32
+module tried, one more run of the region.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ from ftkit.hf.generate.holding import cache_bytes, holding
 from ftkit.hf.sharding import units_of
 
 DEFAULTS: dict[str, Any] = {"top_k": None, "min_p": None, "num_beams": 1, "use_cache": True}
-"""Settings that replace the model's own generation settings. (Training sets `use_cache` to False in the configuration.)"""
+"""Settings that override the model's own, beside do_sample, temperature and top_p.
+
+Training sets `use_cache` to False in the configuration.
+"""
 
 
 def generate(
@@ -167,6 +170,8 @@ def unanswerable(base: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
     learned = getattr(config, "rope_parameters", None) is None
     positions = getattr(config, "max_position_embeddings", None) if learned else None
     for number, prompt in enumerate(prompts):
+        if not prompt:
+            return f"prompt {number} has no tokens"
         needed = len(prompt) + max_new_tokens
         if base.config.is_encoder_decoder:  # the decoder has positions of its own, the first for its start token
             needed = max(len(prompt), 1 + max_new_tokens)

@@ -2,7 +2,7 @@
 
 The gathered weights and the key/value cache must fit into the memory granted to the model minus what its ranks use, and into
 the free memory of the device or node minus the planner's reserve. CPU ranks of one node share host memory evenly. The rank
-that misses most decides for all ranks.
+with the largest shortfall decides for all ranks.
 
 If they do not fit, each forward gathers weights from all ranks. transformers' `synced_gpus` then lets a rank that has
 finished its answers go on with forwards until all ranks have finished.
@@ -137,9 +137,10 @@ def _specialise(module: PreTrainedModel, units: ShardedTransformer) -> None:
 
 
 def _cache_of_call(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return an upper estimate of the key/value cache of one call of `generate`, bytes."""
+    """Estimate the bytes of the key/value cache of one call of `generate`."""
     settings = vars(kwargs.get("generation_config") or module.generation_config) | kwargs
-    rows, tokens = next((value.shape[:2] for value in (*args, *kwargs.values()) if torch.is_tensor(value)), (1, 0))
+    tensors = (value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.dim() > 1)
+    rows, tokens = next((value.shape[:2] for value in tensors), (1, 0))
     copies = max(settings.get(name) or 1 for name in ("num_beams", "num_return_sequences"))
     new = settings.get("max_new_tokens") or settings.get("max_length") or DEFAULT_NEW_TOKENS
     return cache_bytes(module, rows * copies, tokens + new)

@@ -92,7 +92,7 @@ def takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> b
         kernels = torch.backends.cuda
         fused = kernels.can_use_flash_attention, kernels.can_use_efficient_attention, kernels.can_use_cudnn_attention
         return any(can(asked) for can in fused)
-    return query.device.type != "meta"  # a fake run counts what the oldest GPUs take
+    return query.device.type != "meta"  # a fake run counts the kernels of the oldest GPUs
 
 
 def repeat_grouped_keys(model: Any, device: torch.device) -> bool:

@@ -4,10 +4,11 @@
     gated MLPs     gate, up and down projections (Llama), gate and up in one layer (Phi-3)
     rotary         the function with which an attention rotates queries and keys
 
-A submodule is recognized by what it has (an eps and one weight; linear layers and an activation), not by its class. The
-proof compares values and gradients on a probe with random weights, in the dtypes of the run. A module that does not agree is
-left alone and reported. A replaced instance gets a subclass of its own class (`engine/core/instance_class.py`), so names,
-hooks, adapters and weights stay. On a CPU the kernels run as plain PyTorch.
+ftkit selects submodules by their parameters and children (an eps and one weight; linear layers and an activation), not by
+their class. The proof compares values and gradients on a probe with random weights, in the dtypes of the run. A selected
+submodule that does not agree stays as it is and is reported. A replaced instance gets a subclass of its own class
+(`engine/core/instance_class.py`), so names, adapters and weights stay. A fused gated MLP does not call its activation, so
+hooks that are added to the activation later do not run. On a CPU the kernels run as plain PyTorch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WIDTH, INNER = 8, 12
 
 @dataclass
 class Fused:
-    """Report of what was replaced in a model.
+    """Report of the replaced submodules of a model.
 
     Args:
         done: Kind of replacement to the names of its submodules.
@@ -88,7 +89,7 @@ class Candidate:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
-    """Replace what is recognized and proved in `model`, in place.
+    """Replace the submodules of `model` for which a fused kernel passes its proof, in place.
 
     Args:
         model: The model, on any device, meta included.
@@ -98,7 +99,7 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
     Returns:
         The report.
 
-    Cost: a proof per distinct submodule: milliseconds on a CPU; on a GPU also the compilation of its kernels.
+    Cost: a proof per distinct submodule; on a GPU also the compilation of its kernels.
     """
     found, proved = Fused(), {}
     if dtype not in FLOATS:
@@ -132,7 +133,7 @@ def unusable(device: torch.device) -> str | None:
 
 
 def _key(module: nn.Module, linears: Collection[str] = ()) -> Hashable:
-    """Return what submodules have in common if one proof is enough for them. `linears` are narrow in the probe."""
+    """Return a key; submodules with the same key share one proof. `linears` are narrow in the probe."""
     own = [(name, value) for name, value in vars(module).items() if name not in ANY_MODULE and name != "layer_idx"]
     settings = tuple((name, repr(value) if isinstance(value, PLAIN) else id(value)) for name, value in own)
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False))
@@ -175,7 +176,7 @@ def _proved(
 
 
 def _candidates(module: nn.Module) -> Iterator[Candidate]:
-    if len(inspect.signature(type(module).forward).parameters) == 2:  # self and one input
+    if "forward" not in vars(module) and len(inspect.signature(type(module).forward).parameters) == 2:  # self and one input
         yield from _norms(module) if module._parameters else _gated(module)
 
 
@@ -203,9 +204,13 @@ def _gated(module: nn.Module) -> Iterator[Candidate]:
     children = dict(module.named_children())
     for make, linears in GATED:
         others = [child for name, child in children.items() if name not in linears]
-        if linears.keys() <= children.keys() and len(others) == 1 and not others[0]._forward_hooks:
+        if linears.keys() <= children.keys() and len(others) == 1 and not _has_hooks(others[0]):
             for kind in ACTIVATIONS:
                 yield Candidate(f"gated MLP ({kind})", make(kind), _input(WIDTH), linears)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
 
 
 def _gated_apart(kind: Any) -> Callable[..., Tensor]:

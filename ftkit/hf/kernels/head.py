@@ -6,8 +6,8 @@ input with `ftkit.kernels.linear_cross_entropy`, and with the soft cap or scale 
 calls both compute as before.
 
 A probe proves that this fits a model: its body returns random hidden states, and its loss and gradients are compared with
-those of the same probe without the replacement. A hook of the user on the head or on the model may read or change logits:
-from then on they are computed.
+those of the same probe without the replacement. If the user hooks the head or the model, the logits are computed from then
+on, because a hook may read or change them.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def attend(
     for start, end in pairwise(cuts):
         q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
         seen = None
-        if window is not None:
+        if window is not None and window < end - start:
             seen = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         part = scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=seen is None, scale=scale)
         parts.append(part.transpose(0, 1))

@@ -1,6 +1,7 @@
 """Initialise the weights of a model on meta after sharding, one flat parameter at a time, by the rules of its family.
 
-transformers does not initialise a tensor or module with the flag `_is_hf_initialized`. The flag selects what is drawn.
+transformers does not initialise a tensor or module with the flag `_is_hf_initialized`. ftkit clears the flag of the tensors
+that are to be drawn.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ def initialise(units: ShardedModel, missing: Set[str]) -> dict[str, Exact]:
     device = units.comm.device
     seed = units.comm.same(int(torch.randint(1 << 62, ()).item()))  # ranks need not have the same random numbers
     flats = [f for f in units.flats if any(segment.name in missing for segment in f.layout.segments)]
+    fresh: dict[str, Exact] = {}
     home = device if units.tiers.tier("state") == DEVICE else torch.device("cpu")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        fresh = {flat.name: _initialise_flat(units.model, flat, missing, home) for flat in flats}
-    return {flat.name: fresh[flat.name] for flat in flats if flat.trainable and flat.dtype != torch.float32}
+        for flat in flats:
+            exact = _initialise_flat(units.model, flat, missing, home)
+            if flat.trainable and flat.dtype != torch.float32:
+                fresh[flat.name] = exact
+    return fresh
 
 
 def _initialise_flat(model: nn.Module, flat: FlatParameter, missing: Set[str], home: torch.device) -> Exact:

@@ -1,4 +1,4 @@
-"""Load a model folder into shards. No rank holds a whole copy.
+"""Load a model folder into shards. No rank has a whole copy, except of tensors that transformers splits or merges.
 
 1. from_pretrained builds the model of the folder's mapped safetensors files (`sources.py`). The user may change the model.
 2. After sharding, each rank reads its own byte ranges into its shards, from any stored dtype.
@@ -42,7 +42,7 @@ from ftkit.hf.save.finite import Narrowing
 from ftkit.spec.layout import Span
 
 CHECKED_NUMEL = 1 << 20
-"""Weights that are read and checked at a time; the checks need memory of their size."""
+"""Weights that are read and checked at a time. A cast to fp16 needs them in fp32, too."""
 
 
 def load_model(
@@ -70,7 +70,7 @@ def load_model(
 
     Returns:
         The model in eval mode, as from_pretrained returns it. Its parameters are CPU tensors of the mapped files, in the
-        files' dtype; what is done to them before sharding is kept. Without a folder they are on meta.
+        files' dtype. Changes made to them before sharding are kept. Without a folder they are on meta.
 
     Raises:
         UserError: The folder has no configuration, no safetensors weights, or weights of another model; the adapter names
@@ -183,18 +183,19 @@ def _indexed(index: Path) -> list[str]:
 
 
 def load_weights(units: ShardedModel, files: list[Path] | None = None, *, optimizer: ShardedOptimizer | None = None) -> None:
-    """Stream weights into a sharded model. A collective: whole copies are gathered again in any case.
+    """Stream weights into a sharded model. A collective: ranks with whole copies gather them again.
 
     Args:
         units: A sharded model. Adapters keep their values.
         files: Safetensors files with the names of a transformers model, or of any other module as `save_model` writes them;
-            None reads again what came from files when the model was sharded, and initialises what was on meta.
+            None reads the files of `load_model` again, and initialises the tensors that were on meta.
         optimizer: Its fp32 master weights are replaced too, if they exist.
 
     Raises:
         UserError: For wrong shapes, merged tensors, and files that lack a tensor of the model.
 
-    Cost: reads this rank's byte ranges once; 8 MiB, and one unit where tensors are initialised.
+    Cost: reads this rank's byte ranges once, and again for existing masters; 8 MiB. Initialised tensors take one flat
+        parameter in fp32 and, if 16-bit and trained, this rank's fp32 shard.
     """
     if files is None:
         source = source_of(units.model) or WeightSource()
@@ -279,7 +280,7 @@ def _write(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | No
 
 
 def _stream(units: ShardedModel, places: Places, optimizer: ShardedOptimizer | None, narrowing: Narrowing) -> None:
-    """Read this rank's ranges of the tensors in `places`. Casts to fp16 are checked."""
+    """Read this rank's ranges of the tensors in `places`, and check the weights."""
 
     def read(span: Span, out: Tensor) -> None:
         if span.segment.name not in places:

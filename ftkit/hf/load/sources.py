@@ -102,7 +102,7 @@ class WeightSource:
     Args:
         files: The folder's safetensors files; none for a bare configuration.
         stored: Address of each of the folder's tensors to its place in a file.
-        streamed: After sharding, name in the sharded model to (file, name in the file) of what was read from files.
+        streamed: After sharding, name in the sharded model to (file, name in the file), for each tensor read from a file.
         initialised: After sharding, names of the tensors that began on meta.
     """
 
@@ -138,8 +138,8 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
     Raises:
         UserError: For damaged files, wrong shapes, and blocks that lack weights.
 
-    Cost: no memory except for what is initialised, and for tensors that transformers splits or merges on load (mixtures of
-    experts). Two tied tensors that the folder has both are compared.
+    Cost: memory for initialised tensors, and for tensors that transformers splits or merges on load (mixtures of experts).
+    If the folder has both of two tied tensors, they are compared.
     """
     folder = files[0].parent
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -151,7 +151,7 @@ def from_files(model: PreTrainedModel, files: list[Path]) -> PreTrainedModel:
                 values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
                 mapped |= {key: Stored(value, path, key, value.dtype) for key, value in values.items()}
         options: dict[str, Any] = {"state_dict": mapped, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        with _no_bar():  # nothing is read yet
+        with _no_bar():  # `shard` reads the weights
             result: Any = type(model).from_pretrained(None, config=model.config, dtype=model.dtype, **options)
         loaded, found = result
     if found["mismatched_keys"]:

@@ -1,8 +1,8 @@
 """Memory for a second model in one process, and for a model that is only evaluated.
 
-A reference model, a reward model and a second Trainer's model are planned one after another. The plan of each may use
-what is granted, or free, less the peaks of the plans before it: those may not be allocated yet, because gradients and
-state are made in the first step.
+A reference model, a reward model and a second Trainer's model are planned one after another. Each plan may use the granted
+or free memory minus the peaks of the plans before it. Those peaks may not be allocated yet, because the first step
+allocates gradients and optimizer state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Measure the GPU memory that a model needs, without a GPU: its operations run on tensors without data.
 
-All tensors are torch's fake tensors, which cost about 100 microseconds per operation. Those of a GPU are on `meta`, because
+All tensors are torch's fake tensors. Those of a GPU are on `meta`, because
 fake CUDA tensors need a torch built for CUDA. Operations that take other memory on `meta` than on a GPU get the memory of
 the GPU's kernels.
 
-Cost: `graph_bytes` runs the model's forward up to one block, in one to two seconds on a CPU core.
+Cost: `graph_bytes` runs the model's forward up to and including one block, on fake tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class _Fakes(FakeTensorMode):
-    """Answers a question for the truth of a tensor with no, such as whether a block's output is finite in fp16."""
+    """Answers False when code asks for the value of a fake bool tensor, as checks of fp16 outputs for infinity do."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` on fake tensors."""
@@ -46,9 +46,9 @@ class _Fakes(FakeTensorMode):
 
 @contextmanager
 def nothing_behind() -> Iterator[None]:
-    """Make all tensors in the body without memory: torch's fake tensors, on any device."""
+    """Run the body on torch's fake tensors, which have no memory, on any device."""
     with warnings.catch_warnings(), _Fakes(allow_non_fake_inputs=True):
-        # The engine compares addresses, so that it need not copy a tensor onto itself. Of these tensors all are 0.
+        # The engine compares addresses to skip copies of a tensor onto itself. All fake tensors have the address 0.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         log = logging.getLogger(FakeTensorMode.__module__)
         log.disabled = True  # it logs each exception of an operation, with the traceback
@@ -136,6 +136,7 @@ def _kept_bytes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     first: Any = next((each for each in tree_leaves(args) if isinstance(each, Tensor)), kwargs.get("hidden_states"))
     first.requires_grad_()  # as in all blocks but the first one of a model with frozen embeddings
     modes = {module: module.training for module in block.modules()}
+    recomputes = vars(block).get("gradient_checkpointing")
     vars(block.train())["gradient_checkpointing"] = False  # the engine replaces torch's
     try:
         with saved_tensors_hooks(note, lambda tensor: tensor):
@@ -143,6 +144,9 @@ def _kept_bytes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     finally:
         for module, training in modes.items():
             module.training = training
+        vars(block).pop("gradient_checkpointing")
+        if recomputes is not None:
+            vars(block)["gradient_checkpointing"] = recomputes
     others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each is not first]
     for tensor in [*block.parameters(), *block.buffers(), *others]:
         kept.pop(tensor.untyped_storage()._cdata, None)
@@ -201,7 +205,7 @@ class CudaAttentionBackward(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, or allocate what it would."""
+        """Call `func`, or allocate the memory of its GPU kernel."""
         if func not in BACKWARDS or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
         gradient, query, key, value, bias = args[:5]

@@ -4,7 +4,7 @@ The sizes of flat parameters are exact: the engine's own `partition` gives them.
 for GPUs (`fake.graph_bytes`). For CPUs, and where a model needs values to compute, it is estimated from the matrices of
 the largest block.
 
-Cost: nothing of the model's size; models may be on the meta device.
+Cost: no copy of the weights. The model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 logger = logging.getLogger(__name__)
 
 GRAPH_SHARE = 2
-"""Estimated elements that autograd keeps of a block, per input and output of its matrices. 1.2 on Llama, 1.9 on GPT-2."""
+"""Estimated elements that autograd keeps of a block, per input and output of its matrices."""
 
 SCORES = 3
 """Attention scores kept by unfused attention: before dropout, after it, and its mask."""
@@ -68,7 +68,7 @@ def shape_of(
     wide: Any,
     cpu: bool,
 ) -> Shape:
-    """Return what the plan knows of a model.
+    """Describe a model for the plan.
 
     Args:
         model: The model, on any device.
@@ -147,7 +147,7 @@ def _widths(block: nn.Module) -> int:
 
 
 def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: int) -> Limits:
-    """Return the memory that may be used on this node: what the settings grant, else what is free less a reserve.
+    """Return the memory that may be used on this node: the settings' grants, else the free memory minus a reserve.
 
     Args:
         settings: The engine's settings.
@@ -184,7 +184,7 @@ def limits_here(settings: EngineSettings, device: torch.device, ranks_per_node: 
 
 
 def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
-    """Return the memory that every rank may use: per tier the least of all ranks. A collective."""
+    """Return the least memory of all ranks, per tier. A collective."""
     hosts = comm.all(socket.gethostname())
     own = limits_here(settings, comm.device, max(hosts.count(host) for host in hosts))
     ranks = comm.all(own)
@@ -194,7 +194,7 @@ def common_limits(settings: EngineSettings, comm: Communicator) -> Limits:
 
 
 def usable_host(share: tuple[int, int]) -> tuple[int, str, int]:
-    """Return the bytes of host memory that may be planned with, the limit that says so, and all free bytes below it.
+    """Return the bytes of host memory for the plan, the tightest limit's name, and the free bytes under all limits.
 
     Args:
         share: (part, whole) of the machine's free memory that may be planned with. Of a cgroup all may.

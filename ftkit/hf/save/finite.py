@@ -20,7 +20,7 @@ class Narrowing:
     """The weights that one load must refuse.
 
     Args:
-        refused: Name of a tensor to its largest weight in the files: NaN, infinite, or beyond the range of fp16.
+        refused: Name of a tensor to a weight of it: NaN or infinite if it has one, else beyond the range of fp16.
     """
 
     refused: dict[str, float] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Narrowing:
             stored: Weights (n,) of the file.
             cast: The same weights (n,) in the dtype of the model.
         """
-        if not is_finite(cast):
+        if math.isfinite(self.refused.get(name, 0.0)) and not is_finite(cast):
             self.refused[name] = float(stored.abs().max())
 
     def refuse(self, comm: Communicator, files: Sequence[Path]) -> None:
@@ -44,7 +44,8 @@ class Narrowing:
             files: The files that were read, for the message.
         """
         where = f"{files[0].parent}: " if files else ""
-        for name, weight in sorted(each for refused in comm.all(self.refused) for each in refused.items()):
+        found = [each for refused in comm.all(self.refused) for each in refused.items()]
+        for name, weight in sorted(found, key=lambda each: (math.isfinite(each[1]), each[0])):
             if math.isfinite(weight):
                 limit = torch.finfo(torch.float16).max
                 raise UserError(f"{where}{name} has a weight of {weight:g}, fp16 holds {limit:g}: compute in bf16 or fp32")

@@ -87,7 +87,7 @@ def _merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     ties, was_tied = dict(model.all_tied_weights_keys), getattr(model.config, "tie_word_embeddings", False)
     with reading(str(adapter), "the adapter cannot be merged into the base"):
         adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
-        # `from_pretrained` does not return what it could not use.
+        # `from_pretrained` does not return the keys that it could not use.
         unused = adapted.load_adapter(str(adapter), "default", torch_device="cpu").unexpected_keys
         if unused:
             raise UserError(

@@ -1,1 +1,1 @@
-"""`Trainer`, `TrainingArguments` and `Accelerator`, and what they need of a run."""
+"""`Trainer`, `TrainingArguments` and `Accelerator`, with the loss, seeds and checkpoints of a run."""

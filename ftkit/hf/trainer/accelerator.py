@@ -4,8 +4,8 @@ Data loaders, schedulers, metrics and trackers are accelerate's. An optimizer th
 replaced by the sharded optimizer with the same group objects, so that schedulers made earlier still drive it.
 
 `save_state` writes a subfolder `accelerator_state`: a checkpoint of each prepared model, a small file for schedulers,
-registered objects and random states, and the list of the files with checksums. It replaces the one before when it is
-complete.
+registered objects and random states, and a list of the files outside the checkpoints with checksums. It replaces the one
+before when it is complete.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         """Set up an accelerator that accelerate (or a Trainer) has built. For the arguments see `ftkit.shard`.
 
-        0 `accumulation_steps` are this accelerator's `gradient_accumulation_steps`.
+        `accumulation_steps=0` means this accelerator's `gradient_accumulation_steps`.
         """
         kind = self.distributed_type.value
         if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or self.device.type not in ("cpu", "cuda"):
@@ -357,13 +357,13 @@ class Accelerator(accelerate.Accelerator):
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
-        """Read what `save_state` wrote, on any number of ranks. A collective.
+        """Load a state of `save_state`, on any number of ranks. A collective.
 
         Args:
             input_dir: The folder. With automatic naming, None takes the last complete one under the project's checkpoints.
 
         Raises:
-            UserError: The state is incomplete, changed, or of other prepared objects.
+            UserError: The state is incomplete or changed, or has another number of schedulers or registered objects.
         """
         folder = Path(input_dir).expanduser() if input_dir is not None else [self._project(), *self._saved()][-1]
         state = _state_in(folder)

@@ -5,7 +5,7 @@ as it is. The field holds plain data, as Trainer saves its arguments, and is set
 `HfArgumentParser` (a mapping as JSON). `ArgumentsMixin` adds it to other argument classes (TRL's SFTConfig, DPOConfig).
 
 A stock Trainer ignores a field that it does not know, and would train by plain DDP without an error. So would a Trainer
-class that stands before the mixin. `place_model_on_device`, which every Trainer reads once, notices both.
+class that stands before the mixin. `place_model_on_device`, which every Trainer reads when it is built, notices both.
 """
 
 from __future__ import annotations

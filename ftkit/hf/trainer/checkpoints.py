@@ -1,13 +1,14 @@
 """The checkpoints of a Trainer's run: written beside training and published when they are complete.
 
 A checkpoint is written under a hidden name. Rank 0 renames it to `checkpoint-N` when every rank has written its part.
-`contents.json` lists what ftkit and the Trainer wrote, with checksums. Files that are added later are not listed, and a
+`contents.json` lists the files of ftkit and the Trainer, with checksums. Files that are added later are not listed, and a
 resume ignores them. A callback with `on_save`, or an override of `_save_checkpoint`, finds a complete checkpoint: for
 these the save completes first.
 
 Small files are pickles. They are read with torch's restricted unpickler only, which runs no code.
 
-Cost: a save waits for the disk only if a callback reads the checkpoint.
+Cost: small files, an adapter and a whole model are written at once. Sharded weights and state are written beside training,
+unless an earlier save is running, or a callback, an override or an upload reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class RunCheckpoints:
     # --- the model and its state
 
     def save_model(self, folder: Path) -> None:
-        """Write the model into a folder; beside a sharded checkpoint only what its weights do not have. A collective."""
+        """Write the model into a folder; beside a sharded checkpoint, only its small files. A collective."""
         trainer, units = self.trainer, self.trainer.engine
         sharded = self.writing is not None and not trainer.args.save_only_model
         pushed = trainer.args.push_to_hub and trainer.args.hub_strategy != HubStrategy.END  # the hub wants weights each time

@@ -72,7 +72,7 @@ class LossOfRanks:
         return self.trainer.accelerator.with_num_processes(1) if self.takes_count else nullcontext()
 
     def share(self, count: Any) -> Any:
-        """Return the count for this rank's loss, from that of all ranks: its share; None if the loss ignores it."""
+        """Return the count that divides this rank's loss: its share if the loss is counted, None if the loss ignores it."""
         if self.hides_count or count is None:
             return None
         self.was_counted = True
@@ -96,7 +96,7 @@ class LossOfRanks:
         return batches
 
     def _counts(self, batches: list[Any], kind: str, *, empty: bool) -> tuple[list[float], list[float]]:
-        """Return for each batch what its loss is a mean over, on this rank and on all ranks. A collective.
+        """Count the rows or label tokens of each batch's mean loss, on this rank and on all ranks. A collective.
 
         `empty` says that the last batch has repeated rows only.
         """
@@ -212,18 +212,7 @@ class LossOfRanks:
         rows = rows_of(batch, trainer.label_names)
         batch = first_rows(batch, max(1, rows // trainer.engine.strategy.parts), rows)  # as much as fits a forward
         count = torch.tensor(max(self._counted_labels(batch), 1), device=trainer.accelerator.device)
-        try:
-            one, two = (self._probed(batch, factor * count) for factor in (1, 2))
-        except RuntimeError as error:
-            if "require grad" not in str(error):  # as autograd says of a tensor without a graph
-                raise
-            if trainer.engine.comm.rank == 0:
-                logger.warning(
-                    "the loss cannot be computed without gradients (%s), so it is taken for a mean. If it is something "
-                    "else, set ftkit={'loss_reduction': ...}",
-                    error,
-                )
-            return False
+        one, two = (self._probed(batch, factor * count) for factor in (1, 2))
         return trainer.engine.comm.any(abs(one - two) > REACTION * max(abs(one), abs(two)))
 
     def _probed(self, batch: Mapping[str, Any], count: Tensor) -> float:
@@ -310,7 +299,7 @@ def rows_left(accelerator: Any, rows: int) -> int:
     if isinstance(loader, DataLoaderDispatcher):  # rank 0 reads for all, and knows how many it read
         return int(loader.remainder) if 0 < loader.remainder < rows * ranks else 0
     sampler: Any = getattr(loader, "batch_sampler", None)
-    while hasattr(sampler, "batch_sampler"):  # accelerate's shard, and what skips batches after a resume
+    while hasattr(sampler, "batch_sampler"):  # accelerate's samplers that shard and that skip batches
         split = split or getattr(sampler, "split_batches", False)
         sampler = sampler.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is not BatchSampler or sampler.drop_last:

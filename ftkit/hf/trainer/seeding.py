@@ -33,7 +33,7 @@ def seeded(device: torch.device, *numbers: int, together: int | None = None) -> 
         numbers: Integers from 0 that the seed is made of.
         together: Replaces the last number in the seed of Python's own `random`; None leaves the last number.
 
-    Cost: two copies of the random states, about 0.1 ms.
+    Cost: two copies of the random states.
     """
     before, seed = random_state(device), _seed(*numbers)
     torch.default_generator.manual_seed(seed)
@@ -106,7 +106,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` returned."""
+    """Restore a state that `random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

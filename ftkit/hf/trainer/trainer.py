@@ -1,10 +1,10 @@
 """`Trainer` on ftkit's engine: Hugging Face's loop, with overrides that place, train, save and load the sharded model.
 
-`TrainerMixin` overrides these methods, in the order in which the loop calls them, and nothing of the loop itself, so
-callbacks, schedulers, evaluation, logging integrations and subclasses (TRL's) keep working. With `ftkit=None` every override
-calls the stock method. Arguments that the engine cannot honour are refused when the Trainer is built.
+`TrainerMixin` overrides methods of the Trainer, grouped by phase, and leaves the loop itself to transformers, so callbacks,
+schedulers, evaluation, logging integrations and subclasses (TRL's) keep working. With `ftkit=None` every override calls the
+stock method. Arguments that the engine cannot honour are refused when the Trainer is built.
 
-`docs/trainer.md` lists what differs from the stock Trainer on purpose.
+`docs/trainer.md` lists the intended differences from the stock Trainer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ftkit.spec.update_rules import UpdateRule, rule_of
 logger = logging.getLogger(__name__)
 
 DEFERRING = ("ftkit", "transformers", "trl")
-"""Packages whose Trainers and callbacks read no weights between an update and the next forward."""
+"""Packages whose Trainers read no weights between an update and the next forward. Of TRL's callbacks, BEMACallback does."""
 
 if TYPE_CHECKING:
     _Beside = transformers.Trainer  # every class that has the mixin has this as well
@@ -58,7 +58,7 @@ class TrainerMixin(_Beside):
     """Put ftkit's engine under a `transformers.Trainer` subclass: `class T(TrainerMixin, SFTTrainer)`.
 
     Raises:
-        UserError: The arguments ask for what the engine does not support.
+        UserError: The engine does not support an argument.
     """
 
     args: Any
@@ -188,8 +188,9 @@ class TrainerMixin(_Beside):
 
     def _may_read_weights(self) -> bool:
         """Whether the user's code may read weights between an update and the next forward: then updates are not deferred."""
-        kinds = [*map(type, self.callback_handler.callbacks), *type(self).__mro__[:-1]]
-        return any(kind.__module__.partition(".")[0] not in DEFERRING for kind in kinds)
+        callbacks = (type(each).__module__.partition(".")[0] for each in self.callback_handler.callbacks)
+        trainers = (kind.__module__.partition(".")[0] for kind in type(self).__mro__[:-1])
+        return not (set(callbacks) <= {"ftkit", "transformers"} and set(trainers) <= set(DEFERRING))
 
     def _update_rule(self) -> UpdateRule:
         """Return the update rule of the optimizer that the Trainer will make, or was given."""
@@ -199,12 +200,12 @@ class TrainerMixin(_Beside):
         return rule_of("sgd", momentum=kwargs.get("momentum", 0.0)) if kind is torch.optim.SGD else rule_of("adamw")
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as the Trainer does; number its batches from where it is resumed, and end a run that was over."""
+        """Run an epoch as the Trainer does. Number its batches after a resume; stop a run that had made all its steps."""
         if self.engine_is_on and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         if self._collator is not None:
-            streams = isinstance(kwargs["train_dataloader"].dataset, IterableDataset)  # they collate what a resume skips
+            streams = isinstance(kwargs["train_dataloader"].dataset, IterableDataset)  # their skipped batches are collated
             skips = kwargs["epoch"] == kwargs["epochs_trained"] and not streams
             self._collator.begin(kwargs["epoch"], kwargs["steps_trained_in_current_epoch"] if skips else 0)
         super()._run_epoch(*args, **kwargs)
@@ -292,7 +293,7 @@ class TrainerMixin(_Beside):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the Trainer does. An evaluation set without any label raises UserError."""
-        if self.engine_is_on:  # planned for what is to follow
+        if self.engine_is_on:  # planned for training if training follows
             self._sharded(evaluation=True if self.train_dataset is None else None)
         self.loss_of_ranks.saw_labels = None
         output = super().evaluation_loop(*args, **kwargs)
@@ -448,7 +449,7 @@ class EngineCheck(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare what will train with what was asked for."""
+        """Check that the engine's optimizer will update the engine's model."""
         optimizer = self.trainer.sharded_optimizer
         if self.trainer.units is None or optimizer is None or optimizer.units is not self.trainer.units:
             raise UserError(
