@@ -174,7 +174,7 @@ CLAIMS = (
     Claim("fused kernels are correct on a V100", LIMITS, "No kernel has run on a V100", given(is_v100, passed("kernels"))),
     Claim("simulated seconds on V100s are right", LIMITS, "Seconds on V100 nodes are simulated"),
     Claim("models of 10B-16B train on 8 V100s", LIMITS, "No model of 10B-16B has been trained with it"),
-    Claim("several nodes train one model", LIMITS, "no run has been made on several boxes"),
+    Claim("several nodes train one model", LIMITS, "no run has been made on several nodes"),
 )
 
 
