@@ -33,7 +33,7 @@ OTHER_DEVICES = {
     "ftkit/report/compare.py",
     "ftkit/report/page.py",
     "ftkit/report/timeline.py",
-    "ftkit/train/job.py",
+    "ftkit/train/run.py",
     "ftkit/train/memory_report.py",
     "ftkit/train/summary.py",
 }

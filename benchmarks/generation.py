@@ -33,7 +33,7 @@ from benchmarks.run import ROOT, busy_s
 from benchmarks.shapes import SHAPES, VOCABULARY, llama
 from ftkit.hf.generate.generation import generate_ids
 from ftkit.hf.generate.holding import holding
-from ftkit.launch import local as launch
+from ftkit.launch import ranks as launch
 
 WAYS = ("whole", "gathered", "gathered before", "streamed")
 LIMIT = 1.3

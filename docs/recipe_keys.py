@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from ftkit.config.problems import is_section, keys_of
+from ftkit.config.errors import is_section, keys_of
 from ftkit.config.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipe-keys.md"

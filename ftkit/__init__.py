@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ftkit.hf.trainer.arguments import ArgumentsMixin, Seq2SeqTrainingArguments, TrainingArguments
     from ftkit.hf.trainer.trainer import Seq2SeqTrainer, Trainer, TrainerMixin
     from ftkit.spec.strategy import Strategy
-    from ftkit.train.data_preview import preview
+    from ftkit.train.preview import preview
 
 _HOMES = {
     "Accelerator": "ftkit.hf.trainer.accelerator",
@@ -43,7 +43,7 @@ _HOMES = {
     "load_checkpoint": "ftkit.engine.checkpoint.loading",
     "load_model": "ftkit.hf.load.model",
     "load_weights": "ftkit.hf.load.model",
-    "preview": "ftkit.train.data_preview",
+    "preview": "ftkit.train.preview",
     "root_parameters": "ftkit.hf.reading",
     "save_checkpoint": "ftkit.engine.checkpoint.saving",
     "save_model": "ftkit.hf.save.model",

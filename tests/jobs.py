@@ -9,7 +9,7 @@ import psutil
 from accelerate.state import AcceleratorState, GradientState
 
 from ftkit.config.recipe import parse
-from ftkit.train.job import run
+from ftkit.train.run import run
 
 
 class Asked:

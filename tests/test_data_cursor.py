@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from transformers import TrainerCallback
 
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.trainer import RecipeTrainer
 from tests.hf.runs import Run, train
 from tests.jobs import job, lines, recipe
 from tests.tiny import make_base, write_rows

@@ -12,11 +12,11 @@ import ftkit
 from ftkit.cli import app as cli
 from ftkit.config.recipe import load
 from ftkit.data.faults import Marks
-from ftkit.data.prepared import split
-from ftkit.data.shown import pieces_of, row_at, sample_of
+from ftkit.data.prepare import split
+from ftkit.data.preview import pieces_of, row_at, sample_of
 from ftkit.errors import UserError
-from ftkit.train.job import dry_run
-from ftkit.train.parts import build_model
+from ftkit.train.build import build_model
+from ftkit.train.run import dry_run
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"

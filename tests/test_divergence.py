@@ -16,7 +16,7 @@ import pytest
 from ftkit.errors import Diverged, refusal
 from ftkit.hf.trainer.trainer import TrainerMixin
 from ftkit.train.divergence import LEAST, WINDOW, LossWindow
-from ftkit.train.recipe_trainer import WholeSteps
+from ftkit.train.trainer import WholeSteps
 from tests.jobs import job, losses, recipe
 from tests.worlds import RankFailure
 

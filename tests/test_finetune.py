@@ -25,11 +25,11 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.output.run_folder import RunFolder
-from ftkit.train.answers import answers
+from ftkit.train.generate import answers
 from ftkit.train.held_out import HeldOut
-from ftkit.train.recipe_trainer import WholeSteps
 from ftkit.train.resume import first_whole
 from ftkit.train.summary import _lines
+from ftkit.train.trainer import WholeSteps
 from tests.jobs import job, lines, losses, ranks_of, recipe, records, resumed_job
 from tests.report.test_page import check
 from tests.tiny import make_overflowing_base, make_tokenizer

@@ -30,9 +30,9 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.updater import Updater
 from ftkit.hf.trainer import checkpoints, trainer
 from ftkit.output.run_folder import RunFolder
-from ftkit.train.progress import EndOnRequest
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.resume import first_whole
+from ftkit.train.trainer import RecipeTrainer
 from tests.jobs import job, losses, recipe, resumed_job
 from tests.worlds import PATIENCE, RankFailure
 

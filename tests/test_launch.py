@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ftkit.errors import RESUME_ME, MemoryShort, UserError
-from ftkit.launch import local as launch
+from ftkit.launch import ranks as launch
 from ftkit.launch import supervisor as watch
 from ftkit.launch.external import first_host, outer_job, threads_per_rank
 from ftkit.launch.supervisor import Failure, RankError, StoppedError, explain
@@ -224,7 +224,7 @@ def test_a_second_signal_kills(tmp_path):
 
 LAUNCHER = """
 import os, sys
-from ftkit.launch import local
+from ftkit.launch import ranks as local
 print(local.start("tests.test_launch:wait_for_the_end", (sys.argv[1], True), 2, environ=os.environ))
 """
 

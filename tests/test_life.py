@@ -18,13 +18,13 @@ from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.errors import RESUME_ME
-from ftkit.launch import local as launch
+from ftkit.launch import ranks as launch
 from ftkit.launch.supervisor import RankError
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.spec.strategy import Strategy
+from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.planning import disk_room
-from ftkit.train.progress import EndOnRequest
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.trainer import RecipeTrainer
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
 from tests.worlds import PATIENCE

@@ -2,8 +2,8 @@
 
 import pytest
 
+from ftkit.config.errors import is_section, keys_of
 from ftkit.config.foreign_keys import NOTES, PEERS
-from ftkit.config.problems import is_section, keys_of
 from ftkit.config.recipe import Recipe, RecipeError, parse
 
 FACTS = """\

@@ -19,8 +19,8 @@ from ftkit.config.recipe import parse
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.errors import UserError
-from ftkit.launch.local import Stop
-from ftkit.train.recipe_trainer import WholeSteps
+from ftkit.launch.ranks import Stop
+from ftkit.train.trainer import WholeSteps
 from tests.jobs import recipe
 from tests.worlds import PATIENCE, RankFailure
 

@@ -47,7 +47,7 @@ FRAMES = 12
 """How many of the innermost calls a rank's traceback shows."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft", "ftkit.train.job"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "transformers.modeling_utils", "peft", "ftkit.train.run"])
 
 
 class RankFailure(AssertionError):

@@ -105,7 +105,7 @@ def finetune(
     ranks = int(os.environ["WORLD_SIZE"]) if joined is not None else _ranks(facts, nproc)
     if dry_run:
         # Imported here: torch and transformers take seconds, see the top of this file.
-        from ftkit.train.job import dry_run as say_what_would_be_run
+        from ftkit.train.run import dry_run as say_what_would_be_run
 
         checkpoints = check_beginning(facts, RunFolder(Path(facts.output.dir)), resume, overwrite=overwrite)
         say_what_would_be_run(facts, ranks, checkpoints)
@@ -122,7 +122,7 @@ def _train(
     """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
     checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
-    from ftkit.launch import local as launch  # here, see the top of this file
+    from ftkit.launch import ranks as launch  # here, see the top of this file
     from ftkit.report.page import note_end
 
     before = folder.identities()
@@ -131,9 +131,9 @@ def _train(
         arguments = (facts, [str(each) for each in checkpoints], ranks)
         try:
             if joined:
-                result = launch.join("ftkit.train.job:run", arguments, int(os.environ["RANK"]))
+                result = launch.join("ftkit.train.run:run", arguments, int(os.environ["RANK"]))
             else:
-                result = launch.start("ftkit.train.job:run", arguments, ranks, environ=os.environ, say=_say)
+                result = launch.start("ftkit.train.run:run", arguments, ranks, environ=os.environ, say=_say)
             break
         except (RankError, UserError, StoppedError) as error:
             if first:
@@ -176,10 +176,6 @@ def plan(
     most: Annotated[
         bool, typer.Option("--largest", help="Plan the largest model that fits: with more, or fewer, of the same blocks.")
     ] = False,
-    fake_run: Annotated[
-        bool,
-        typer.Option("--fake-run", help="Run the engine with fake tensors, and compare its peaks with the plan."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object, sizes in bytes.")] = False,
 ) -> None:
     """Say what a recipe takes on each tier, how long it takes, and whether it fits, before anything is started."""
@@ -189,8 +185,6 @@ def plan(
     if box is not None and box.gpus and ranks > box.gpus * box.boxes:
         has = counted(box.gpus * box.boxes, "GPU")
         raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
-    if most and fake_run:
-        raise UserError("found both --largest and --fake-run: a fake run is of the recipe's own model; keep one")
     if page is not None:
         refuse_foreign_page(page, "--page")
     from ftkit.train.planning import ask, epoch_of  # here, see the top of this file
@@ -203,12 +197,6 @@ def plan(
         from ftkit.report.plan_page import render  # here, see the top of this file
 
         _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this box'}"))
-    done = None
-    if fake_run:
-        from ftkit.train.fake_run import fake_run_recipe  # here, see the top of this file
-
-        with Console(stderr=True).status("running the engine with fake tensors …"):
-            done = fake_run_recipe(facts, made)
     wonder = made.speed is not None and not as_json if wonder is None else wonder
     answers = []
     if wonder and made.asked is not None:
@@ -218,17 +206,13 @@ def plan(
         found = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
         if wonder:
             found["what_if"] = [each.as_dict() for each in answers]
-        if done is not None:
-            found["fake_run"] = done.as_dict()
         typer.echo(json.dumps(found, indent=1))
     else:
-        _show_plan(made, epoch, answers, done, most=most)
-    if done is not None and not done.agrees:
-        raise typer.Exit(1)
+        _show_plan(made, epoch, answers, most=most)
 
 
-def _show_plan(made: Plan, epoch: object, answers: list[Answer], done: Any, *, most: bool) -> None:
-    """Print a plan, and what was asked for beside it: an epoch's time, other boxes, a fake run."""
+def _show_plan(made: Plan, epoch: object, answers: list[Answer], *, most: bool) -> None:
+    """Print a plan, and what was asked for beside it: an epoch's time, other boxes."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if most:
         size = f"{made.shape.numel / 1e9:.2f}B"
@@ -238,8 +222,6 @@ def _show_plan(made: Plan, epoch: object, answers: list[Answer], done: Any, *, m
         console.print(f"[bold]{'an epoch':<13}[/] {epoch}")
     if answers:
         show_answers(console, answers, made.speed)
-    if done is not None:
-        done.show(console)
 
 
 @app.command()
@@ -256,7 +238,7 @@ def data(
     """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
     import datasets  # here, see the top of this file
 
-    from ftkit.train.data_preview import preview
+    from ftkit.train.preview import preview
 
     if page is not None:
         refuse_foreign_page(page, "--page")
@@ -351,7 +333,7 @@ def verify(
     import torch  # here, see the top of this file
 
     from ftkit.cli import verify as room
-    from ftkit.launch import local as launch
+    from ftkit.launch import ranks as launch
 
     def run(trials: Sequence[Any], world: int) -> list[Any]:
         try:
@@ -430,8 +412,8 @@ def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | N
     import torch  # here, see the top of this file
 
     from ftkit.cli.box_profile import profile, write_profile
-    from ftkit.launch import local as launch
-    from ftkit.train.recipe_arguments import compute_dtype
+    from ftkit.launch import ranks as launch
+    from ftkit.train.arguments import compute_dtype
 
     gpus = torch.cuda.device_count()
     ranks = nproc or gpus or 2
@@ -460,14 +442,14 @@ def generate(
     if nproc > 1:
         import torch  # here, see the top of this file
 
-        from ftkit.launch import local as launch
+        from ftkit.launch import ranks as launch
 
         launch.check_ranks(nproc, torch.cuda.device_count())
-        entry = "ftkit.train.answers:sharded_answers"
+        entry = "ftkit.train.generate:sharded_answers"
         found = launch.start(entry, (folder, asked, settings), nproc, environ=os.environ, say=_say)
         given: Iterable[tuple[str, str]] = zip(asked, found)
     else:
-        from ftkit.train.answers import answers
+        from ftkit.train.generate import answers
 
         given = answers(folder, asked, **settings)
     for prompt, answer in given:
@@ -535,7 +517,7 @@ def _ranks(facts: Recipe, nproc: int | None) -> int:
     """Return the number of ranks to start on this box, or refuse it."""
     import torch  # here, see the top of this file
 
-    from ftkit.launch import local as launch
+    from ftkit.launch import ranks as launch
 
     gpus = torch.cuda.device_count()
     ranks = nproc or (facts.ranks if facts.ranks != "auto" else max(1, gpus))

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
 from ftkit.engine.kernels.host_loops import HostLoops
-from ftkit.launch.local import Stop
+from ftkit.launch.ranks import Stop
 from ftkit.output.ownership import PROFILE_MARK
 from ftkit.output.run_folder import write
 from ftkit.plan.memory import GIB

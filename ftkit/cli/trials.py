@@ -34,14 +34,14 @@ from ftkit.errors import UserError
 from ftkit.hf.adapters import add_adapter
 from ftkit.hf.load.tasks import TASKS
 from ftkit.hf.sharding import units_of
-from ftkit.launch.local import Stop
+from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder
-from ftkit.train.job import follow_plan, make_trainer
-from ftkit.train.parts import build_model, check_fit
-from ftkit.train.recipe_arguments import lora_config, training_arguments
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.arguments import lora_config, training_arguments
+from ftkit.train.build import build_model, check_fit
 from ftkit.train.resume import first_whole
+from ftkit.train.run import follow_plan, make_trainer
 from ftkit.train.run_rows import load_tokenizer, prepare_rows
+from ftkit.train.trainer import RecipeTrainer
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from ftkit.output.run_folder import write_json
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
+from ftkit.train.arguments import compute_dtype
 from ftkit.train.planning import plan_recipe
-from ftkit.train.recipe_arguments import compute_dtype
 
 STOCK = "stock transformers, 1 process"
 PLANNED = "as planned"

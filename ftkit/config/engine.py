@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ftkit.config.problems import first_message
+from ftkit.config.errors import first_message
 from ftkit.config.values import ExistingPath, Positive, Section
 from ftkit.config.yaml_lines import read
 from ftkit.errors import UserError

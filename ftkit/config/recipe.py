@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from ftkit.config.engine import Memory, contradiction
-from ftkit.config.problems import REFUSED_KEYS, problems
+from ftkit.config.errors import REFUSED_KEYS, problems
 from ftkit.config.values import (
     Bounded,
     Count,

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ftkit.data.packing import boundaries_of
-from ftkit.data.samples import IGNORED_LABEL
+from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 
 

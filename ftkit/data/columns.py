@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.compute
 
 from ftkit.config.wording import counted
-from ftkit.data.counts import Found, Report, SourceReport
+from ftkit.data.report import Found, Report, SourceReport
 from ftkit.errors import UserError
 
 NAMES_SHOWN = 20

@@ -23,9 +23,9 @@ import numpy as np
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from ftkit.config.wording import counted
-from ftkit.data.counts import Found, Report
 from ftkit.data.formats import Conversation
-from ftkit.data.rendering import Rendered
+from ftkit.data.report import Found, Report
+from ftkit.data.template import Rendered
 from ftkit.data.unwritten import SIGNS, Text, unwritten
 
 FAULTS = {

@@ -1,15 +1,15 @@
 """What is known of a recipe's data before training: what becomes of the rows, what is wrong with them, some of them.
 
-Found once (`ftkit.train.data_preview`), shown by whoever has a screen.
+Found once (`ftkit.train.preview`), shown by whoever has a screen.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftkit.data.counts import Report
 from ftkit.data.faults import Fault
-from ftkit.data.shown import Shown
+from ftkit.data.preview import Shown
+from ftkit.data.report import Report
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from ftkit.data.samples import IGNORED_LABEL
+from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.kernels.varlen import ATTENTION
@@ -146,9 +146,7 @@ def check_isolation(model: Any) -> None:
     finally:
         model.train(was_training)
     if leak > LEAK_SHARE * unpacked:
-        raise refused(
-            model, f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})"
-        )
+        raise refused(model, f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})")
 
 
 def second_sample_difference(model: Any, ids: torch.Tensor, position_ids: torch.Tensor) -> float:

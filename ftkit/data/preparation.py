@@ -31,13 +31,13 @@ import xxhash
 from ftkit.config.wording import counted
 from ftkit.data.build_once import RefusedError
 from ftkit.data.columns import found_in, names_of, unread_text, without
-from ftkit.data.counts import Lengths, Report, SourceReport
 from ftkit.data.faults import ALL_EMPTY, Marks, duplicates_of, found_of
 from ftkit.data.formats import BadRowError, detect, parse_record
 from ftkit.data.packing import PACKED_COLUMNS, best_fit, fill
-from ftkit.data.rendering import Rendering
-from ftkit.data.rows import Source
-from ftkit.data.samples import SAMPLE_COLUMNS, Tokenise
+from ftkit.data.report import Lengths, Report, SourceReport
+from ftkit.data.sources import Source
+from ftkit.data.template import Rendering
+from ftkit.data.tokenize import SAMPLE_COLUMNS, Tokenise
 from ftkit.errors import UserError
 
 CACHE_LAYOUT = 9  # raise it when the same settings come to mean other tokens, or the folder holds something else
@@ -108,7 +108,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     Args:
         sources: what to read
         rendering: how the tokenizer makes tokens of conversations
-        settings: see `ftkit.data.prepared.prepare`
+        settings: see `ftkit.data.prepare.prepare`
         workers: most processes to use
         folder: an empty folder
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 import psutil
 
 from ftkit.launch.external import threads_per_rank
-from ftkit.launch.local import environment, loopback_store
+from ftkit.launch.ranks import environment, loopback_store
 from ftkit.notebook.channel import Channel, Message
 
 KEPT_LINES = 20

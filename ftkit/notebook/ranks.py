@@ -26,7 +26,7 @@ import torch
 from ftkit.config.recipe import Recipe, load, parse
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.launch.local import check_ranks
+from ftkit.launch.ranks import check_ranks
 from ftkit.launch.supervisor import signal_name
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.exchange import Exchange, View
@@ -225,9 +225,7 @@ class Ranks:
         except UserError as error:
             raise error if isinstance(error, Refused) else Refused(in_notebook(str(error))) from None
 
-    def _finetune(
-        self, crew: Crew, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]
-    ) -> Summary:
+    def _finetune(self, crew: Crew, facts: Recipe, folder: RunFolder, view: LiveRun, checkpoints: list[str]) -> Summary:
         """Run it, and show and note how it ended."""
         status = "early"
         try:

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from ftkit.config.recipe import Recipe
-from ftkit.data.prepared import prepare
+from ftkit.data.prepare import prepare
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import evaluate
 from ftkit.hf.generate.generation import generate
 from ftkit.hf.save.model import save_model
 from ftkit.hf.sharding import units_of
-from ftkit.launch.local import Stop
+from ftkit.launch.ranks import Stop
 from ftkit.notebook.cell import bundle, run_cell, shown
 from ftkit.notebook.output import Tell
 from ftkit.notebook.told import ToldBar
-from ftkit.train.job import Job
+from ftkit.train.run import Job
 
 OF_A_RUN = ("model", "tokenizer", "trainer")
 """Names that a run leaves in the namespace of cells."""

@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 from ftkit.notebook.output import Tell
-from ftkit.train.progress import Bar, StepMetrics, line_of
+from ftkit.train.callbacks import Bar, StepMetrics, line_of
 
 STEPS_A_SECOND = 5.0
+
 
 class ToldBar(Bar):
     """Tells the kernel where a run is.

@@ -141,7 +141,7 @@ def _join(listener: Listener, rank: int, ranks: int) -> Any:
 
 
 def _stop(channel: Channel, rank: int) -> Any:
-    from ftkit.launch.local import Stop  # here, as in `_join`
+    from ftkit.launch.ranks import Stop  # here, as in `_join`
 
     class WorkerStop(Stop):
         """A `Stop` whose last word goes to the kernel."""

@@ -12,9 +12,9 @@ from datetime import datetime
 from itertools import chain
 
 from ftkit.config.wording import counted
-from ftkit.data.counts import Lengths, Report
 from ftkit.data.findings import Findings
-from ftkit.data.shown import Piece, Sample, Shown
+from ftkit.data.preview import Piece, Sample, Shown
+from ftkit.data.report import Lengths, Report
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
 from ftkit.report.style import embedded

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ftkit.config.wording import counted
-from ftkit.data.counts import Lengths
 from ftkit.data.findings import Findings
-from ftkit.data.shown import Sample, Shown
+from ftkit.data.preview import Sample, Shown
+from ftkit.data.report import Lengths
 from ftkit.report.text import visible
 
 CLASSES = 12

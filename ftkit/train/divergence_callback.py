@@ -24,8 +24,8 @@ from ftkit.errors import Diverged, UserError
 from ftkit.output.run_folder import RunFolder, append_line, step_of
 from ftkit.report.text import literal
 from ftkit.train.divergence import MOST_ROLLBACKS, Action, Divergence
-from ftkit.train.recipe_trainer import RecipeTrainer
 from ftkit.train.resume import first_whole
+from ftkit.train.trainer import RecipeTrainer
 
 MOST_STEPS = 1_000_000
 """Of one rollback, that are read from a file: it may be anybody's."""
@@ -164,4 +164,3 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             yield record
-

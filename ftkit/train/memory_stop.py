@@ -24,7 +24,7 @@ from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.host_memory import HostMemory
 from ftkit.train.memory_guard import Alarm, Guard, Memory
 from ftkit.train.memory_report import Seat, host_tenants, make_report, text_of
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.trainer import RecipeTrainer
 
 
 class MemoryStop(TrainerCallback):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
-from ftkit.data.counts import Report
 from ftkit.data.faults import Fault
+from ftkit.data.report import Report
 from ftkit.train.questions import Question
 
 

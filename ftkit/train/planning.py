@@ -39,7 +39,7 @@ from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.spec.update_rules import rule_of
-from ftkit.train.recipe_arguments import engine_settings, lora_config
+from ftkit.train.arguments import engine_settings, lora_config
 
 BYTES_A_TOKEN = 4
 """Of a file of rows: English text has about 4 characters a token in vocabularies of 32k and more, JSON's keys among them."""
@@ -128,9 +128,7 @@ def disk_room(recipe: Recipe) -> int:
     return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).held_bytes()
 
 
-def ask_model(
-    recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None
-) -> Asked:
+def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None) -> Asked:
     """Return what a recipe's plan is made of, for a model that was built on the meta device.
 
     Args:

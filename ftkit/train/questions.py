@@ -15,8 +15,8 @@ from itertools import islice
 from ftkit.config.recipe import Show
 from ftkit.data.columns import without
 from ftkit.data.formats import BadRowError, Conversation, detect, parse_record, read_row, unread_columns
-from ftkit.data.rendering import Rendering
-from ftkit.data.rows import Row, Source
+from ftkit.data.sources import Row, Source
+from ftkit.data.template import Rendering
 from ftkit.data.turns import turn_of
 from ftkit.errors import UserError
 

@@ -24,12 +24,12 @@ RECIPE, ROWS = "recipe", "rows"
 """Keys under which a checkpoint notes what was trained on."""
 
 
-def first_whole(checkpoints: Sequence[str], comm: Communicator, say: Callable[[str], None]) -> str | None:
+def first_whole(checkpoints: Sequence[str], comm: Communicator | None, say: Callable[[str], None]) -> str | None:
     """Return the first of some checkpoints that is whole, or None if there are none at all. A collective.
 
     Args:
         checkpoints: folders, in the order in which they are tried; the same on all ranks.
-        comm: the ranks.
+        comm: the ranks; None: this process checks alone.
         say: shows a line to the user.
 
     Raises:
@@ -37,7 +37,8 @@ def first_whole(checkpoints: Sequence[str], comm: Communicator, say: Callable[[s
     """
     problems: list[str] = []
     for path in checkpoints:
-        told = [problem for problem in comm.all(_problem(Path(path), comm)) if problem is not None]
+        own = _problem(Path(path), comm)
+        told = [problem for problem in (comm.all(own) if comm else [own]) if problem is not None]
         if not told:
             for problem in problems:
                 say(f"passed over: {problem}")
@@ -76,12 +77,13 @@ def check_noted(checkpoint: str, recipe: Recipe, digest: str) -> None:
         )
 
 
-def _problem(path: Path, comm: Communicator) -> str | None:
+def _problem(path: Path, comm: Communicator | None) -> str | None:
     """Return what is wrong with this rank's share of a checkpoint."""
     try:
-        if comm.rank == 0:
+        rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
+        if rank == 0:
             check_folder(path)
-        check_checkpoint(path / ENGINE_FOLDER, comm.rank, comm.world_size)
+        check_checkpoint(path / ENGINE_FOLDER, rank, world_size)
     except UserError as error:
         return str(error)
     return None

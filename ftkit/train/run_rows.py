@@ -1,7 +1,7 @@
 """The rows of a run: the recipe's tokenizer, what is trained on, what is held out, and what is wrong with either.
 
 Every rank prepares them, before the ranks wait for each other; one of a machine does the work, the others find it done.
-It refuses what `ftkit.data.prepared` refuses, and a tokenizer that cannot be loaded.
+It refuses what `ftkit.data.prepare` refuses, and a tokenizer that cannot be loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftkit.config.wording import counted
 from ftkit.data.batches import StepOrder
 from ftkit.data.columns import refuse_marks, refuse_unmatched
 from ftkit.data.faults import Fault
-from ftkit.data.prepared import Prepared, prepare, prepare_section, split
+from ftkit.data.prepare import Prepared, prepare, prepare_section, split
 from ftkit.hf.load.config import reading
 
 
@@ -89,7 +89,7 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
     """Prepare the rows to train on and those held out; one rank of a machine does the work.
 
     Raises:
-        UserError: See `ftkit.data.prepared.prepare`.
+        UserError: See `ftkit.data.prepare.prepare`.
     """
     data, held_out, seed = recipe.data, recipe.eval, recipe.train.seed
     prepared = prepare_section(data, tokenizer, seed=seed, task=recipe.task, must_match=False)

@@ -26,10 +26,10 @@ from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
 from ftkit.report.text import literal
 from ftkit.spec.tiers import DEVICE, HOST
+from ftkit.train.callbacks import GIB, peak_device_bytes, peak_host_bytes
 from ftkit.train.divergence_callback import diverged_steps
 from ftkit.train.held_out import read_before, write_rows
-from ftkit.train.progress import GIB, peak_device_bytes, peak_host_bytes
-from ftkit.train.recipe_trainer import RecipeTrainer
+from ftkit.train.trainer import RecipeTrainer
 
 PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ftkit
-from ftkit.train.data_preview import Preview
+from ftkit.train.preview import Preview
 from tests.browser.chromium import Chromium
 from tests.browser.test_report import BRIGHTNESS, DESKTOP, PHONE, check
 

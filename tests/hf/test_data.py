@@ -30,8 +30,8 @@ from ftkit.config.recipe import Data
 from ftkit.data.build_once import RefusedError, build_once
 from ftkit.data.formats import BadRowError, Conversation, parse_record, read_row
 from ftkit.data.packing import best_fit
-from ftkit.data.prepared import Collator, Source, StepOrder, check_isolation, prepare, prepare_section, prompt_tokens, split
-from ftkit.data.rendering import Rendering
+from ftkit.data.prepare import Collator, Source, StepOrder, check_isolation, prepare, prepare_section, prompt_tokens, split
+from ftkit.data.template import Rendering
 from ftkit.errors import UserError
 from tests.worlds import PATIENCE
 
@@ -226,8 +226,11 @@ def test_an_answer_the_template_rewrites_is_found_by_its_text(ready, tokenizer_o
         (THINKING.replace("+ '<|im_end|>'", "+ '!' * (loop.length - 2) * (loop.index == 2)"), "otherwise once"),
         (CHATML.replace("assistant\n", "assistant\n(think)"), "asks for turn 2 otherwise"),
         (CHATML.replace("m['content']", "m['content'][:2]"), "leaves out what turn 2 says"),
-        ("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", "reach across the edge of an answer"),
+        (
+            "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+            "reach across the edge of an answer",
+        ),
     ],
 )  # fmt: skip  (a table, one row a line)
 def test_a_template_that_cannot_be_masked_is_named(ready, tokenizer_of, template, reason):
@@ -587,9 +590,7 @@ def test_families_that_let_samples_see_each_other_are_refused():
 
 def test_the_collator_pads_to_the_longest():
     collate = Collator(pad_token_id=9)
-    batch = collate(
-        [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "source": 1}, {"input_ids": [4], "labels": [-100]}]
-    )
+    batch = collate([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "source": 1}, {"input_ids": [4], "labels": [-100]}])
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
@@ -828,7 +829,7 @@ def test_processes_that_start_at_once_prepare_once(write, tmp_path, tokenizer_of
     path = write([{"messages": TWO_ANSWERS}] * 400)
     program = f"""
 import transformers
-from ftkit.data.prepared import prepare
+from ftkit.data.prepare import prepare
 tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r})
 prepared = prepare({str(path)!r}, tokenizer, cache_dir={str(tmp_path / "cache")!r}, workers=1)
 print(prepared.report.cached, len(prepared.dataset))

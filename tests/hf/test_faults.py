@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ftkit.data.batches import Collator
 from ftkit.data.build_once import RefusedError
 from ftkit.data.faults import stops_of
-from ftkit.data.prepared import prepare
+from ftkit.data.prepare import prepare
 from tests.tiny import TEMPLATE, make_tokenizer
 
 PLAIN_ROLES = (

@@ -12,7 +12,7 @@ import pytest
 
 from ftkit.data.build_once import RefusedError
 from ftkit.data.files import files_of
-from ftkit.data.prepared import Source, prepare
+from ftkit.data.prepare import Source, prepare
 from ftkit.errors import UserError
 from tests.tiny import make_tokenizer
 

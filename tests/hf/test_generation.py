@@ -21,8 +21,8 @@ from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.engine.holding import gathered_bytes
 from ftkit.hf.generate import generation, holding
 from ftkit.hf.generate.generation import generate, generate_ids
-from ftkit.launch.local import Stop
-from ftkit.train.answers import answers, sharded_answers
+from ftkit.launch.ranks import Stop
+from ftkit.train.generate import answers, sharded_answers
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs

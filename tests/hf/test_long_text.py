@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from ftkit.data.prepared import prepare
-from ftkit.data.samples import edges_of
+from ftkit.data.prepare import prepare
+from ftkit.data.tokenize import edges_of
 from ftkit.errors import UserError
 from tests.tiny import make_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from ftkit.data.build_once import RefusedError
 from ftkit.data.formats import read_row
-from ftkit.data.prepared import prepare
+from ftkit.data.prepare import prepare
 from ftkit.errors import UserError
 from tests.tiny import TEMPLATE, make_tokenizer
 

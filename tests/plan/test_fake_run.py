@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.fake_run import FakeCommunicator, FakeTiers, build, fake_run, train
+from benchmarks.meter import Meter
 from ftkit.cli import app as cli
 from ftkit.config.recipe import packaged
 from ftkit.engine.core.dtypes import DTYPES
@@ -19,8 +21,6 @@ from ftkit.hf.sharding import model_shape, shard_as
 from ftkit.plan.choice import make_plan
 from ftkit.plan.limits import Limits
 from ftkit.spec.strategy import Strategy
-from ftkit.train.fake_run import FakeCommunicator, FakeTiers, build, fake_run, train
-from ftkit.train.meter import Meter
 
 TOKENS, CPU = 32, torch.device("cpu")
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
-from ftkit.data.samples import IGNORED_LABEL
+from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.generation import evaluating

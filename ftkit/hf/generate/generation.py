@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ftkit.data.formats import BadRowError, Conversation
-from ftkit.data.prepared import prompt_tokens
-from ftkit.data.rendering import Rendering
+from ftkit.data.prepare import prompt_tokens
+from ftkit.data.template import Rendering
 from ftkit.data.turns import turn_of
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of

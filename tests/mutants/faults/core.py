@@ -98,8 +98,8 @@ FAULTS = (
     _fault(
         "autocast is not restored in recomputation",
         "ftkit/engine/core/recompute.py",
-        ", device_type=\"cuda\"), self.autocast.restored():",
-        ", device_type=\"cuda\"):",
+        ', device_type="cuda"), self.autocast.restored():',
+        ', device_type="cuda"):',
         _PRECISION + "test_autocast_is_restored_in_recomputation[1-recompute-torch.bfloat16]",
     ),
     _fault(
@@ -244,7 +244,7 @@ FAULTS = (
     ),
     _fault(
         "a damaged checkpoint is kept and a whole one removed",
-        "ftkit/train/recipe_trainer.py",
+        "ftkit/train/trainer.py",
         "known = [path for path in there if path not in self.damaged]",
         "known = there",
         "tests/test_life.py::test_a_damaged_checkpoint_is_none_of_those_that_are_kept",
@@ -493,7 +493,7 @@ FAULTS = (
     ),
     _fault(
         "a checkpoint forgets the losses that steps are judged by",
-        "ftkit/train/recipe_trainer.py",
+        "ftkit/train/trainer.py",
         "        self.losses = LossWindow(losses)\n",
         "        self.losses = LossWindow()\n",
         "tests/test_divergence.py::test_a_resumed_run_judges_as_the_first",
@@ -522,7 +522,7 @@ FAULTS = (
     ),
     _fault(
         "the best checkpoint is removed with the others",
-        "ftkit/train/recipe_trainer.py",
+        "ftkit/train/trainer.py",
         "            if path == best:\n",
         "            if False:\n",
         "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
@@ -557,7 +557,7 @@ FAULTS = (
     ),
     _fault(
         "after a resume in mid-epoch the order is that of epoch 0",
-        "ftkit/train/recipe_trainer.py",
+        "ftkit/train/trainer.py",
         "        loader.set_sampler(self.order)\n",
         "",
         "tests/test_data_cursor.py::test_the_next_sample_is_the_one_that_would_have_come[plain-3-22-in two]",
@@ -1168,8 +1168,8 @@ FAULTS = (
     _fault(
         "an answer that no token ends passes for good",
         "ftkit/data/faults.py",
-        'found[name] = any(each < 0 for each in ends)',
-        'found[name] = all(each < 0 for each in ends) and end >= 0',
+        "found[name] = any(each < 0 for each in ends)",
+        "found[name] = all(each < 0 for each in ends) and end >= 0",
         "tests/hf/test_faults.py::test_a_planted_fault_is_found_with_its_row[no_end]",
     ),
     _fault(
@@ -1195,7 +1195,7 @@ FAULTS = (
     ),
     _fault(
         "the preview shows what is read as trained on",
-        "ftkit/data/shown.py",
+        "ftkit/data/preview.py",
         "[label != IGNORED_LABEL for label in labels]",
         "[label is not None for label in labels]",
         "tests/test_data_preview.py::test_rows_are_shown_as_they_are_trained_on",
@@ -1238,8 +1238,8 @@ FAULTS = (
     _fault(
         "a rank that stops earlier leaves the others waiting for its weights",
         "ftkit/hf/generate/holding.py",
-        "\"synced_gpus\": streamed",
-        "\"synced_gpus\": False",
+        '"synced_gpus": streamed',
+        '"synced_gpus": False',
         "tests/hf/test_generation.py::test_transformers_own_generate[gpt2-False]",
     ),
     _fault(
@@ -1266,7 +1266,7 @@ FAULTS = (
     _fault(
         "an overflow is looked for with all logits",
         "ftkit/hf/fp16/search.py",
-        "with only_loss(units.model, wanted=\"labels\" in batch):",
+        'with only_loss(units.model, wanted="labels" in batch):',
         "with only_loss(units.model, wanted=False):",
         "tests/hf/test_head.py::test_an_overflow_is_looked_for_without_logits",
     ),

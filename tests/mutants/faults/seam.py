@@ -32,7 +32,7 @@ FAULTS = (
         "blocks divide a batch though micro-batches pass the model one after another",
         "ftkit/hf/sharding.py",
         "    together = STEP if strategy.accumulate_in == AUTO else strategy.accumulate_in",
-        "    together = \"unit\" if strategy.accumulate_in == AUTO else strategy.accumulate_in",
+        '    together = "unit" if strategy.accumulate_in == AUTO else strategy.accumulate_in',
         "tests/hf/test_planned_once.py::test_blocks_divide_a_batch_into_the_micro_batches_of_a_step_where_they_accumulate",
     ),
     fault(
@@ -51,7 +51,7 @@ FAULTS = (
     ),
     fault(
         "a file is known by its content alone, which another suffix reads otherwise",
-        "ftkit/data/rows.py",
+        "ftkit/data/sources.py",
         'f"{file.name}\\0{digest_of_file(file)}"',
         "digest_of_file(file)",
         "tests/hf/test_files_of_rows.py::test_a_file_with_another_suffix_is_read_anew",

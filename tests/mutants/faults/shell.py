@@ -49,14 +49,14 @@ FAULTS = (
     ),
     fault(
         "a dry run takes any reporter",
-        "ftkit/train/parts.py",
+        "ftkit/train/build.py",
         "    check_report_to(recipe.output.report_to)\n",
         "",
         "tests/test_dry_run_refuses.py::test_what_a_recipe_says",
     ),
     fault(
         "a dry run looks at no checkpoint",
-        "ftkit/train/job.py",
+        "ftkit/train/run.py",
         "checkpoint = first_whole([str(each) for each in checkpoints], alone,",
         "checkpoint = first_whole([], alone,",
         "tests/test_dry_run_refuses.py::test_a_checkpoint_that_is_none_or_another_runs",

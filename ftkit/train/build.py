@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ftkit.config.recipe import Recipe, split_batch
-from ftkit.data.rendering import Rendering
+from ftkit.data.template import Rendering
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
@@ -26,9 +26,9 @@ from ftkit.hf.generate.generation import prompt_ids, unanswerable
 from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
+from ftkit.train.arguments import check_report_to, compute_dtype
 from ftkit.train.planning import build
 from ftkit.train.questions import Question, questions
-from ftkit.train.recipe_arguments import check_report_to, compute_dtype
 from ftkit.train.run_rows import Rows, load_tokenizer, prepare_rows
 
 

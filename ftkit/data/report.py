@@ -161,7 +161,7 @@ class Report:
 
     Args:
         sources: one report for each source
-        rendering: marked | prefix | plain, see `ftkit.data.rendering`
+        rendering: marked | prefix | plain, see `ftkit.data.template`
         sequences: rows of the prepared data set: samples, or packed sequences of them
         packing_efficiency: share of the packed sequences' room that holds tokens, or None
         duplicates: samples that are the same as an earlier one, each place `file:9, as file:2`

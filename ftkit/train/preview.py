@@ -27,11 +27,11 @@ from ftkit.data.faults import Fault, Marks, stops_of
 from ftkit.data.findings import Findings
 from ftkit.data.formats import BadRowError, detect, parse_record
 from ftkit.data.preparation import ROWS_LOOKED_AT
-from ftkit.data.prepared import sources_of
-from ftkit.data.rendering import Rendering
-from ftkit.data.rows import Source
-from ftkit.data.samples import IGNORED_LABEL, Tokenise
-from ftkit.data.shown import Sample, Shown, row_at, sample_of, sequence_of
+from ftkit.data.prepare import sources_of
+from ftkit.data.preview import Sample, Shown, row_at, sample_of, sequence_of
+from ftkit.data.sources import Source
+from ftkit.data.template import Rendering
+from ftkit.data.tokenize import IGNORED_LABEL, Tokenise
 from ftkit.errors import UserError
 from ftkit.hf.load.model import generation_config
 from ftkit.report import data_page, data_screen
@@ -80,7 +80,7 @@ def preview(
         rows: How many rows (or packed sequences) to show, beside one for each kind of fault.
 
     Raises:
-        UserError: The recipe, the tokenizer or the files cannot be used; see `ftkit.data.prepared.prepare`.
+        UserError: The recipe, the tokenizer or the files cannot be used; see `ftkit.data.prepare.prepare`.
     """
     title = f"data of {Path(recipe).name}" if isinstance(recipe, (str, Path)) else "data of a recipe"
     facts = _facts(recipe, settings)

@@ -18,7 +18,7 @@ import datasets
 import pyarrow.compute
 
 from ftkit.data.faults import Marks
-from ftkit.data.samples import IGNORED_LABEL
+from ftkit.data.tokenize import IGNORED_LABEL
 
 MOST_TOKENS = 800
 """Of one sequence that are shown: more are left out in the middle."""

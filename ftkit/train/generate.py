@@ -32,7 +32,7 @@ from ftkit.hf.generate.generation import generate
 from ftkit.hf.load.config import read_config, reading
 from ftkit.hf.load.model import load_model
 from ftkit.hf.sharding import shard
-from ftkit.launch.local import Stop
+from ftkit.launch.ranks import Stop
 
 NEEDED = "needed: a model folder with config.json and safetensors, an adapter folder, or a hub id"
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
@@ -31,33 +30,32 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
 from ftkit.data.faults import stops_of
-from ftkit.data.prepared import Collator, check_isolation
+from ftkit.data.prepare import Collator, check_isolation
 from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.generate.generation import generate
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.memory.shape import common_limits
-from ftkit.launch.local import Stop
+from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder, step_of, write_json
 from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
+from ftkit.train.arguments import compute_dtype, engine_settings, training_arguments
+from ftkit.train.build import decoder_inputs, make_parts, positions_of
+from ftkit.train.callbacks import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.train.divergence_callback import DivergenceWatch
-from ftkit.train.fake_run import FakeCommunicator
 from ftkit.train.memory_stop import MemoryStop
 from ftkit.train.notices import notices
-from ftkit.train.parts import decoder_inputs, make_parts, positions_of
 from ftkit.train.planning import ask_here, ask_model, box_here, disk_room
-from ftkit.train.progress import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
 from ftkit.train.questions import Question
-from ftkit.train.recipe_arguments import compute_dtype, engine_settings, training_arguments
-from ftkit.train.recipe_trainer import RecipeTrainer, WholeSteps
 from ftkit.train.resume import check_noted, first_whole, noted
 from ftkit.train.run_rows import Rows
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
+from ftkit.train.trainer import RecipeTrainer, WholeSteps
 
 
 def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
@@ -506,8 +504,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
     order = rows.prepared.order(recipe.train.seed)
     epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
     steps = steps_of(recipe, len(order), step_sequences)
-    alone = FakeCommunicator(torch.device("cpu"), 1)
-    checkpoint = first_whole([str(each) for each in checkpoints], alone, lambda line: say.print(literal(line)))
+    checkpoint = first_whole([str(each) for each in checkpoints], None, lambda line: say.print(literal(line)))
     if checkpoint is not None:
         check_noted(checkpoint, recipe, rows.prepared.report.digest)
         say.print(literal(f"would resume from {checkpoint}"))

@@ -24,7 +24,7 @@ from ftkit.data.build_once import RefusedError
 from ftkit.data.columns import noted, without
 from ftkit.data.faults import CUT, EARLIER_ANSWERS, Marks, is_missing
 from ftkit.data.formats import BadRowError, Conversation, parse_record, read_row, tools_of, unread_columns
-from ftkit.data.rendering import Rendered, Rendering
+from ftkit.data.template import Rendered, Rendering
 from ftkit.errors import UserError
 
 IGNORED_LABEL = -100

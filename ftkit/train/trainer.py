@@ -26,7 +26,7 @@ import torch
 from ftkit.config.wording import counted
 from ftkit.data.batches import Collator
 from ftkit.data.packing import leaks, refuse_leak
-from ftkit.data.samples import IGNORED_LABEL
+from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.fp16.search import BATCHES
 from ftkit.hf.generate.evaluation import row_statistics

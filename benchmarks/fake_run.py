@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.meter import Meter
 from ftkit.config.recipe import Recipe
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
@@ -58,7 +59,6 @@ from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.spec.update_rules import ADAMW, MOMENTUM
-from ftkit.train.meter import Meter
 from ftkit.train.planning import model_of
 
 PASSES = 2

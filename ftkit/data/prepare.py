@@ -26,13 +26,13 @@ import pyarrow
 from ftkit.data.batches import Collator, StepOrder
 from ftkit.data.build_once import build_once
 from ftkit.data.columns import refuse_marks, refuse_unmatched
-from ftkit.data.counts import Report, SourceReport
 from ftkit.data.faults import Fault, faults_of, overlap_fault, overlap_of
 from ftkit.data.formats import BadRowError, Conversation
 from ftkit.data.packing import check_isolation
 from ftkit.data.preparation import DIGESTS, Settings, build, fingerprint
-from ftkit.data.rendering import Rendering
-from ftkit.data.rows import Source
+from ftkit.data.report import Report, SourceReport
+from ftkit.data.sources import Source
+from ftkit.data.template import Rendering
 from ftkit.errors import UserError
 
 __all__ = [
