@@ -90,39 +90,43 @@ class Model(Section):
         return self.tokenizer or self.name or ""
 
 
-class DataSource(Section):
-    """One data set of several, with its weight."""
+class Source(Section):
+    """One data set: a file, a folder of files, or a data set of the hub."""
 
-    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
-    name: str | None = Field(None, description="hub data set")
+    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
+    name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
     split: str = Field("train", description="split of a hub data set")
-    weight: Positive = Field(1.0, description="how often its rows are drawn, relative to the other sources'")
-    format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")
+    format: Format = Field("auto", description="format of a row; auto finds it from the columns")
+    weight: Positive | None = Field(None, description="how often its rows are drawn, relative to the other sources'")
 
     @model_validator(mode="after")
-    def _one(self) -> DataSource:
+    def _one(self) -> Source:
         if (self.path is None) == (self.name is None):
             raise ValueError("needs one of `path` (a file) and `name` (a hub data set)")
+        if self.path is not None and self.split != "train":
+            raise ValueError(f"found `split: {self.split}`, which is of hub data sets, beside `path`; remove it")
         return self
+
+    @property
+    def label(self) -> str:
+        """The source in a message."""
+        return self.path or f"{self.name} ({self.split})"
 
 
 class Data(Section):
     """The rows to train on and how they become sequences."""
 
-    path: RowsPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
-    name: str | None = Field(None, description="hub data set")
+    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
+    name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
     split: str = Field("train", description="split of a hub data set")
-    format: Format = Field("auto", description="what a row looks like; auto looks at the rows and reports")
-    sources: tuple[DataSource, ...] = Field((), description="several data sets with weights, instead of path or name")
+    format: Format = Field("auto", description="format of a row; auto finds it from the columns")
+    sources: tuple[Source, ...] = Field((), description="several data sets, with weights or without, instead of path or name")
     sequence_tokens: Length = Field(
         1024, description="tokens of a sequence; longer samples are cut, or split (`long_text`), and that is reported"
     )
     long_text: Literal["split", "cut", "stop"] = Field("split", description="plain text that is longer than a sequence")
-    ignore_columns: Texts = Field((), description="columns of rows, and keys such as messages.name, to train without")
     packing: bool = Field(False, description="fill each sequence with several rows, positions restarting per row")
-    loss_on: Literal["answers", "marks", "all"] = Field(
-        "answers", description="tokens that count in the loss; marks = what the chat template marks, without comparison"
-    )
+    loss_on: Literal["answers", "all"] = Field("answers", description="tokens that count in the loss")
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="stop before training, or skip and count")
     cache_dir: PathText | None = Field(None, description="where prepared rows are kept; default: that of `datasets`")
     workers: Count | None = Field(None, description="processes that prepare rows; default: one a core, at most 8")
@@ -131,26 +135,25 @@ class Data(Section):
     def _one(self) -> Data:
         if sum(given is not None for given in (self.path, self.name, self.sources or None)) != 1:
             raise ValueError("needs exactly one of `path` (a file), `name` (a hub data set) and `sources` (a list)")
-        for key in ("split", "format"):  # a dumped recipe has their defaults
-            value = getattr(self, key)
-            if self.sources and value != type(self).model_fields[key].default:
-                raise ValueError(f"found `{key}: {value}` beside `sources`, each of which has its own; write it in those")
+        if self.sources and (self.split, self.format) != ("train", "auto"):
+            raise ValueError("found `split` or `format` beside `sources`, each of which has its own; write it in those")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("needs a weight for all `sources` or for none")
         return self
 
     @property
-    def all_sources(self) -> tuple[DataSource, ...]:
+    def all_sources(self) -> tuple[Source, ...]:
         """The data sets as a list, also where only one was named."""
-        if self.sources:
-            return self.sources
-        # The path was checked when this section was read, or the caller asked not to.
-        alone: dict[str, Any] = {"path": self.path, "name": self.name, "split": self.split, "format": self.format}
-        return (DataSource.model_construct(**alone),)
+        return self.sources or (_source_of(self),)
 
 
 class Eval(Section):
     """Held-out rows, measured before, after and in between."""
 
-    path: ExistingPath | None = Field(None, description="JSONL, JSON, CSV or Parquet file")
+    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
+    name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
+    split: str = Field("train", description="split of a hub data set")
+    format: Format = Field("auto", description="format of a row; auto finds it from the columns")
     share: Annotated[Real, Field(gt=0, lt=1)] | None = Field(None, description="share of the rows held out, 0 to 1")
     every_steps: Count | None = Field(None, description="optimizer steps between two evaluations")
     every_epoch: bool = Field(False, description="also at the end of each epoch")
@@ -161,11 +164,22 @@ class Eval(Section):
 
     @model_validator(mode="after")
     def _one(self) -> Eval:
-        if (self.path is None) == (self.share is None):
-            raise ValueError("needs one of `path` (a file) and `share` (a held-out share of the data, such as 0.05)")
+        if sum(given is not None for given in (self.path, self.name, self.share)) != 1:
+            raise ValueError("needs one of `path` (a file), `name` (a hub data set) and `share` (a held-out share, such as 0.05)")
         if self.every_steps is not None and self.every_epoch:
             raise ValueError("found both `every_steps` and `every_epoch`; keep one")
         return self
+
+    @property
+    def source(self) -> Source | None:
+        """The data set that is held out; None for a share of the rows."""
+        return None if self.share is not None else _source_of(self)
+
+
+def _source_of(section: Data | Eval) -> Source:
+    """Return the source that a section names by its own keys, whose path was checked when the section was read."""
+    named: dict[str, Any] = {"path": section.path, "name": section.name, "split": section.split, "format": section.format}
+    return Source.model_construct(weight=None, **named)
 
 
 class Train(Section):
@@ -290,10 +304,8 @@ class Recipe(Section):
             )
         if self.task == "seq2seq" and self.data.packing:
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
-        if self.task == "seq2seq" and self.data.loss_on != "answers":
-            raise ValueError(
-                f"data.loss_on is {self.data.loss_on} and the task seq2seq: its labels are the answers alone; remove it"
-            )
+        if self.task == "seq2seq" and self.data.loss_on == "all":
+            raise ValueError("data.loss_on is all and the task seq2seq: its labels are the answers alone; remove it")
         if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
             raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
         if problem := contradiction(self.engine, self.memory):

@@ -1,4 +1,4 @@
-"""What a row says: five formats, one conversation.
+"""The content of a row: five formats, one conversation.
 
     messages   {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     sharegpt   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
@@ -6,22 +6,21 @@
     prompt     {"prompt": "…", "completion" or "response": "…"}   or   {"question": "…", "answer": "…"}
     text       {"text": "…"}
 
-All but text may have `system` and `tools` beside them; alpaca and prompt may have `history`, a list of pairs of a
-question and an answer. An assistant turn with `weight: 0` or `train: false` is read and not learned. What else a row has
-is noted (`unread_columns`), and the caller refuses it.
+All but text may have `system` and `tools`; alpaca and prompt may have `history`, a list of pairs of a question and an
+answer. An assistant turn with `weight: 0` or `train: false` is read and not learned. Tools, and the arguments of tool calls,
+may be objects or JSON text: both become objects, as chat templates expect them.
 
-The format is seen from the columns and reported; it is never guessed from values. A row that does not fit raises
-`BadRowError` with the reason, and the caller knows the place. Nothing is repaired: an empty answer, a number where text
-was expected or a role nobody knows is a fault of the data, and training on a repair hides it.
+The format follows from the columns, never from values. A row that does not fit raises `BadRowError`; nothing is repaired.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 from dataclasses import dataclass
+from typing import Any
 
-from ftkit.data.columns import hint, says_nothing
-from ftkit.data.turns import BadRowError, kind_of, mutes, object_of, role_key, text_of, turn_of, unread_parts
+from ftkit.data.sources import NOT_JSON
 from ftkit.errors import UserError
 
 FORMATS = {
@@ -31,46 +30,49 @@ FORMATS = {
     "prompt": "prompt and completion, prompt and response, or question and answer",
     "text": "text",
 }
-TURNS = ("messages", "conversations", "conversation")
+TURNS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation")}
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+"""Roles in the words of OpenAI and of ShareGPT, and the role that the chat template gets."""
+
+
+class BadRowError(ValueError):
+    """A row that cannot be trained on; the text says why. The caller adds the place."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns with at least one answer in them.
+    """Turns with at least one answer among them.
 
     Args:
-        turns: dictionaries with `role` (system, user, assistant, tool) and `content`, and what else the row had for the
-            template (`tool_calls`, `name`, `reasoning_content`, …)
-        tools: what the template is given as `tools`, or None
-        glue: what the plain template puts between a question and its answer where the tokenizer has no chat template
-        muted: numbers of the assistant turns, from 0, that are read and not learned
-        column: the column with the turns, for the names of their keys
-        unread: names of keys that were read by nobody while the row was parsed
-        renamed: whether a turn has a role, in OpenAI's words, for which `turns` have another name
+        turns: Dictionaries with `role` (system, user, assistant, tool) and `content`, and other keys of the row for the chat
+            template (`tool_calls`, `name`, `reasoning_content`, …).
+        tools: The template's `tools`, or None.
+        separator: Text between a question and its answer if the tokenizer has no chat template.
+        muted: Numbers of the assistant turns, from 0, that are read and not learned.
     """
 
     turns: tuple[dict, ...]
     tools: list | None = None
-    glue: str = "\n"
+    separator: str = "\n"
     muted: frozenset[int] = frozenset()
-    column: str = "messages"
-    unread: tuple[str, ...] = ()
-    renamed: bool = False
 
 
 def parse_record(record: str) -> dict:
-    """Read a row from its JSON text.
+    """Parse the JSON text of a row.
 
     Raises:
-        BadRowError: broken JSON, or JSON that is not an object
+        BadRowError: The text is not JSON, or not an object.
     """
     try:
-        row = json.loads(record, object_pairs_hook=object_of)
+        row = json.loads(record)
     except json.JSONDecodeError as error:
         raise BadRowError(f"broken JSON: {error.msg} (column {error.colno})") from error
-    except BadRowError:
-        raise
     except (ValueError, RecursionError) as error:
         raise BadRowError(f"broken JSON: {error}") from error
     if not isinstance(row, dict):
@@ -78,168 +80,238 @@ def parse_record(record: str) -> dict:
     return row
 
 
-def fits(row: dict, format_name: str) -> bool:
-    """Say whether a row has the columns of a format."""
-    if format_name == "alpaca":
-        return "instruction" in row and ("output" in row or "response" in row)
-    if format_name == "prompt":
-        return any(question in row and answer in row for question, answer in PAIRS)
-    if format_name == "sharegpt":
-        return any(column in row for column in TURNS[1:])
-    return format_name in row
-
-
 def detect(rows: list[dict], label: str, wanted: str = "auto") -> str:
-    """Return the format of a source from the columns of some of its rows.
+    """Return the format of a source from the columns of its first rows.
 
     Args:
-        rows: the first rows that can be read at all
-        label: the source, for the message
-        wanted: the format the user named, or auto
+        rows: The first rows that can be parsed.
+        label: The source, for the message.
+        wanted: A name of `FORMATS`, or auto.
 
     Returns:
-        A name of `FORMATS`: the one that fits most of the rows.
+        The name of the format that fits most of the rows.
 
     Raises:
-        UserError: no row has the columns of the format asked for (or of any)
+        UserError: No row has the columns of the format asked for, or of any format.
     """
-    if wanted != "auto" and wanted not in FORMATS:
-        raise UserError(f"{label}: unknown format {wanted!r}; needed: auto, {', '.join(FORMATS)}")
     candidates = list(FORMATS) if wanted == "auto" else [wanted]
-    counts = {name: sum(fits(row, name) for row in rows) for name in candidates}
+    counts = {name: sum(_columns(row, name) is not None for row in rows) for name in candidates}
     best = max(candidates, key=counts.__getitem__)
     if counts[best]:
         return best
     columns = sorted({column for row in rows for column in row})
-    found = ", ".join(columns) or "none"
     needed = "; ".join(f"{name}: {FORMATS[name]}" for name in candidates)
-    meant = "; ".join(f"{column}{hint(column)}" for column in columns if hint(column))
     raise UserError(
-        f"{label}: found columns {found}; needed columns ({needed}). {f'{meant}. ' if meant else ''}"
-        "Rename the columns or set the format."
+        f"{label}: found columns {', '.join(columns) or 'none'}; needed columns ({needed}). Rename the columns or set the "
+        "format."
     )
 
 
-def read_row(row: dict, format_name: str) -> Conversation | str:
+def read_row(row: dict, format_name: str, *, tool_calls: bool = True) -> Conversation | str:
     """Turn a row into a conversation, or into plain text for the format `text`.
 
     Args:
-        row: the parsed row
-        format_name: a name of `FORMATS`
-
-    Returns:
-        The conversation, or the text.
+        row: The parsed row.
+        format_name: A name of `FORMATS`.
+        tool_calls: Whether the chat template reads `tool_calls`. If not, a `function_call` turn keeps its text.
 
     Raises:
-        BadRowError: the row lacks what the format needs, or holds it empty or in another type
+        BadRowError: The row lacks a column of the format, or has it empty or of another type.
     """
-    if not fits(row, format_name):
+    columns = _columns(row, format_name)
+    if columns is None:
         raise BadRowError(f"needs columns {FORMATS[format_name]}; found {', '.join(sorted(row)) or 'none'}")
     if format_name == "text":
-        return text_of(row["text"], "`text`")
-    if format_name in ("messages", "sharegpt"):
-        return chat(row, columns_of(row, format_name)[0])
-    question, answer, *extra = columns_of(row, format_name)
-    asked = text_of(row[question], f"`{question}`")
-    if extra and text_of(row[extra[0]], f"`{extra[0]}`", may_be_empty=True).strip():
+        return _text(row["text"], "`text`")
+    if format_name in TURNS:
+        return _chat(row, columns[0], tool_calls=tool_calls)
+    question, answer, *extra = columns
+    asked = _text(row[question], f"`{question}`")
+    if extra and _text(row[extra[0]], f"`{extra[0]}`", may_be_empty=True).strip():
         asked += "\n\n" + row[extra[0]]
     turns = [
-        *history_of(row.get("history")),
+        *_history(row.get("history")),
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": text_of(row[answer], f"`{answer}`")},
+        {"role": "assistant", "content": _text(row[answer], f"`{answer}`")},
     ]
-    return Conversation(tuple(with_system(row, turns)), tools_of(row), glue="" if answer == "completion" else "\n")
+    separator = "" if answer == "completion" else "\n"
+    return Conversation(tuple(_with_system(row, turns)), _tools(row), separator)
 
 
-def columns_of(row: dict, format_name: str) -> list[str]:
-    """Return the columns that a format reads of a row that fits it, `system`, `tools` and `history` aside."""
+def unused_columns(row: dict, format_name: str) -> list[str]:
+    """Return the columns of a row that have content and that its format does not read."""
+    used = set(_columns(row, format_name) or ())
+    if format_name != "text":
+        used |= {"system", "tools"} | ({"history"} if format_name not in TURNS else set())
+    return [column for column, value in row.items() if column not in used and value not in (None, "", [], {})]
+
+
+def turn_of(turn: object, where: str, *, tool_calls: bool = True) -> dict:
+    """Read one turn; keys besides role and content are kept for the chat template, empty ones dropped.
+
+    Args:
+        turn: A dictionary with role and content, or with from and value.
+        where: The turn, for messages.
+        tool_calls: See `read_row`.
+
+    Raises:
+        BadRowError: The role is unknown, or the content is not text.
+    """
+    if not isinstance(turn, dict):
+        raise BadRowError(f"{where} must be an object with role and content; found {_kind(turn)}")
+    said = turn.get("role", turn.get("from"))
+    role = ROLES.get(said.lower()) if isinstance(said, str) else None
+    if role is None:
+        close = difflib.get_close_matches(str(said).lower(), ROLES, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise BadRowError(f"{where} has the unknown role {said!r}{hint}; needed: {', '.join(ROLES)}")
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
+    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight", "train")}
+    rest = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
+    if said == "function_call" and tool_calls and (calls := _calls_in(content)):
+        content, rest["tool_calls"] = None, calls
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _with_objects(rest["tool_calls"])
+    if isinstance(content, list):
+        content = "".join(_part(part, where) for part in content)
+    if content is None and "tool_calls" in rest:
+        content = ""
+    may_be_empty = role in ("system", "tool") or "tool_calls" in rest
+    return {"role": role, "content": _text(content, f"the {role} content of {where}", may_be_empty=may_be_empty), **rest}
+
+
+def _columns(row: dict, format_name: str) -> list[str] | None:
+    """Return the columns that a format reads of a row, besides system, tools and history; None if the row does not fit."""
     if format_name == "text":
-        return ["text"]
-    if format_name in ("messages", "sharegpt"):
-        return [next(name for name in (TURNS[:1] if format_name == "messages" else TURNS[1:]) if name in row)]
+        return ["text"] if "text" in row else None
+    if format_name in TURNS:
+        return next(([name] for name in TURNS[format_name] if name in row), None)
     if format_name == "prompt":
-        return list(next(pair for pair in PAIRS if pair[0] in row and pair[1] in row))
-    answer = "output" if "output" in row else "response"
+        return next((list(pair) for pair in PAIRS if pair[0] in row and pair[1] in row), None)
+    answer = next((name for name in ("output", "response") if name in row), None)
+    if answer is None or "instruction" not in row:
+        return None
     extra = next((name for name in ("input", "context") if row.get(name) not in (None, "")), None)
     return ["instruction", answer, *([extra] if extra else [])]
 
 
-def unread_columns(row: dict, format_name: str) -> list[str]:
-    """Return the columns of a row that say something and that its format does not read.
-
-    Args:
-        row: a row that `read_row` has read
-        format_name: the format it was read as, a name of `FORMATS`
-    """
-    read = set(columns_of(row, format_name))
-    if format_name != "text":
-        read |= {"system", "tools"}
-    if format_name in ("alpaca", "prompt"):
-        read.add("history")
-    return [column for column, value in row.items() if column not in read and not says_nothing(value)]
+def _chat(row: dict, column: str, *, tool_calls: bool) -> Conversation:
+    """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
+    turns = row[column]
+    if not isinstance(turns, list) or not turns:
+        raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else _kind(turns)}")
+    read = [turn_of(turn, f"`{column}`, turn {number}", tool_calls=tool_calls) for number, turn in enumerate(turns, 1)]
+    if not any(turn["role"] == "assistant" for turn in read):
+        raise BadRowError(f"`{column}` has no assistant turn; found {', '.join(turn['role'] for turn in read)}")
+    whole = _with_system(row, read)
+    muted = (number for number, turn in enumerate(turns, len(whole) - len(read)) if _mutes(turn, number))
+    return Conversation(tuple(whole), _tools(row), muted=frozenset(muted))
 
 
-def history_of(pairs: object) -> list[dict]:
-    """Read earlier questions and answers: a list of pairs."""
-    if says_nothing(pairs):
-        return []
-    if not isinstance(pairs, list):
-        raise BadRowError(f"`history` must be a list of pairs; found {kind_of(pairs)}")
-    turns = []
-    for number, pair in enumerate(pairs, 1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRowError(f"`history`, pair {number} must be a list of a question and an answer; found {kind_of(pair)}")
-        for role, text in zip(("user", "assistant"), pair):
-            turns.append({"role": role, "content": text_of(text, f"the {role} text of `history`, pair {number}")})
-    return turns
+def _mutes(turn: dict, number: int) -> bool:
+    """Return whether a turn has `weight: 0` or `train: false`."""
+    for key in ("weight", "train"):
+        if turn.get(key) not in (None, 0, 1):
+            raise BadRowError(f"turn {number + 1} has the {key} {turn[key]!r}; needed: 0 or 1")
+    return turn.get("weight") == 0 or turn.get("train") == 0
 
 
-def with_system(row: dict, turns: list[dict]) -> list[dict]:
+def _with_system(row: dict, turns: list[dict]) -> list[dict]:
     """Return turns after the system prompt of the row's own column, if it has one."""
-    if says_nothing(row.get("system")):
+    text = _text(row.get("system") or "", "`system`", may_be_empty=True)
+    if not text.strip():
         return turns
-    text = text_of(row["system"], "`system`", may_be_empty=True)
     if turns[0]["role"] != "system":
-        return [{"role": "system", "content": text}, *turns] if text.strip() else turns
+        return [{"role": "system", "content": text}, *turns]
     if text.strip() != turns[0]["content"].strip():
         raise BadRowError("has a `system` column and another system turn; keep one of them")
     return turns
 
 
-def tools_of(row: dict) -> list | None:
-    """Read the tools of a row: a list, or JSON text of one."""
+def _history(pairs: object) -> list[dict]:
+    """Read earlier questions and answers: a list of pairs."""
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        if not pairs:
+            return []
+        raise BadRowError(f"`history` must be a list of pairs of a question and an answer; found {_kind(pairs)}")
+    return [
+        {"role": role, "content": _text(text, f"the {role} text of `history`, pair {number}")}
+        for number, pair in enumerate(pairs, 1)
+        for role, text in zip(("user", "assistant"), pair)
+    ]
+
+
+def _tools(row: dict) -> list | None:
+    """Read the tools of a row: a list, or JSON text of one; each an object, or JSON text of one."""
     tools = row.get("tools")
-    if isinstance(tools, str):
+    if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools, object_pairs_hook=object_of) if tools.strip() else None
-        except BadRowError as error:
-            raise BadRowError(f"`tools` {error}") from error
+            tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise BadRowError(f"`tools` is not JSON: {error}") from error
-    if tools is not None and not isinstance(tools, list):
-        raise BadRowError(f"`tools` must be a list; found {kind_of(tools)}")
-    return tools or None
+    if tools and not isinstance(tools, list):
+        raise BadRowError(f"`tools` must be a list; found {_kind(tools)}")
+    return [_object(tool) for tool in tools] if tools else None
 
 
-def chat(row: dict, column: str) -> Conversation:
-    """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
-    turns = row[column]
-    if not isinstance(turns, list) or not turns:
-        raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else kind_of(turns)}")
-    muted, unread = set(), []
-    read, renamed = [], False
-    for number, turn in enumerate(turns):
-        where = f"`{column}`, turn {number + 1}"
-        read.append(turn_of(turn, where))
-        renamed |= role_key(turn) == "role" and turn["role"].lower() != read[-1]["role"]
-        unread += unread_parts(turn, column)
-        if mutes(turn, read[-1]["role"], where):
-            muted.add(number)
-    if not any(turn["role"] == "assistant" for turn in read):
-        raise BadRowError(f"`{column}` has no assistant turn; found {', '.join(turn['role'] for turn in read)}")
-    whole = with_system(row, read)
-    if len(whole) > len(read):
-        muted = {number + 1 for number in muted}
-    return Conversation(
-        tuple(whole), tools_of(row), muted=frozenset(muted), column=column, unread=tuple(unread), renamed=renamed
-    )
+def _calls_in(text: object) -> list[dict]:
+    """Return the tool calls in the text of a ShareGPT `function_call` turn; none if it is not JSON of calls."""
+    content = _object(text)
+    calls = content if isinstance(content, list) else [content]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        return []
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _with_objects(calls: Any) -> Any:
+    """Return tool calls whose `arguments` are objects, also where a row has them as JSON text."""
+    if isinstance(calls, list):
+        return [_with_objects(call) for call in calls]
+    if not isinstance(calls, dict):
+        return calls
+    return {
+        key: _object(value) if key == "arguments" else _with_objects(value) if key == "function" else value
+        for key, value in calls.items()
+    }
+
+
+def _object(value: Any) -> Any:
+    """Return the object or list that a text is in JSON; any other value as it is."""
+    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _part(part: object, where: str) -> str:
+    """Read one part of a content that is a list; only text can be trained on."""
+    if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        found = part.get("type") if isinstance(part, dict) else _kind(part)
+        raise BadRowError(f"{where} has a part of type {found!r}; only text can be trained on")
+    return part["text"]
+
+
+def _kind(value: object) -> str:
+    """Return the type of a value for a message."""
+    if isinstance(value, dict) and NOT_JSON in value:
+        return str(value[NOT_JSON])
+    return "nothing" if value is None else type(value).__name__
+
+
+def _text(value: object, name: str, *, may_be_empty: bool = False) -> str:
+    """Return a value that must be text.
+
+    Raises:
+        BadRowError: It is of another type, blank, or not valid Unicode (half a surrogate pair).
+    """
+    if not isinstance(value, str):
+        raise BadRowError(f"{name} must be text; found {_kind(value)}")
+    if not value.strip() and not may_be_empty:
+        raise BadRowError(f"{name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"{name} is not valid Unicode at character {error.start + 1}") from error
+    return value

@@ -103,19 +103,8 @@ class Session:
         rows = job.rows.held_out
         if path is not None:
             data = job.recipe.data
-            rows = prepare(
-                path,
-                job.tokenizer,
-                sequence_tokens=data.sequence_tokens,
-                loss_on=data.loss_on,
-                on_bad_row=data.on_bad_row,
-                task=job.recipe.task,
-                long_text=data.long_text,
-                ignore_columns=data.ignore_columns,
-                must_match=False,
-                cache_dir=data.cache_dir,
-                workers=data.workers,
-            ).dataset
+            named = {"path": path, "name": None, "split": "train", "format": "auto", "sources": (), "packing": False}
+            rows = prepare(data.model_copy(update=named), job.tokenizer, task=job.recipe.task).train
         if rows is None:
             raise UserError("evaluate: the recipe holds no rows out (eval:), and no file was named: ranks.evaluate(path)")
         planned_rows = job.trainer.args.per_device_eval_batch_size  # of a micro-batch, whose memory was planned

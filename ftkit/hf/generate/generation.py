@@ -19,10 +19,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ftkit.data.formats import BadRowError, Conversation
-from ftkit.data.prepare import prompt_tokens
-from ftkit.data.template import Rendering
-from ftkit.data.turns import turn_of
+from ftkit.data.formats import BadRowError, Conversation, turn_of
+from ftkit.data.template import Template, prompt_tokens
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.holding import cache_bytes, holding
@@ -156,10 +154,10 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
         UserError: The chat template refuses the turns.
     """
     if not seq2seq:
-        return prompt_tokens(tokenizer, turns, glue=separator)
-    asked = Conversation((*turns, {"role": "assistant", "content": "."}), glue=separator)
+        return prompt_tokens(tokenizer, turns, separator=separator)
+    asked = Conversation((*turns, {"role": "assistant", "content": "."}), separator=separator)
     try:
-        return Rendering.of(tokenizer).pair(asked)[0]
+        return Template.of(tokenizer).pair(asked)[0]
     except BadRowError as error:
         raise UserError(str(error)) from error
 
