@@ -71,7 +71,7 @@ class EngineSettings:
         known = sorted({*choices, *Memory.model_fields}.difference(STEPS))
         if unknown := [str(key) for key in value if key not in known]:
             near = difflib.get_close_matches(unknown[0], known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise UserError(f"ftkit settings: unknown key {unknown[0]!r}{hint} Known: {', '.join(known)}")
         try:
             strategy = Strategy(**{key: given for key, given in value.items() if key in choices})

@@ -15,7 +15,9 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from ftkit.config.foreign_keys import NOTES, PEERS, REFUSED
+from ftkit.config.wording import counted
 from ftkit.config.yaml_lines import Document, KeyPath, Problem, brief, dotted
+from ftkit.errors import UserError
 
 _NEEDS = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
@@ -25,6 +27,18 @@ _NEEDS = {
     **dict.fromkeys(("model_type", "dict_type", "model_attributes_type", "dataclass_type"), "a section with keys"),
     "string_type": "text (quote it)",
 }
+
+
+class RecipeError(UserError):
+    """All problems of a recipe, in the order of the file."""
+
+    def __init__(self, problems: list[Problem]):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = counted(len(self.problems), "problem")
+        return "\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in self.problems)])
 
 
 def problems(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Problem]:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from ftkit.config.engine import Memory, contradiction
-from ftkit.config.errors import problems
+from ftkit.config.errors import RecipeError, problems
 from ftkit.config.values import (
     Count,
     CountOrZero,
@@ -279,18 +279,6 @@ class Recipe(Section):
     def dump(self) -> str:
         """Return the recipe as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
-class RecipeError(UserError):
-    """All problems of a recipe, in the order of the file."""
-
-    def __init__(self, problems: list[Problem]):
-        super().__init__(problems)
-        self.problems = problems
-
-    def __str__(self) -> str:
-        count = counted(len(self.problems), "problem")
-        return "\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in self.problems)])
 
 
 def packaged() -> dict[str, Path]:
