@@ -150,7 +150,7 @@ def _find(values: Any, key: str) -> tuple[Any, KeyPath]:
 
 def _load(text: str, document: Document, path: KeyPath = (), place: str = "") -> Any:
     """Return the value of a text that is at `path`, and note the places of its keys: `place`, or their lines."""
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > 20:
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)) > 20:
         raise ValueError("found more than 20 aliases (*name); write their values out")  # aliases of aliases multiply
     loader = _Loader(text)
     root = loader.get_single_node()
