@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from ftkit.config.errors import is_section, keys_of
+from ftkit.config.errors import keys_of, section_of
 from ftkit.config.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipe-keys.md"
@@ -42,7 +42,7 @@ def page() -> str:
 def keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
     """Yield every key of a recipe with its sections before it: `train.epochs`."""
     for name, field in keys_of(section).items():
-        inner = _section_of(field)
+        inner = section_of(field)
         if inner is None:
             yield prefix + name
         else:
@@ -52,7 +52,7 @@ def keys(section: type = Recipe, prefix: str = "") -> Iterator[str]:
 def _sections(section: type, prefix: str) -> Iterator[str]:
     """Yield a section's table, then those of the sections in it."""
     properties = TypeAdapter(section).json_schema()["properties"]
-    within = {name: inner for name, field in keys_of(section).items() if (inner := _section_of(field))}
+    within = {name: inner for name, field in keys_of(section).items() if (inner := section_of(field))}
     yield f"## `{prefix.rstrip('.')}`\n" if prefix else "## At the top\n"
     yield f"{(section.__doc__ or '').strip().splitlines()[0]}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
@@ -70,18 +70,6 @@ def _sections(section: type, prefix: str) -> Iterator[str]:
     yield ""
     for name, inner in within.items():
         yield from _sections(inner, f"{prefix}{name}.")
-
-
-def _section_of(field: FieldInfo) -> type | None:
-    """Return the class of the section, or of the sections in a list, that a key holds; None for a plain value."""
-    for candidate in (field.annotation, *_arguments(field.annotation)):
-        if isinstance(candidate, type) and is_section(candidate):
-            return candidate
-    return None
-
-
-def _arguments(annotation: Any) -> tuple[Any, ...]:
-    return getattr(annotation, "__args__", ())
 
 
 def _is_list(field: FieldInfo) -> bool:

@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 
 from ftkit.cli.recipe_list import planned_of, show_recipes
-from ftkit.config.recipe import Recipe, find, load, packaged, text_of
+from ftkit.config.recipe import Recipe, find, load, packaged
 from ftkit.config.wording import counted
 from ftkit.errors import UNEXPECTED, EndedEarly, UserError
 from ftkit.launch.external import outer_job
@@ -264,7 +264,7 @@ def list_recipes() -> None:
 @recipes_app.command("show")
 def show_recipe(recipe: RecipeName) -> None:
     """Print a recipe as it is written."""
-    typer.echo(text_of(recipe), nl=False)
+    typer.echo(find(recipe).read_text(encoding="utf-8"), nl=False)
 
 
 @recipes_app.command("copy")

@@ -1,43 +1,23 @@
-"""What pydantic found wrong with a recipe, said in the words of this project and with the place where it stands.
+"""Pydantic's errors as problems of a recipe: one per key, with its place and the nearest known key or word.
 
-Each finding becomes one line: place, key, what was found, what is needed, and for an unknown key or word the nearest
-known one. The branches of a union (`auto` or a number) become one line instead of one each. It knows the shape of the
-recipe only through the class it is handed. What it costs: pydantic's kinds of error are spelled out here, and a kind
-that is not listed keeps pydantic's own words.
+The branches of a union (`auto` or a number) become one problem. Other kinds of error keep pydantic's text.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from ftkit.config.foreign_keys import NOTES, PEERS
-from ftkit.config.yaml_lines import Document, KeyPath, Problem, dotted
-
-_QUANTISED = (
-    "quantised bases are not supported: ftkit saves memory by sharding plain weights over the ranks; "
-    "remove the key, or train an adapter (adapter: {rank: 16}) on the plain model"
-)
-_LAUNCHER = (
-    "other launchers are not supported: ftkit starts its own ranks on one box, and joins those of torchrun or Slurm; "
-    "remove the key and say how many with `ranks:` or --nproc"
-)
-_HELD_OUT = (
-    "rows to evaluate come from a file (eval.path) or are a share of data's own (eval.share); write a split or a set of the "
-    "hub to a file first"
-)
-REFUSED_KEYS = {
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "quantize"), _QUANTISED),
-    **dict.fromkeys(("bnb_4bit_quant_type", "gptq", "awq", "qlora", "bits"), _QUANTISED),
-    **dict.fromkeys(("launcher", "mpi", "hostfile", "deepspeed", "fsdp"), _LAUNCHER),
-    **dict.fromkeys(("eval.split", "eval.name"), _HELD_OUT),
-}
-
+from ftkit.config.foreign_keys import NOTES, PEERS, REFUSED
+from ftkit.config.wording import counted
+from ftkit.config.yaml_lines import Document, KeyPath, Problem, brief, dotted
+from ftkit.errors import UserError
 
 _NEEDS = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
@@ -49,23 +29,55 @@ _NEEDS = {
 }
 
 
+class RecipeError(UserError):
+    """All problems of a recipe, in the order of the file."""
+
+    def __init__(self, problems: list[Problem]):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = counted(len(self.problems), "problem")
+        return "\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in self.problems)])
+
+
 def problems(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Problem]:
-    """Turn what pydantic found into problems with places, in the order of the file.
+    """Return pydantic's errors as problems, in the order of the file.
 
     Args:
-        error: The error that `root.model_validate` raised.
+        error: The error of `root.model_validate`.
         document: What was validated.
         root: The class of the whole recipe.
     """
     grouped: dict[KeyPath, list[Any]] = {}
     for found in error.errors(include_url=False):
-        path = found["loc"] or _first_named(found)
-        grouped.setdefault(_written_path(path, document.values), []).append(found)
-    listed = []
-    for path, founds in grouped.items():
-        message = _messages(founds, path, root)
-        listed.append(Problem(document.place(path), dotted(path), message))
+        path = _written_path(found["loc"] or _first_named(found), document.values)
+        grouped.setdefault(path, []).append(found)
+    listed = [Problem(document.place(path), dotted(path), _messages(founds, path, root)) for path, founds in grouped.items()]
     return sorted(listed, key=_order)
+
+
+def first_message(error: ValidationError) -> str:
+    """Return the first of pydantic's errors in a mapping without sections."""
+    founds = error.errors(include_url=False)
+    key = founds[0]["loc"][:1]
+    return f"{dotted(key)}: {_messages([each for each in founds if each['loc'][:1] == key], key, BaseModel)}"
+
+
+def keys_of(section: type) -> dict[str, FieldInfo]:
+    """Return the keys of a section, or of the strategy, which is a dataclass."""
+    if issubclass(section, BaseModel):
+        return section.model_fields
+    found: dict[str, FieldInfo] = section.__pydantic_fields__  # type: ignore[attr-defined]  # of a pydantic dataclass
+    return found
+
+
+def section_of(field: FieldInfo) -> type | None:
+    """Return the class of the section, or of the sections in a list, that a key takes; None for a plain value."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and (issubclass(kind, BaseModel) or is_pydantic_dataclass(kind)):
+            return kind
+    return None
 
 
 def _order(problem: Problem) -> tuple[bool, int]:
@@ -74,8 +86,8 @@ def _order(problem: Problem) -> tuple[bool, int]:
 
 
 def _first_named(found: Any) -> tuple[str, ...]:
-    """Return the key with which a problem of several keys begins: such a one has no place of its own."""
-    named = re.match(r"([a-z_]+\.[a-z_.]+) ", str((found.get("ctx") or {}).get("error", "")))
+    """Return the key that the message begins with. Pydantic gives no location to checks of the whole recipe."""
+    named = re.match(r"([a-z_]+\.[a-z_]+) ", str((found.get("ctx") or {}).get("error", "")))
     return tuple(named[1].split(".")) if named else ()
 
 
@@ -83,23 +95,22 @@ def _written_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
     """Cut the names of union branches, which pydantic appends, off a location."""
     path: list[str | int] = []
     for part in location:
-        if not isinstance(values, dict) and not (isinstance(values, list) and isinstance(part, int)):
+        if not isinstance(values, list if isinstance(part, int) else dict):
             break
         path.append(part)
-        keyed: dict[str | int, Any] = values if isinstance(values, dict) else dict(enumerate(values))
-        values = keyed.get(part)
+        values = (dict(enumerate(values)) if isinstance(values, list) else values).get(part)
     return tuple(path)
 
 
 def _messages(founds: list[Any], path: KeyPath, root: type[BaseModel]) -> str:
-    """Say what was found at one path; the branches of a union share the word `found`."""
+    """Return one message for the errors at a path: the branches of a union share the word `found`."""
     texts = list(dict.fromkeys(_message(found, path, root) for found in founds))
-    lead = f"found {_brief(founds[0]['input'])}, needs "
+    lead = f"found {brief(founds[0]['input'])}, needs "
     return " or ".join([texts[0], *(text.removeprefix(lead) for text in texts[1:])])
 
 
 def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
-    kind, context, value = found["type"], found.get("ctx") or {}, _brief(found["input"])
+    kind, context, value = found["type"], found.get("ctx") or {}, brief(found["input"])
     if kind == "missing":
         return "is missing"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -110,83 +121,33 @@ def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
         return f"found {value}, needs {_NEEDS[kind]}"
     text = found["msg"].replace("Input should be", "needs", 1)
     if kind == "literal_error":
-        allowed = [word.strip(" '") for word in context["expected"].replace(" or ", ", ").split(",")]
-        text += _did_you_mean(str(found["input"]), allowed)
+        allowed = re.findall(r"'([^']+)'", context["expected"])
+        text += _did_you_mean(str(found["input"]), {word: word for word in allowed})
     return f"found {value}, {text}"
 
 
 def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
-    """Say what to write instead of an unknown key: a key of another section, one spelled nearly so, or all of them."""
-    key, section = str(path[-1]), _section(path[:-1], root)
-    if refused := REFUSED_KEYS.get(dotted(path)) or REFUSED_KEYS.get(key):
-        return refused
-    elsewhere = [name for name, inner in _sections(root).items() if key in keys_of(inner)]
-    if elsewhere and len(path) > 1 and key not in root.model_fields:
-        return f"unknown key (did you mean '{elsewhere[0]}.{key}'?)"
+    """Return what to write instead of an unknown key."""
+    key = str(path[-1])
+    if key in REFUSED:
+        return REFUSED[key]
     if key in PEERS:
         return f"unknown key; here it is '{PEERS[key]}'{NOTES.get(PEERS[key], '')}"
-    known = list(keys_of(section)) if section is not None else []
-    hint = _did_you_mean(key, known) or _did_you_mean_elsewhere(key, root)
-    if not hint and elsewhere:
-        hint = f" (did you mean '{elsewhere[0]}.{key}'?)"
-    return f"unknown key{hint}" if hint else f"unknown key; known here: {', '.join(known)}"
+    section: type = root
+    for name in path[:-1]:
+        if isinstance(name, str):  # not the index of a section in a list
+            section = section_of(keys_of(section)[name]) or root
+    known = {inner: f"{name}.{inner}" for name, field in root.model_fields.items() for inner in _keys_in(field)}
+    known |= {name: name for name in keys_of(section)}
+    return f"unknown key{_did_you_mean(key, known) or '; known here: ' + ', '.join(keys_of(section))}"
 
 
-def _did_you_mean(word: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(word, known, 1)
-    return f" (did you mean '{nearest[0]}'?)" if nearest else ""
+def _keys_in(field: FieldInfo) -> Iterable[str]:
+    section = section_of(field)
+    return keys_of(section) if section is not None else ()
 
 
-def _did_you_mean_elsewhere(word: str, root: type[BaseModel]) -> str:
-    """Return a hint at a key of any section that is spelled nearly so."""
-    keys = {inner: f"{name}.{inner}" for name, section in _sections(root).items() for inner in keys_of(section)}
-    nearest = difflib.get_close_matches(word, keys, 1, cutoff=0.8)
-    return f" (did you mean '{keys[nearest[0]]}'?)" if nearest else ""
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _sections(root: type[BaseModel]) -> dict[str, type]:
-    found = {name: _section((name,), root) for name in root.model_fields}
-    return {name: section for name, section in found.items() if section is not None}
-
-
-def _section(path: KeyPath, root: type[BaseModel]) -> type | None:
-    """Return the class of the section at a path."""
-    section: type | None = root
-    for part in path:
-        if section is not None and isinstance(part, str):
-            annotation = keys_of(section)[part].annotation
-            section = next((kind for kind in _classes(annotation) if is_section(kind)), None)
-    return section
-
-
-def keys_of(section: type) -> dict[str, FieldInfo]:
-    """Return the keys of a section, or of a class of choices."""
-    if issubclass(section, BaseModel):
-        return section.model_fields
-    found: dict[str, FieldInfo] = section.__pydantic_fields__  # type: ignore[attr-defined]  # of a pydantic dataclass
-    return found
-
-
-def is_section(kind: type) -> bool:
-    """Return whether a class is read as a mapping with keys."""
-    return issubclass(kind, BaseModel) or is_pydantic_dataclass(kind)
-
-
-def first_message(error: ValidationError) -> str:
-    """Return the first thing that pydantic found wrong with the keys of one mapping."""
-    founds = error.errors(include_url=False)
-    key = founds[0]["loc"][:1]
-    return f"{dotted(key)}: {_messages([each for each in founds if each['loc'][:1] == key], key, BaseModel)}"
-
-
-def _classes(annotation: Any) -> list[type]:
-    """Return the classes named in an annotation, at any depth."""
-    parts = get_args(annotation)
-    if parts:
-        return [kind for part in parts for kind in _classes(part)]
-    return [annotation] if isinstance(annotation, type) else []
+def _did_you_mean(word: str, known: dict[str, str]) -> str:
+    """Return a hint at the nearest of some words. `known` has the text to write for each."""
+    nearest = difflib.get_close_matches(word, known, 1, cutoff=0.7)
+    return f" (did you mean '{known[nearest[0]]}'?)" if nearest else ""

@@ -1,7 +1,7 @@
-"""Keys of other tools, and the key of a recipe that says the same.
+"""Keys of other tools, and the key of a recipe with the same meaning.
 
-A person who comes from the Trainer, TRL, Axolotl, LLaMA-Factory or DeepSpeed writes the names of home. Such a key is
-refused like any unknown one; the message names the recipe's own key.
+A user of the Trainer, TRL, Axolotl, LLaMA-Factory or DeepSpeed writes the names of that tool. They are refused as any
+unknown key is; the message names the recipe's key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _TARGETS: dict[str, str] = {
     "data.name": "dataset_name hub_dataset",
     "data.format": "dataset_format chat_format prompt_format formatting",
     "data.workers": "num_workers dataset_num_proc preprocessing_num_workers num_proc dataloader_num_workers",
-    "data.ignore_columns": "remove_unused_columns remove_columns drop_columns",
     "data.long_text": "truncation truncate split_long",
     "data.cache_dir": "dataset_prepared_path preprocessed_path",
     "eval.share": "val_set_size test_size val_size validation_split",
@@ -64,11 +63,19 @@ PEERS = {word: key for key, words in _TARGETS.items() for word in words.split()}
 NOTES = {
     "optimizer.warmup_steps": ", in optimizer steps",
     "optimizer.betas": ", a list of two",
-    "train.batch_tokens": ", in tokens of one optimizer step over all ranks; those of one forward follow from memory",
-    "engine.micro_batch": ", in sequences; default: derived from memory",
+    "train.batch_tokens": ", in tokens of one optimizer step over all ranks; the plan chooses those of one forward",
+    "engine.micro_batch": ", in sequences; default: chosen by the plan",
     "engine.accumulation": "; default: derived from train.batch_tokens",
     "train.dtype": ": auto, fp32, bf16 or fp16",
-    "data.loss_on": ": answers, marks or all",
+    "data.loss_on": ": answers or all",
+    "data.path": ", a file; or 'data.name', a hub data set",
     "engine.activations": ": auto, recompute or keep",
 }
-"""What to know of the recipe's key, which differs from that of others."""
+"""How the recipe's key differs from those of other tools."""
+_QUANTISED = "quantised bases are not supported: ftkit shards plain weights; remove the key, or train an adapter"
+_LAUNCHER = "ftkit starts its ranks itself, and joins those of torchrun or Slurm; remove the key, and set `ranks` or --nproc"
+REFUSED = {
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bits", "qlora"), _QUANTISED),
+    **dict.fromkeys(("launcher", "deepspeed", "fsdp"), _LAUNCHER),
+}
+"""Keys of other tools that a recipe has no key for, and the message."""

@@ -1,13 +1,8 @@
-"""A recipe: the facts of a run, read from YAML and checked before anything is started.
+"""A recipe: the facts of a run, read from YAML and checked before anything starts.
 
-A recipe states facts (which model, which rows, how many tokens a step, how much memory may be used), never mechanisms;
-the optional `engine:` section forces what is otherwise derived. Every key stands here with its unit and its default,
-and this is the only place that has a default. All problems of a recipe are reported at once, each with file, line and
-key, unknown keys with the nearest known one.
-
-It knows no torch, reads no environment and starts nothing, so the door can show or refuse a recipe in a fraction of a
-second. It refuses keys it does not know, keys given twice, and facts that nothing here can honour (quantised bases,
-other launchers, NVMe) in plain words. What that costs: a recipe cannot carry private notes as keys; use comments.
+A recipe states facts: which model, which rows, how many tokens per step, how much memory may be used. The optional
+section `engine:` forces what the plan otherwise derives. Each key is defined here once, with its unit and its default. All
+problems of a recipe are reported at once, with file, line and key. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,32 +15,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from ftkit.config.engine import Memory, contradiction
-from ftkit.config.errors import REFUSED_KEYS, problems
+from ftkit.config.errors import RecipeError, problems
 from ftkit.config.values import (
-    Bounded,
     Count,
     CountOrZero,
-    Epochs,
     ExistingPath,
     Format,
     Fraction,
     Length,
     ModelName,
-    Noise,
     NotNegative,
     PathText,
     Positive,
     Real,
-    RowsPath,
     Section,
     Seed,
     Texts,
@@ -58,7 +43,7 @@ from ftkit.spec.strategy import AUTO, OPEN, Strategy
 
 
 class Model(Section):
-    """What is trained: a folder or hub id, or a configuration to train from scratch."""
+    """The model to train: a folder or hub id, or a configuration to train from scratch."""
 
     name: ModelName | None = Field(None, description="folder or hub id; weights are read from it")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
@@ -70,18 +55,10 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _enough(self) -> Model:
-        if self.name is None and self.config is None:
-            raise ValueError("needs `name` (a folder or hub id), or `config` to train from scratch")
-        if self.name is not None and self.config is not None:
-            raise ValueError("found both `name` (to fine-tune) and `config` (to train from scratch); keep one")
-        if self.name is None and self.tokenizer is None:
+        if (self.name is None) == (self.config is None):
+            raise ValueError("needs either `name` (a folder or hub id), or `config` to train from scratch")
+        if self.tokenizer_name == "":
             raise ValueError("a model from `config` needs a `tokenizer` (folder or hub id)")
-        if self.revision is not None and (self.name is None or os.path.isdir(self.name)):
-            raise ValueError("found `revision`, which is of a hub id, and a folder or a `config`; remove it")
-        if isinstance(self.config, dict) and "model_type" not in self.config:
-            raise ValueError("an inline `config` needs `model_type`, for example llama")
-        if isinstance(self.config, dict) and "quantization_config" in self.config:
-            raise ValueError(REFUSED_KEYS["quantization_config"])
         return self
 
     @property
@@ -90,13 +67,18 @@ class Model(Section):
         return self.tokenizer or self.name or ""
 
 
-class Source(Section):
-    """One data set: a file, a folder of files, or a data set of the hub."""
+class Rows(Section):
+    """The keys that name a data set: a file, a folder of files, or a data set of the hub."""
 
-    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
+    path: ExistingPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
     name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
     split: str = Field("train", description="split of a hub data set")
     format: Format = Field("auto", description="format of a row; auto finds it from the columns")
+
+
+class Source(Rows):
+    """One data set."""
+
     weight: Positive | None = Field(None, description="how often its rows are drawn, relative to the other sources'")
 
     @model_validator(mode="after")
@@ -113,14 +95,12 @@ class Source(Section):
         return self.path or f"{self.name} ({self.split})"
 
 
-class Data(Section):
+class Data(Rows):
     """The rows to train on and how they become sequences."""
 
-    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
-    name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
-    split: str = Field("train", description="split of a hub data set")
-    format: Format = Field("auto", description="format of a row; auto finds it from the columns")
-    sources: tuple[Source, ...] = Field((), description="several data sets, with weights or without, instead of path or name")
+    sources: tuple[Source, ...] = Field(
+        (), description="several data sets, with weights or without, instead of path or name"
+    )
     sequence_tokens: Length = Field(
         1024, description="tokens of a sequence; longer samples are cut, or split (`long_text`), and that is reported"
     )
@@ -147,13 +127,9 @@ class Data(Section):
         return self.sources or (_source_of(self),)
 
 
-class Eval(Section):
+class Eval(Rows):
     """Held-out rows, measured before, after and in between."""
 
-    path: RowsPath | None = Field(None, description="file or folder: JSONL, JSON, CSV, TSV, Parquet, Arrow")
-    name: str | None = Field(None, description="hub data set: owner/set, or owner/set:configuration")
-    split: str = Field("train", description="split of a hub data set")
-    format: Format = Field("auto", description="format of a row; auto finds it from the columns")
     share: Annotated[Real, Field(gt=0, lt=1)] | None = Field(None, description="share of the rows held out, 0 to 1")
     every_steps: Count | None = Field(None, description="optimizer steps between two evaluations")
     every_epoch: bool = Field(False, description="also at the end of each epoch")
@@ -165,7 +141,9 @@ class Eval(Section):
     @model_validator(mode="after")
     def _one(self) -> Eval:
         if sum(given is not None for given in (self.path, self.name, self.share)) != 1:
-            raise ValueError("needs one of `path` (a file), `name` (a hub data set) and `share` (a held-out share, such as 0.05)")
+            raise ValueError(
+                "needs one of `path` (a file), `name` (a hub data set) and `share` (a held-out share, such as 0.05)"
+            )
         if self.every_steps is not None and self.every_epoch:
             raise ValueError("found both `every_steps` and `every_epoch`; keep one")
         return self
@@ -176,26 +154,25 @@ class Eval(Section):
         return None if self.share is not None else _source_of(self)
 
 
-def _source_of(section: Data | Eval) -> Source:
-    """Return the source that a section names by its own keys, whose path was checked when the section was read."""
-    named: dict[str, Any] = {"path": section.path, "name": section.name, "split": section.split, "format": section.format}
-    return Source.model_construct(weight=None, **named)
+def _source_of(section: Rows) -> Source:
+    """Return the source that a section names by its own keys, which were checked when the section was read."""
+    return Source.model_construct(weight=None, **{name: getattr(section, name) for name in Rows.model_fields})
 
 
 class Train(Section):
-    """How much is trained."""
+    """How long to train, and with what arithmetic."""
 
-    batch_tokens: Bounded = Field(
-        65536, description="tokens of one optimizer step, all ranks together; default: so many, or whole sequences below"
+    batch_tokens: Count = Field(
+        65536, description="tokens of one optimizer step, all ranks together; default: rounded to whole sequences"
     )
-    epochs: Epochs = Field(1.0, description="passes over the data")
-    max_steps: Bounded | None = Field(None, description="optimizer steps; wins over epochs")
+    epochs: Positive = Field(1.0, description="passes over the data")
+    max_steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
     seed: Seed = Field(17, description="of weights, dropout and the order of samples")
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; masters are fp32")
-    neftune_noise_alpha: Noise | None = Field(None, description="noise on the embeddings (NEFTune)")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="of compute; master weights are fp32")
+    neftune_noise_alpha: NotNegative | None = Field(None, description="noise on the embeddings (NEFTune)")
     label_smoothing: Fraction = Field(0.0, description="share of the probability spread over all tokens")
-    on_divergence: Literal["continue", "skip", "rollback", "stop"] = Field(
-        "continue", description="on a NaN loss or a spike: warn; warn and skip the step; roll back; stop"
+    on_divergence: Literal["continue", "skip", "stop"] = Field(
+        "continue", description="on a NaN loss or a spike: warn; warn and skip the step; stop"
     )
 
 
@@ -204,28 +181,21 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="update rule; sgd keeps no state but its momentum")
     lr: Positive = Field(2e-5, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of the first and of the second moment, a step")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay per step of the first and the second moment")
     eps: Positive = Field(1e-8, description="added to the root of the second moment")
     weight_decay: NotNegative = Field(0.0, description="on matrices; biases and norms are left out")
-    warmup_steps: CountOrZero = Field(0, description="optimizer steps to the peak")
+    warmup_steps: CountOrZero = Field(0, description="optimizer steps until the peak")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
     max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
     momentum: Fraction = Field(0.0, description="of sgd; 0 = none")
 
     @model_validator(mode="after")
     def _settings_of_the_rule(self) -> Optimizer:
-        others = ("momentum",) if self.name == "adamw" else ("betas", "eps")
-        fields = type(self).model_fields  # a resolved recipe has every key, with its default
-        if unread := [key for key in others if vars(self)[key] != fields[key].default]:
-            other = _rule_with(unread[0])
-            raise ValueError(
-                f"{unread[0]} is not a setting of {self.name}: remove it, in the file or in --set, or set name: {other}"
-            )
+        other, unread = ("sgd", ["momentum"]) if self.name == "adamw" else ("adamw", ["betas", "eps"])
+        for key in unread:  # a dumped recipe has them, with their defaults
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set name: {other}")
         return self
-
-
-def _rule_with(key: str) -> str:
-    return "sgd" if key == "momentum" else "adamw"
 
 
 class Adapter(Section):
@@ -241,18 +211,18 @@ class Adapter(Section):
 class Output(Section):
     """Where results go and how often."""
 
-    dir: PathText = Field(description="folder of the run; made if absent")
+    dir: PathText = Field(description="folder of the run; created if absent")
     save_every_steps: Count | None = Field(None, description="optimizer steps between checkpoints; default: none")
-    keep: Count | None = Field(None, description="last checkpoints kept, and the best; default: all")
+    keep: Count | None = Field(None, description="number of last checkpoints that stay, beside the best; default: all")
     logging_steps: Count = Field(1, description="optimizer steps between lines of metrics.jsonl")
-    report_to: Texts = Field((), description="tensorboard, wandb and others that HF Trainer knows")
+    report_to: Texts = Field((), description="tensorboard, wandb and others of the HF Trainer")
 
 
 class Show(Section):
-    """Questions answered before and after, for the eye."""
+    """Questions that the model answers before and after training."""
 
     prompts: Texts = Field((), description="questions, as a user would ask them")
-    path: ExistingPath | None = Field(None, description="take the first rows of a file instead")
+    path: ExistingPath | None = Field(None, description="take the first rows of a file")
     count: Count = Field(3, description="rows taken from `path`")
     max_new_tokens: Count = Field(64, description="length of an answer, in tokens")
 
@@ -260,19 +230,15 @@ class Show(Section):
     def _one(self) -> Show:
         if bool(self.prompts) == (self.path is not None):
             raise ValueError("needs one of `prompts` (a list of questions) and `path` (a file with rows)")
-        if self.prompts and self.count != type(self).model_fields["count"].default:  # a dumped recipe has the default
-            raise ValueError(f"found `count: {self.count}`, which is of the rows of `path`, beside `prompts`; remove it")
         return self
 
 
 class Recipe(Section):
     """All facts of one run."""
 
-    task: Literal["causal-lm", "seq2seq"] = Field(
-        "causal-lm", description="decoder that continues a text; or encoder and decoder, such as T5"
-    )
-    ranks: Literal["auto"] | Count = Field("auto", description="processes on this node; auto = one a GPU, or 1")
-    box: PathText = Field("auto", description="profile by whose rates ways are compared: its name, or a file NAME.yaml")
+    task: Literal["causal-lm", "seq2seq"] = Field("causal-lm", description="decoder; or encoder and decoder, such as T5")
+    ranks: Literal["auto"] | Count = Field("auto", description="processes on this node; auto = one per GPU, or 1")
+    box: PathText = Field("auto", description="profile with the rates that the plan uses: its name, or a file NAME.yaml")
     model: Model
     data: Data
     eval: Eval | None = None
@@ -290,32 +256,33 @@ class Recipe(Section):
         return {} if value is None else value
 
     @model_validator(mode="after")
-    def _together(self) -> Recipe:
-        batch_tokens, sequence_tokens = self.train.batch_tokens, self.data.sequence_tokens
-        if batch_tokens % sequence_tokens and "batch_tokens" not in self.train.model_fields_set:
-            sequences = 1 << (max(1, batch_tokens // sequence_tokens).bit_length() - 1)  # a power of 2: most ranks share it
-            batch_tokens = sequences * sequence_tokens
-            train = self.train.model_copy(update={"batch_tokens": batch_tokens})
-            object.__setattr__(self, "train", train)  # while it is made: it is frozen afterwards
-        if batch_tokens % sequence_tokens:
+    def _whole_sequences(self) -> Recipe:
+        batch, sequence = self.train.batch_tokens, self.data.sequence_tokens
+        if batch % sequence and "batch_tokens" not in self.train.model_fields_set:
+            sequences = 1 << (max(1, batch // sequence).bit_length() - 1)  # a power of 2: most numbers of ranks divide it
+            train = self.train.model_copy(update={"batch_tokens": sequences * sequence})
+            object.__setattr__(self, "train", train)  # the recipe is frozen once it is made
+        elif batch % sequence:
             raise ValueError(
-                f"train.batch_tokens is {batch_tokens} and data.sequence_tokens {sequence_tokens}: a step needs whole "
-                f"sequences; set train.batch_tokens to {_nearest_multiple(batch_tokens, sequence_tokens)}"
+                f"train.batch_tokens is {batch} and data.sequence_tokens {sequence}: a step needs whole sequences; "
+                f"set train.batch_tokens to {_nearest_multiple(batch, sequence)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _together(self) -> Recipe:
         if self.task == "seq2seq" and self.data.packing:
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
-        if self.task == "seq2seq" and self.data.loss_on == "all":
-            raise ValueError("data.loss_on is all and the task seq2seq: its labels are the answers alone; remove it")
-        if self.train.on_divergence == "rollback" and self.output.save_every_steps is None:
-            raise ValueError("train.on_divergence is rollback and there are no checkpoints; set output.save_every_steps")
+        if self.task == "seq2seq" and self.data.loss_on != "answers":
+            raise ValueError(f"data.loss_on is {self.data.loss_on} and task: seq2seq trains on answers only; remove it")
         if problem := contradiction(self.engine, self.memory):
             raise ValueError(problem)
         if self.engine.dtype != AUTO:
-            raise ValueError(f"engine.dtype is {self.engine.dtype}: a recipe says it as train.dtype; remove it here")
+            raise ValueError(f"engine.dtype is {self.engine.dtype}; in a recipe, set train.dtype")
         return self
 
     def inputs(self) -> list[str]:
-        """Return the files and folders that the run reads, hub names among them."""
+        """Return the files, folders and hub names that the run reads."""
         model, held_out, show = self.model, self.eval, self.show
         named = [model.name, model.tokenizer, model.config if isinstance(model.config, str) else None]
         named += [source.path for source in self.data.all_sources]
@@ -323,24 +290,8 @@ class Recipe(Section):
         return [name for name in named if name is not None]
 
     def dump(self) -> str:
-        """Write the recipe as YAML with every default spelled out."""
+        """Return the recipe as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
-class RecipeError(UserError):
-    """Everything that is wrong with a recipe.
-
-    Args:
-        problems: In the order in which they stand in the file.
-    """
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = tuple(problems)
-        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        super().__init__("\n".join([f"the recipe has {count}:", *(f"  {problem}" for problem in problems)]))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(self.problems),)
 
 
 def packaged() -> dict[str, Path]:
@@ -355,19 +306,15 @@ def find(path_or_name: str) -> Path:
     Raises:
         RecipeError: There is no such file and no packaged recipe of that name.
     """
-    path = Path(os.path.expanduser(path_or_name))
+    path, known = Path(os.path.expanduser(path_or_name)), packaged()
+    name = path_or_name.removesuffix(".yaml")
     if path.is_file():
         return path
-    known = packaged()
-    name = path_or_name.removesuffix(".yaml")
     if name in known:
         return known[name]
-    if path.is_dir():
-        message = "is a folder; name the recipe file in it"
-    else:
-        nearest = difflib.get_close_matches(name, known, 1)
-        hint = f" (did you mean '{nearest[0]}'?)" if nearest else ""
-        message = f"no such file, and no packaged recipe of that name{hint}; `ftkit recipes list` shows them"
+    nearest = difflib.get_close_matches(name, known, 1)
+    hint = f" (did you mean '{nearest[0]}'?)" if nearest else ""
+    message = f"no such file, and no packaged recipe of that name{hint}; `ftkit recipes list` shows them"
     raise RecipeError([Problem(path_or_name, "", message)])
 
 
@@ -376,29 +323,21 @@ def load(path_or_name: str, overrides: list[str] | None = None, *, check_files: 
 
     Args:
         path_or_name: A YAML file, or the name of a packaged recipe.
-        overrides: `key.sub=value`, laid over the file in order; values are read as YAML.
+        overrides: `key.sub=value`, set over the file in order. Values are read as YAML.
         check_files: Also check that the files it names exist.
 
     Raises:
         RecipeError: With all problems at once.
     """
-    return parse(text_of(path_or_name), path_or_name, overrides, check_files=check_files)
-
-
-def text_of(path_or_name: str) -> str:
-    """Return the text of a recipe given by path or packaged name.
-
-    Raises:
-        RecipeError: There is none, or it is no UTF-8 text.
-    """
     try:
-        return find(path_or_name).read_text(encoding="utf-8")
+        text = find(path_or_name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError([Problem(path_or_name, "", f"not readable: {error}")]) from None
+    return parse(text, path_or_name, overrides, check_files=check_files)
 
 
 def parse(text: str, source: str, overrides: list[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """Check the text of a recipe; as `load`, with `source` for the name of the file."""
+    """Check the text of a recipe, as `load` does. `source` is the name of the file."""
     document = read(text, source)
     for assignment in overrides or []:
         override(document, assignment)
@@ -406,16 +345,21 @@ def parse(text: str, source: str, overrides: list[str] | None = None, *, check_f
     if document.readable:
         try:
             recipe = Recipe.model_validate(document.values, context={"check_files": check_files})
-        except ValidationError as error:
-            found += problems(error, document, Recipe)
-        else:
             if not found:
                 return recipe
+        except ValidationError as error:
+            found += problems(error, document, Recipe)
     raise RecipeError(found)
 
 
 def steps_of(recipe: Recipe, sequences: int, step_sequences: int) -> int:
-    """Return the optimizer steps of a run whose epoch has so many sequences, and each step so many of them."""
+    """Return the optimizer steps of a run.
+
+    Args:
+        recipe: The recipe; its `train.max_steps` wins over `train.epochs`.
+        sequences: Sequences of one epoch.
+        step_sequences: Sequences of one step, over all ranks.
+    """
     return recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
 
 
@@ -423,41 +367,40 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
     """Divide the sequences of a step among ranks and micro-batches.
 
     Args:
-        recipe: The recipe; its `train.batch_tokens`, `data.sequence_tokens` and the forced choices of `engine` are read.
+        recipe: The recipe; `engine.micro_batch` and `engine.accumulation` are kept where they are set.
         ranks: Processes of the whole run.
 
     Returns:
         Sequences of a rank in one forward, and micro-batches in one optimizer step.
 
     Raises:
-        UserError: The sequences of a step cannot be divided so; the text has the numbers.
+        UserError: The sequences cannot be divided evenly. The text has the numbers.
     """
-    sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
+    sequence_tokens = recipe.data.sequence_tokens
+    sequences = recipe.train.batch_tokens // sequence_tokens
     micro_batch, accumulation = recipe.engine.micro_batch, recipe.engine.accumulation
-    forced = (micro_batch if micro_batch != "auto" else 1) * (accumulation if accumulation != "auto" else 1)
-    both = micro_batch != "auto" and accumulation != "auto"
-    if sequences % (ranks * forced) or (both and sequences != ranks * forced):
-        needed = f"{counted(ranks, 'rank')} x micro_batch {micro_batch} x accumulation {accumulation}"
-        fitting = ranks * forced if both else _nearest_multiple(sequences, ranks * forced)
+    forced = ranks * (1 if micro_batch == AUTO else micro_batch) * (1 if accumulation == AUTO else accumulation)
+    fitting = forced if AUTO not in (micro_batch, accumulation) else _nearest_multiple(sequences, forced)
+    if sequences != fitting:
         raise UserError(
             f"a step has {counted(sequences, 'sequence')} (train.batch_tokens {recipe.train.batch_tokens} / "
-            f"data.sequence_tokens {recipe.data.sequence_tokens}), which {needed} cannot share evenly; set "
-            f"train.batch_tokens to {fitting * recipe.data.sequence_tokens}, or change the number of ranks"
+            f"data.sequence_tokens {sequence_tokens}), which {counted(ranks, 'rank')} x micro_batch {micro_batch} x "
+            f"accumulation {accumulation} cannot share evenly; set train.batch_tokens to {fitting * sequence_tokens}, or "
+            "change the number of ranks"
         )
     each = sequences // ranks
-    if micro_batch != "auto":
+    if micro_batch != AUTO:
         return micro_batch, each // micro_batch
-    if accumulation != "auto":
+    if accumulation != AUTO:
         return each // accumulation, accumulation
-    most = min(each, AUTO_MICRO_BATCH_TOKENS // recipe.data.sequence_tokens)
+    most = min(each, AUTO_MICRO_BATCH_TOKENS // sequence_tokens)
     micro = max((count for count in range(1, most + 1) if each % count == 0), default=1)
     return micro, each // micro
 
 
-# Tokens of one forward on one rank when nothing is forced: enough to fill a V100, few enough for the activations of a
-# 13B model on 16 GB. The plan will choose it from the memory granted.
 AUTO_MICRO_BATCH_TOKENS = 4096
+"""Tokens of one forward on one rank if nothing is forced: they keep a V100 busy, and a 13B model's activations fit 16 GB."""
 
 
 def _nearest_multiple(number: int, step: int) -> int:
-    return max(step, (2 * number + step) // (2 * step) * step)  # in whole numbers: a float would overflow
+    return max(1, (2 * number + step) // (2 * step)) * step

@@ -1,13 +1,13 @@
-"""Words around numbers, for messages a person reads."""
+"""Words around numbers, for messages."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it is not one: `1 row`, `2 rows`.
+    """Return a number with its noun: `1 row`, `2 rows`.
 
     Args:
-        number: How many there are.
-        noun: The noun in the singular; its plural ends in s.
+        number: A count.
+        noun: A noun in the singular, with a plural in s.
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"

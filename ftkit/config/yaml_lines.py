@@ -1,10 +1,8 @@
-"""YAML that remembers the line of every key, and `key.sub=value` laid over it.
+"""YAML that remembers the line of every key, and `key.sub=value` set over it.
 
-The values are those of `yaml.safe_load` except that `2e-5`, a string in YAML 1.1, is the number it looks like. Beside
-them lie the places: for each key path the `file:line` it came from, or the `--set` that put it there, so that whoever
-checks the values can say where a wrong one stands. A key given twice is refused: YAML would keep the last one
-silently, and so is a text whose aliases stand for more values than anybody wrote. It knows nothing of recipes. What it
-costs: two more walks over a tree of a few dozen nodes.
+The values are those of `yaml.safe_load`, with two differences. `2e-5`, text in YAML 1.1, is a number. A key given twice is
+refused: YAML would silently keep the last one. The `places` of a document have the `file:line` of each key, or the `--set`
+that set it, so that errors can name it. This module does not know the keys of a recipe.
 """
 
 from __future__ import annotations
@@ -17,18 +15,17 @@ import yaml
 
 KeyPath = tuple[str | int, ...]
 
-MOST_VALUES = 100_000
-UNREADABLE = (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What PyYAML raises, beside its own errors, on values that only look like a date, on wrong tags, and on deep nesting."""
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""Errors of PyYAML: of syntax, on dates that do not exist, and on a section that contains itself."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, with the place where it stands.
+    """One error in a recipe.
 
     Args:
-        place: `file:line`, or the `--set key=value` that put it there.
-        key: Dotted key path, or the empty string for the file as a whole.
+        place: `file:line`, or the `--set key=value` that caused it.
+        key: Dotted key path, or the empty string for the whole file.
         message: What was found, what was needed, what to change.
     """
 
@@ -42,14 +39,14 @@ class Problem:
 
 @dataclass
 class Document:
-    """A mapping read from YAML, the place of each of its keys, and what was wrong already.
+    """A mapping read from YAML, with the places of its keys.
 
     Args:
         source: Name of the file, as the user wrote it.
-        values: The mapping; lists and mappings below it are plain Python.
+        values: The mapping. Lists and mappings below it are plain Python.
         places: Key path to `file:line` or `--set ...`.
-        problems: Syntax errors, keys given twice, overrides that fit nowhere.
-        readable: Whether there are values to check at all.
+        problems: Syntax errors, keys given twice, and overrides that do not fit.
+        readable: Whether `values` can be checked.
     """
 
     source: str
@@ -59,32 +56,30 @@ class Document:
     readable: bool = True
 
     def place(self, path: KeyPath) -> str:
-        """Return the place of the nearest enclosing key of `path` that was written somewhere."""
+        """Return the place of a key, or of the nearest section around it that the user wrote."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return f"{self.source}:1"
 
 
-NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-ODD_NUMBER = re.compile(r"[-+]?0[0-9_]+$|.*:")
-"""What PyYAML takes for a number and most people for another number, or for text."""
-
-
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `2e-5` as a number."""
 
 
-_inherited = yaml.SafeLoader.yaml_implicit_resolvers
-_Loader.yaml_implicit_resolvers = {first: list(pairs) for first, pairs in _inherited.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_NUMBER = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def dotted(path: KeyPath) -> str:
     """Write a key path as `data.sources.0.path`."""
     return ".".join(str(part) for part in path)
+
+
+def brief(value: Any) -> str:
+    """Write a value in at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def read(text: str, source: str) -> Document:
@@ -95,153 +90,89 @@ def read(text: str, source: str) -> Document:
         source: Name of the file, used in places.
 
     Returns:
-        The document; what could not be read is in its `problems`, never raised.
+        The document. Errors are in its `problems`; nothing is raised.
     """
     document = Document(source)
-    loader = None
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is not None:
-            _count(root, {})
-            _walk(root, (), document)
-            values = loader.construct_document(root)
-            if isinstance(values, dict):
-                document.values = values
-            elif values is not None:
-                message = f"found a {type(values).__name__}, needs sections such as `model:`"
-                document.problems.append(Problem(f"{source}:1", "", message))
-                document.readable = False
-    except yaml.YAMLError as error:
-        document.problems.append(_syntax_problem(error, source))
-        document.readable = False
+        values = _load(text, document) or {}
+        if not isinstance(values, dict):
+            raise ValueError(f"found {brief(values)}, needs sections such as `model:`")
+        document.values = values
     except UNREADABLE as error:
+        line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
+        message = f"not readable as YAML sections: {_reason(error)}"
+        document.problems.append(Problem(f"{source}:{line}", "", message))
         document.readable = False
-        document.problems.append(Problem(f"{source}:1", "", f"not readable as YAML: {error}"))
-    finally:
-        if loader is not None:
-            loader.dispose()
     return document
 
 
 def override(document: Document, assignment: str) -> None:
-    """Lay `key.sub=value` over a document; the value is read as YAML.
+    """Set one key of a document.
 
     Args:
-        document: Changed in place; what does not fit is added to its `problems`.
-        assignment: The text given to `--set`. A number in the path is an index into an existing list.
+        document: Changed in place. An assignment that does not fit is added to its `problems`.
+        assignment: `key.sub=value`, with a value in YAML. A number in the path is an index into an existing list.
     """
     place = f"--set {assignment}"
     key, equals, text = assignment.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        document.problems.append(Problem(place, "", "needs the form key.sub=value, for example optimizer.lr=1e-5"))
-        return
-    value = read_value(text, place, document, tuple(parts))
-    target: Any = document.values
-    path: KeyPath = ()
-    for part in parts[:-1]:
-        step = _step(target, part)
-        path = (*path, step)
-        below = target.get(step) if isinstance(target, dict) else target[step] if _fits(target, step) else None
-        if below is None and isinstance(target, dict):
-            below = target[step] = {}
-            document.places[path] = place
-        if not isinstance(below, (dict, list)):
-            document.problems.append(Problem(place, dotted(path), f"found {below!r}, needs a section to set a key in"))
-            return
-        target = below
-    step = _step(target, parts[-1])
-    if isinstance(target, list) and not _fits(target, step):
-        document.problems.append(Problem(place, dotted((*path, step)), f"needs an index below {len(target)}"))
-        return
-    whole = (*path, step)
-    if any(known[: len(whole)] == whole and said.startswith("--set ") for known, said in document.places.items()):
-        document.problems.append(Problem(place, dotted(whole), "set twice; keep one of the two"))
-    target[step] = value
-    path = (*path, step)
-    for known in [known for known in document.places if known[: len(path)] == path]:
-        del document.places[known]
-    document.places[path] = place
-
-
-def read_value(text: str, place: str, document: Document, path: KeyPath = ()) -> Any:
-    """Read one YAML value of a key, adding what is wrong with it to the document's problems."""
-    loader = None
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _count(root, {})
-        inside = Document(place)
-        _walk(root, path, inside)
-        for problem in inside.problems:
-            text = "given twice; keep one of the two" if problem.message.startswith("given twice") else problem.message
-            document.problems.append(Problem(place, problem.key, text))
-        return loader.construct_document(root)
-    except (yaml.YAMLError, *UNREADABLE) as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        document.problems.append(Problem(place, "", f"the value is not readable as YAML ({first_line}); quote it"))
+        if not equals:
+            raise ValueError("needs the form key.sub=value, for example optimizer.lr=1e-5")
+        section, path = _find(document.values, key.strip())
+        document.places = {known: said for known, said in document.places.items() if known[: len(path)] != path}
+        document.places[path] = place
+        section[path[-1]] = _load(text, document, path, place)
+    except UNREADABLE as error:
+        document.problems.append(Problem(place, "", _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "problem", None) or str(error)  # PyYAML's text has several lines and the position
+
+
+def _find(values: Any, key: str) -> tuple[Any, KeyPath]:
+    """Return the section or list with a dotted key, and the key's path. Sections that are missing are created."""
+    path: KeyPath = ()
+    section = values
+    for part in key.split("."):
+        if path:
+            if isinstance(section, dict) and section.get(path[-1]) is None:
+                section[path[-1]] = {}
+            section = section[path[-1]]
+        step = int(part) if isinstance(section, list) and part.isdecimal() else part
+        if isinstance(section, list) and step not in range(len(section)):
+            raise ValueError(f"{dotted(path)}: found index {part}, needs one below {len(section)}")
+        if not isinstance(section, (dict, list)):
+            raise ValueError(f"{dotted(path)}: found {brief(section)}, needs a section to set a key in")
+        path = (*path, step)
+    return section, path
+
+
+def _load(text: str, document: Document, path: KeyPath = (), place: str = "") -> Any:
+    """Return the value of a text that is at `path`, and note the places of its keys: `place`, or their lines."""
+    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)) > 20:
+        raise ValueError("found more than 20 aliases (*name); write their values out")  # aliases of aliases multiply
+    loader = _Loader(text)
+    root = loader.get_single_node()
+    if root is None:
         return None
-    finally:
-        if loader is not None:
-            loader.dispose()
+    _note(root, path, document, place)
+    return loader.construct_document(root)
 
 
-def _step(target: Any, part: str) -> str | int:
-    return int(part) if isinstance(target, list) and part.isdecimal() else part
-
-
-def _fits(target: list[Any], step: str | int) -> bool:
-    return isinstance(step, int) and step < len(target)
-
-
-def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    line = mark.line + 1 if mark is not None else 1
-    text = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return Problem(f"{source}:{line}", "", f"not readable as YAML: {text}; check indentation, colons and quotes here")
-
-
-def _count(node: yaml.Node, counted: dict[int, int | None]) -> int:
-    """Return how many values a node stands for, each alias counted with all that it refers to.
-
-    Raises:
-        ValueError: more than `MOST_VALUES`, or an alias to a section that contains it.
-    """
-    if id(node) not in counted:
-        counted[id(node)] = None  # begun
-        below = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
-        total = 1 + sum(_count(each, counted) for each in below) if isinstance(node, yaml.CollectionNode) else 1
-        if total > MOST_VALUES:
-            raise ValueError(f"its aliases stand for more than {MOST_VALUES} values")
-        counted[id(node)] = total
-    known = counted[id(node)]
-    if known is None:
-        raise ValueError("an alias refers to a section that contains it")
-    return known
-
-
-def _walk(node: yaml.Node, path: KeyPath, document: Document) -> None:
-    """Note the line of every key below a node, and keys given twice."""
+def _note(node: yaml.Node, path: KeyPath, document: Document, place: str) -> None:
+    """Note the place of every key below a node, and keys given twice."""
+    pairs: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if name in seen:
-                message = f"given twice, first on line {seen[name]}; keep one of the two"
-                document.problems.append(Problem(f"{document.source}:{line}", dotted((*path, name)), message))
-            seen.setdefault(name, line)
-            document.places[(*path, name)] = f"{document.source}:{line}"
-            _walk(value, (*path, name), document)
+        pairs = [(str(key.value), key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
     elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            document.places[(*path, index)] = f"{document.source}:{value.start_mark.line + 1}"
-            _walk(value, (*path, index), document)
-    elif node.tag in NUMBERS and not node.style and ODD_NUMBER.match(node.value):
-        meant = "YAML 1.1 reads a leading zero as base 8, and colons as base 60; write a decimal number, or quote the text"
-        place = document.places.get(path, f"{document.source}:{node.start_mark.line + 1}")
-        document.problems.append(Problem(place, dotted(path), f"found {node.value}; {meant}"))
+        pairs = [(index, item, item) for index, item in enumerate(node.value)]
+    lines: dict[str | int, int] = {}
+    for name, start, value in pairs:
+        below, line = (*path, name), start.start_mark.line + 1
+        document.places[below] = place or f"{document.source}:{line}"
+        if name in lines:
+            message = f"given twice, first on line {lines[name]}; keep one of the two"
+            document.problems.append(Problem(document.places[below], dotted(below), message))
+        lines.setdefault(name, line)
+        _note(value, below, document, place)

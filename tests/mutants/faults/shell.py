@@ -29,7 +29,7 @@ FAULTS = (
     fault(
         "a batch is divided by a walk over its sequences",
         "ftkit/config/recipe.py",
-        "most = min(each, AUTO_MICRO_BATCH_TOKENS // recipe.data.sequence_tokens)",
+        "most = min(each, AUTO_MICRO_BATCH_TOKENS // sequence_tokens)",
         "most = min(each, 10**8)",
         "tests/plan/test_bounds.py::test_a_batch_is_divided_without_a_walk_over_its_sequences",
     ),
