@@ -158,7 +158,7 @@ def test_overrides():
     assert read.data.split == "test"
     assert not read.model.tokenizer.startswith("~")
     assert read.output.report_to == ("tensorboard",)
-    listed = "model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a}, {name: b, weight: 2}]}\n"
+    listed = "model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a, weight: 1}, {name: b, weight: 2}]}\n"
     assert parse(listed, "r.yaml", ["data.sources.1.weight=3"]).data.sources[1].weight == 3
     (found,) = problems(listed, "data.sources.2.weight=3")
     assert found == "--set data.sources.2.weight=3: data.sources: found index 2, needs one below 2"
@@ -193,11 +193,11 @@ def test_paths(tmp_path, monkeypatch):
 
 
 def test_several_data_sets():
-    read = parse("model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a}, {name: b, weight: 2}]}", "r.yaml")
+    read = parse("model: {name: m}\noutput: {dir: o}\ndata: {sources: [{name: a, weight: 1}, {name: b, weight: 2}]}", "r.yaml")
     assert [source.name for source in read.data.all_sources] == ["a", "b"]
     single = parse(SMALL, "r.yaml").data.all_sources
     assert [source.name for source in single] == ["some/set"]
-    assert "weight" not in single[0].model_fields_set
+    assert single[0].weight is None
 
 
 def test_files_and_names(tmp_path):
