@@ -20,11 +20,9 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
-from ftkit.config.wording import counted
-from ftkit.data.report import Found, Report, SourceReport
+from ftkit.data.report import Found, Report
 from ftkit.errors import UserError
 
-NAMES_SHOWN = 20
 PLACES_KEPT = 3
 KNOWN = (
     *("messages", "conversations", "tools", "system", "instruction", "input", "context", "output", "response", "history"),
@@ -229,43 +227,6 @@ def hint(name: str) -> str:
     return f" (did you mean `{close}`?)" if close and close != name else ""
 
 
-def unread_text(reports: Sequence[SourceReport], ignored: Sequence[str], rendering: str) -> str:
-    """Return why data with names that nobody reads are refused, or ""."""
-    found: dict[str, Found] = {}
-    for report in reports:
-        for name, each in report.unread.items():
-            before = found.get(name, Found(0, ()))
-            found[name] = Found(before.rows + each.rows, (before.places + each.places)[:1])
-    if not found:
-        return ""
-    shown = [
-        f"  {name or repr(name)}: {counted(each.rows, 'row')}, the first {each.places[0]}{_why(name, rendering, reports)}"
-        for name, each in list(found.items())[:NAMES_SHOWN]
-    ]
-    if len(found) > NAMES_SHOWN:
-        shown.append(f"  … and {len(found) - NAMES_SHOWN} more")
-    matched = {name for report in reports for name in report.ignored}
-    kept = [name for name in ignored if name in matched and above(name, found) is None]
-    names = json.dumps([*kept, *found], ensure_ascii=False)
-    text = "\n".join(shown)
-    return (
-        f"the rows have {counted(len(found), 'name')} (columns, or keys of turns) that would not be read:\n{text}\n"
-        "Rename what is to be learned to a column that is read (docs/data.md), or train without it:\n"
-        f"  data.ignore_columns: {names}"
-    )
-
-
-def _why(name: str, rendering: str, reports: Sequence[SourceReport]) -> str:
-    if name == "system" and any(name in report.unread and report.format != "text" for report in reports):
-        return " (the chat template leaves it out)"
-    if "." not in name:
-        return hint(name)
-    by = (
-        "without a chat template only role and content are" if rendering == "plain" else "the chat template does not read it"
-    )
-    return f" ({by})"
-
-
 def refuse_marks(loss_on: str, reports: Iterable[Report]) -> None:
     """Stop where the template's marks are asked for and no row is rendered by it.
 
@@ -281,28 +242,3 @@ def refuse_marks(loss_on: str, reports: Iterable[Report]) -> None:
             "data.loss_on is marks, and all rows are plain text, in which the template marks nothing; all of it "
             "would be learned. Set data.loss_on: all"
         )
-
-
-def refuse_unmatched(ignored: Sequence[str], reports: Iterable[Report]) -> None:
-    """Stop where `data.ignore_columns` names what is in no row.
-
-    Args:
-        ignored: the names
-        reports: reports of all data that the run reads
-
-    Raises:
-        UserError: with the nearest name
-    """
-    sources = [source for report in reports for source in report.sources]
-    matched = {name for source in sources for name in source.ignored}
-    known = list(dict.fromkeys(name for source in sources for name in source.columns))
-    for name in ignored:
-        if name not in matched and (parent := above(name, matched)) is not None:
-            raise UserError(f"data.ignore_columns: {name!r} lies below {parent!r}, which is left out whole; remove {name!r}")
-        if name not in {*matched, *known}:  # a name may be in skipped rows alone
-            close = nearest(name, (each for each in known if each not in matched))
-            meant = f"Did you mean {close!r}? " if close else ""
-            raise UserError(
-                f"data.ignore_columns: {name!r} is in no row. {meant}The rows have {', '.join(known) or 'no columns'}. "
-                "Correct the name or remove it."
-            )

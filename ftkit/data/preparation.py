@@ -28,28 +28,22 @@ import pyarrow
 import transformers
 import xxhash
 
-from ftkit.config.wording import counted
 from ftkit.data.build_once import RefusedError
-from ftkit.data.columns import found_in, names_of, unread_text, without
-from ftkit.data.faults import ALL_EMPTY, Marks, duplicates_of, found_of
+from ftkit.data.columns import found_in, without
 from ftkit.data.formats import BadRowError, detect, parse_record
 from ftkit.data.packing import PACKED_COLUMNS, best_fit, fill
-from ftkit.data.report import Lengths, Report, SourceReport
+from ftkit.data.report import Checks, Lengths, Report, SourceReport, duplicates_of, ends_of, found_of
 from ftkit.data.sources import Source
 from ftkit.data.template import Rendering
 from ftkit.data.tokenize import SAMPLE_COLUMNS, Tokenise
 from ftkit.errors import UserError
 
-CACHE_LAYOUT = 9  # raise it when the same settings come to mean other tokens, or the folder holds something else
+CACHE_LAYOUT = 10  # raise it when the same settings come to mean other tokens, or the folder holds something else
 ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
 ROWS_AT_ONCE = 1000
 ROWS_LOOKED_AT = 200
 ROWS_PER_WORKER = 500
 EXAMPLES_SHOWN = 5
-LENGTH_CLASSES = 256
-"""At least so many of lengths up to a long sequence's; longer ones have classes as wide, up to `LONGEST` sequences."""
-LONGEST = 4
-ENDS_KEPT = 8
 DIGESTS = "digests.npy"
 """The checksum of each sample, in their order; int64."""
 
@@ -120,9 +114,7 @@ def build(sources: Sequence[Source], rendering: Rendering, settings: Settings, w
     places = [scratch / str(number) for number in range(len(sources))]
     made = [samples_of(source, rendering, settings, workers, place) for source, place in zip(sources, places)]
     parts, reports = [part for part, _ in made], tuple(report for _, report in made)
-    refuse_unread(reports, settings, rendering)
     refuse_bad_rows(reports, settings.on_bad_row)
-    refuse_empty_answers(reports)
     samples = datasets.concatenate_datasets([part.select_columns(["place", "digest"]) for part in parts])
     digests = samples.with_format("numpy")["digest"][:]
     np.save(folder / DIGESTS, digests)
@@ -154,17 +146,6 @@ def digest_of(dataset: datasets.Dataset) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(each.digest() for each in found.values()))
 
 
-def refuse_unread(reports: Sequence[SourceReport], settings: Settings, rendering: Rendering) -> None:
-    """Stop where rows have columns or keys that nobody reads.
-
-    Raises:
-        RefusedError: with all names, and the first row of each
-    """
-    text = unread_text(reports, settings.ignore_columns, rendering.way)
-    if text:
-        raise RefusedError(text)
-
-
 def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
     """Stop where rows cannot be used and may not be skipped, or where a source has no others.
 
@@ -183,21 +164,6 @@ def refuse_bad_rows(reports: Sequence[SourceReport], on_bad_row: str) -> None:
     raise RefusedError(f"{bad_rows} of {rows} rows cannot be used:\n{shown}{more}\n{advice}")
 
 
-def refuse_empty_answers(reports: Sequence[SourceReport]) -> None:
-    """Stop where all that a source would teach is to say nothing.
-
-    Raises:
-        RefusedError: with the first rows of it
-    """
-    for report in reports:
-        if report.empty_samples and report.empty_samples == report.samples:
-            raise RefusedError(
-                f"{report.label}: the answers of all {counted(report.samples, 'sample')} hold nothing but their end "
-                f"({', '.join(report.found['only_end'].places)}), so that nothing can be learned from them. `ftkit data` "
-                "shows them; the chat template leaves out what they say, or another template is needed."
-            )
-
-
 def samples_of(
     source: Source, rendering: Rendering, settings: Settings, workers: int, scratch: Path
 ) -> tuple[datasets.Dataset, SourceReport]:
@@ -208,16 +174,15 @@ def samples_of(
     """
     scratch.mkdir(parents=True)
     files = source.files()
-    empty: list[str] = []
-    rows = write_rows(source, scratch / "rows.arrow", empty)
+    rows = write_rows(source, scratch / "rows.arrow")
     if not len(rows):
         raise UserError(f"{source.label}: holds no rows; at least one is needed")
     ignored = frozenset(settings.ignore_columns)
-    format_name, columns = format_of(source, rows, ignored)
-    marks = Marks.of(rendering.tokenizer)
+    format_name = format_of(source, rows, ignored)
+    checks = Checks.of(rendering.tokenizer)
     tokenise = Tokenise(
         rendering,
-        marks,
+        checks,
         format_name,
         settings.sequence_tokens,
         settings.loss_on,
@@ -232,7 +197,7 @@ def samples_of(
         "numpy"
     )[:]
     good, bad = np.flatnonzero(numbers["tokens"]), np.flatnonzero(numbers["tokens"] == 0)
-    unread, there = found_in(samples.select_columns(["names"]).with_format("arrow")[:]["names"], samples["place"])
+    unread, _ = found_in(samples.select_columns(["names"]).with_format("arrow")[:]["names"], samples["place"])
     split = numbers["pieces"] > 1
     report = SourceReport(
         label=source.label,
@@ -246,64 +211,34 @@ def samples_of(
         truncated_rows=int((numbers["cut_tokens"] > 0).sum()),
         cut_tokens=int(numbers["cut_tokens"].sum()),
         found=found_of(numbers["faults"], samples["place"]),
-        empty_samples=int(((numbers["faults"] & ALL_EMPTY) > 0).sum()),
-        ends=ends_of(numbers["end"], marks),
-        lengths=lengths_of((numbers["tokens"] + numbers["cut_tokens"])[good], settings.sequence_tokens),
-        trained_lengths=lengths_of(numbers["trained_tokens"][good], settings.sequence_tokens),
+        ends=ends_of(numbers["end"], checks),
+        lengths=Lengths.of((numbers["tokens"] + numbers["cut_tokens"])[good], settings.sequence_tokens),
+        trained_lengths=Lengths.of(numbers["trained_tokens"][good], settings.sequence_tokens),
         split_rows=int(split.sum()),
         split_samples=int(numbers["pieces"][split].sum()),
-        unread=unread,
-        ignored=there,
-        columns=columns,
         files=tuple(file.name for file in files.read) if len(files.read) > 1 else (),
-        passed_over=files.passed_over,
-        empty=tuple(empty),
+        unused=tuple(name for name in unread if "." not in name),
     )
     kept = samples if len(good) == len(samples) else samples.select(good)
     return kept.select_columns(["input_ids", "labels", "place", "tokens", "digest"]), report
 
 
-def ends_of(ends: np.ndarray, marks: Marks) -> dict[str, int]:
-    """Return the tokens that end answers, as text, and how many samples they end; the most frequent ones.
-
-    Args:
-        ends: (rows,) token ids; -1 where no token is known
-        marks: the tokenizer's special tokens
-    """
-    tokens, rows = np.unique(ends[ends >= 0], return_counts=True)
-    most = np.argsort(-rows, kind="stable")[:ENDS_KEPT]
-    return {marks.name(int(tokens[place])): int(rows[place]) for place in most}
-
-
-def lengths_of(tokens: np.ndarray, sequence_tokens: int) -> Lengths:
-    """Return how often each length comes; what is longer than `LONGEST` sequences is in the last class.
-
-    Args:
-        tokens: (samples,) length of each sample, in tokens
-        sequence_tokens: tokens of a sequence
-    """
-    unit = 10 ** (len(str(max(1, sequence_tokens // LENGTH_CLASSES))) - 1)
-    classes, counts = np.unique(np.minimum(tokens, LONGEST * sequence_tokens) // unit, return_counts=True)
-    return Lengths(unit, tuple(zip(classes.tolist(), counts.tolist())))
-
-
-def write_rows(source: Source, file: Path, empty: list[str]) -> datasets.Dataset:
+def write_rows(source: Source, file: Path) -> datasets.Dataset:
     """Write the rows of a source to an Arrow file and return them: columns place, record and problem.
 
     Args:
         source: what to read
         file: the Arrow file
-        empty: gets the names of the source's files that hold no rows
     """
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, ROW_COLUMNS) as stream:
-        rows = source.rows(empty)
+        rows = source.rows()
         while some := list(itertools.islice(rows, ROWS_AT_ONCE)):
             stream.write_batch(pyarrow.RecordBatch.from_pylist([asdict(row) for row in some], schema=ROW_COLUMNS))
     return datasets.Dataset.from_file(str(file))
 
 
-def format_of(source: Source, rows: datasets.Dataset, ignored: frozenset[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the format of a source and the names of its columns and keys, from its first rows that can be read.
+def format_of(source: Source, rows: datasets.Dataset, ignored: frozenset[str]) -> str:
+    """Return the format of a source, from its first rows that can be read.
 
     Raises:
         UserError: none of them can be read, or their columns fit no format
@@ -319,8 +254,7 @@ def format_of(source: Source, rows: datasets.Dataset, ignored: frozenset[str]) -
     if not looked_at:
         shown = "\n".join(f"  {problem}" for problem in problems[:EXAMPLES_SHOWN])
         raise RefusedError(f"{source.label}: none of the first {len(problems)} rows can be read:\n{shown}")
-    format_name = detect([without(row, ignored, set()) for row in looked_at], source.label, source.format)
-    return format_name, tuple(dict.fromkeys(name for row in looked_at for name in names_of(row)))
+    return detect([without(row, ignored, set()) for row in looked_at], source.label, source.format)
 
 
 def mapped(

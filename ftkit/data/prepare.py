@@ -25,12 +25,11 @@ import pyarrow
 
 from ftkit.data.batches import Collator, StepOrder
 from ftkit.data.build_once import build_once
-from ftkit.data.columns import refuse_marks, refuse_unmatched
-from ftkit.data.faults import Fault, faults_of, overlap_fault, overlap_of
+from ftkit.data.columns import refuse_marks
 from ftkit.data.formats import BadRowError, Conversation
 from ftkit.data.packing import check_isolation
 from ftkit.data.preparation import DIGESTS, Settings, build, fingerprint
-from ftkit.data.report import Report, SourceReport
+from ftkit.data.report import Report, SourceReport, Warned, overlap_of, overlap_warning, warnings_of
 from ftkit.data.sources import Source
 from ftkit.data.template import Rendering
 from ftkit.errors import UserError
@@ -73,8 +72,8 @@ class Prepared:
         """Return the order of samples, a function of (seed, epoch)."""
         return StepOrder.of(self.dataset, seed=seed, weights=self.weights)
 
-    def faults(self, tokenizer: Any, stops: Collection[int] = (), *, shared: bool = False) -> list[Fault]:
-        """Return what is wrong with the data, though they can be trained on.
+    def warnings(self, tokenizer: Any, stops: Collection[int] = (), *, shared: bool = False) -> list[Warned]:
+        """Return the warnings for data that can be trained on.
 
         Args:
             tokenizer: the one that they were prepared with
@@ -83,14 +82,14 @@ class Prepared:
         """
         known = {token for token in (tokenizer.eos_token_id, *stops) if token is not None and token < len(tokenizer)}
         names = {str(name) for name in tokenizer.convert_ids_to_tokens(sorted(known))}
-        return faults_of(self.report, names, shared=shared)
+        return warnings_of(self.report, names, shared=shared)
 
-    def overlap(self, held_out: Prepared) -> Fault | None:
-        """Return the fault of samples of `held_out`, not packed, that are in these as well, or None."""
+    def overlap(self, held_out: Prepared) -> Warned | None:
+        """Return the warning of samples of `held_out`, not packed, that are in these as well, or None."""
         if self.folder is None or held_out.folder is None:
             return None
         ours, theirs = (np.load(folder / DIGESTS, mmap_mode="r") for folder in (self.folder, held_out.folder))
-        return overlap_fault(overlap_of(ours, theirs, held_out.dataset["place"]), len(theirs))
+        return overlap_warning(overlap_of(ours, theirs, held_out.dataset["place"]), len(theirs))
 
 
 def prepare(
@@ -167,7 +166,6 @@ def prepare(
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise UserError(f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again.") from error
     if must_match:
-        refuse_unmatched(ignore_columns, [report])
         refuse_marks(loss_on, [report])
     known = tuple(weight for weight in weights if weight is not None)
     return Prepared(dataset, replace(report, cached=cached), known if len(known) == len(weights) else None, folder)

@@ -22,8 +22,8 @@ import xxhash
 
 from ftkit.data.build_once import RefusedError
 from ftkit.data.columns import noted, without
-from ftkit.data.faults import CUT, EARLIER_ANSWERS, Marks, is_missing
 from ftkit.data.formats import BadRowError, Conversation, parse_record, read_row, tools_of, unread_columns
+from ftkit.data.report import CUT, EARLIER_ANSWERS, Checks
 from ftkit.data.template import Rendered, Rendering
 from ftkit.errors import UserError
 
@@ -52,7 +52,7 @@ class Tokenise:
 
     Args:
         rendering: how the tokenizer makes tokens of conversations
-        marks: how rows are looked at for faults
+        checks: how rows are checked
         format_name: a name of `ftkit.data.formats.FORMATS`
         sequence_tokens: longest sample, in tokens
         loss_on: answers | marks | all
@@ -62,7 +62,7 @@ class Tokenise:
     """
 
     rendering: Rendering
-    marks: Marks
+    checks: Checks
     format_name: str
     sequence_tokens: int
     loss_on: str = "answers"
@@ -100,12 +100,11 @@ class Tokenise:
         Raises:
             BadRowError: the row cannot be used
         """
-        content, unread, matched, system = self.read(record)
+        content, unread, matched = self.read(record)
+        names = noted(unread, matched)
         if self.task == "seq2seq":
-            pair, text = self.pair(content)
-            return [{**pair, "names": noted(unread + self.left_out(system, text), matched)}]
+            return [{**self.pair(content), "names": names}]
         rendered, labels = self.labelled(content)
-        names = noted(unread + self.left_out(system, rendered.text), matched)
         if all(label == IGNORED_LABEL for label in labels[1:]):
             raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
         size = len(labels)
@@ -117,7 +116,7 @@ class Tokenise:
         edges = edges_of(size, self.sequence_tokens) if split else [0, size]
         made = [self.causal(rendered.ids[start:stop], labels[start:stop]) for start, stop in pairwise(edges)]
         lost = size - edges[-1]
-        faults, end = self.marks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on != "all")
+        faults, end = self.checks.of_row(rendered, content, self.sequence_tokens, answers=self.loss_on != "all")
         if split:
             faults &= ~CUT
         # What is known of the row counts once: with its first sample.
@@ -127,12 +126,8 @@ class Tokenise:
                 part |= {"faults": faults, "names": names, "pieces": len(made), "cut_tokens": part["cut_tokens"] + lost}
         return made
 
-    def left_out(self, system: str, text: str) -> list[str]:
-        """Return the name of the `system` column where the chat template leaves it out of its text."""
-        return ["system"] if text and is_missing(system, text) else []
-
-    def read(self, record: str) -> tuple[Conversation | str, list[str], set[str], str]:
-        """Return a row's content, the names that are read by nobody, those that are ignored, and its `system` column.
+    def read(self, record: str) -> tuple[Conversation | str, list[str], set[str]]:
+        """Return a row's content, the names that are read by nobody, and those that are ignored.
 
         Raises:
             BadRowError: the row cannot be used
@@ -147,8 +142,7 @@ class Tokenise:
         if isinstance(content, Conversation):
             unread += content.unread
             unread += self.rendering.unread_keys(content, asked=len(content.turns) - 1 if self.task == "seq2seq" else None)
-        system = row.get("system")
-        return content, unread, matched, system if isinstance(system, str) and isinstance(content, Conversation) else ""
+        return content, unread, matched
 
     def labelled(self, content: Conversation | str) -> tuple[Rendered, list[int]]:
         """Return a row for a causal model as tokens, whole, and the label of each token.
@@ -183,11 +177,8 @@ class Tokenise:
         ids, cut_tokens = ids[: self.sequence_tokens], max(0, len(ids) - self.sequence_tokens)
         return sample(ids, [IGNORED_LABEL, *kept], len(ids), trained_tokens, cut_tokens)
 
-    def pair(self, content: Conversation | str) -> tuple[dict, str]:
+    def pair(self, content: Conversation | str) -> dict:
         """Make one sample of an encoder-decoder model: the question for the encoder, the answer as labels.
-
-        Returns:
-            The sample, and the text that a chat template made of the question, or "".
 
         Raises:
             BadRowError: plain text, which has no question
@@ -196,7 +187,7 @@ class Tokenise:
             raise BadRowError("mutes its last answer, so that an encoder-decoder model has nothing to learn")
         if isinstance(content, str):
             raise BadRowError("plain text has no question and answer; an encoder-decoder model needs both")
-        source, target, text = self.rendering.pair(content)
+        source, target, _ = self.rendering.pair(content)
         cut_tokens = 0
         for ids in (source, target):
             surplus = len(ids) - self.sequence_tokens
@@ -208,7 +199,7 @@ class Tokenise:
         answers = {number for number, turn in enumerate(content.turns) if turn["role"] == "assistant"}
         if len(answers - content.muted) > 1:
             made |= {"faults": EARLIER_ANSWERS}
-        return made, text
+        return made
 
 
 def edges_of(tokens: int, most: int) -> list[int]:

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from ftkit.config.recipe import Model, Recipe
 from ftkit.config.wording import counted
 from ftkit.data.batches import StepOrder
-from ftkit.data.columns import refuse_marks, refuse_unmatched
-from ftkit.data.faults import Fault
+from ftkit.data.columns import refuse_marks
 from ftkit.data.prepare import Prepared, prepare, prepare_section, split
+from ftkit.data.report import Report, Warned
 from ftkit.hf.load.config import reading
 
 
@@ -40,15 +40,25 @@ class Rows:
     prepared_held_out: Prepared | None = None
     spare: int = 0
 
-    def faults(self, tokenizer: Any, stops: Collection[int]) -> list[Fault]:
-        """Return what is wrong with them, though they can be trained on; see `Prepared.faults`.
+    @property
+    def report(self) -> Report:
+        """Counts of the rows to train on, and of those of `eval.share`."""
+        return self.prepared.report
+
+    @property
+    def held_out_report(self) -> Report | None:
+        """Counts of the held-out rows; None if they are a share of the others, or if there are none."""
+        return None if self.prepared_held_out is None else self.prepared_held_out.report
+
+    def warnings(self, tokenizer: Any, stops: Collection[int]) -> list[Warned]:
+        """Return the warnings for rows that can be trained on; see `Prepared.warnings`.
 
         Cost: sorts the checksums of all samples where a file is held out.
         """
         apart = self.prepared_held_out
-        found = self.prepared.faults(tokenizer, stops, shared=self.held_out is not None and apart is None)
+        found = self.prepared.warnings(tokenizer, stops, shared=self.held_out is not None and apart is None)
         if apart is not None:
-            found += [each.of("held out") for each in apart.faults(tokenizer, stops)]
+            found += [each.of("held-out rows") for each in apart.warnings(tokenizer, stops)]
             overlap = self.prepared.overlap(apart)
             found += [overlap] if overlap is not None else []
         return found
@@ -114,7 +124,6 @@ def prepare_rows(recipe: Recipe, tokenizer: Any) -> Rows:
         )
         evaluation = apart.dataset
     reports = [each.report for each in (prepared, apart) if each is not None]
-    refuse_unmatched(data.ignore_columns, reports)
     refuse_marks(data.loss_on, reports)
     if held_out is not None and held_out.max_rows is not None and evaluation is not None:
         kept = min(held_out.max_rows, len(evaluation))

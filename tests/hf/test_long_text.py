@@ -53,7 +53,7 @@ def test_long_text_is_split_by_default(ready, tokenizer, letters):
     long = len(whole) > 8
     assert (prepared.report.split_rows, prepared.report.split_samples) == ((1, len(samples)) if long else (0, 0))
     assert ("1 text longer than a sequence: split into" in str(prepared.report)) == long
-    assert {fault.kind for fault in prepared.faults(tokenizer)} <= {"duplicates"}
+    assert {fault.kind for fault in prepared.warnings(tokenizer)} <= {"duplicates"}
 
 
 def test_packed_pieces_have_all_tokens(ready):
@@ -70,7 +70,7 @@ def test_long_text_that_is_cut_is_told(ready, tokenizer):
     prepared = ready([{"text": "ab"}, {"text": "x" * 40}], long_text="cut")
     assert (prepared.report.truncated_rows, prepared.report.cut_tokens) == (1, 33)
     assert "1 sample truncated: 33 tokens cut" in str(prepared.report)
-    [fault] = prepared.faults(tokenizer)
+    [fault] = prepared.warnings(tokenizer)
     assert fault.kind == "cut"
     assert "1 of 2 samples have tokens beyond data.sequence_tokens" in str(fault)
     assert "rows.jsonl:2" in str(fault)
@@ -87,4 +87,4 @@ def test_what_follows_the_last_kept_answer_is_told_when_it_is_cut(ready, tokeniz
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c" * 20}]
     prepared = ready([{"messages": turns}], sequence_tokens=10)
     assert prepared.report.cut_tokens > 10
-    assert [fault.kind for fault in prepared.faults(tokenizer)] == ["cut"]
+    assert [fault.kind for fault in prepared.warnings(tokenizer)] == ["cut"]
