@@ -22,7 +22,7 @@ from tests.tiny import TEMPLATE, make_base, make_tokenizer
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"
 RECIPE = """\
 model: {{name: {model}}}
-data: {{path: {data}, sequence_tokens: {room}, cache_dir: {cache}, packing: {packing}}}
+data: {{path: {data}, sequence_tokens: {tokens}, cache_dir: {cache}, packing: {packing}}}
 train: {{batch_tokens: {batch}}}
 output: {{dir: {out}}}
 """
@@ -41,14 +41,14 @@ def base(tmp_path_factory):
 def recipe(tmp_path, base):
     """Return a function that writes rows and a recipe for them."""
 
-    def write(rows, template=TEMPLATE, packing=False, room=32):
+    def write(rows, template=TEMPLATE, packing=False, tokens=32):
         if template != TEMPLATE:
             make_tokenizer(base, template)
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = tmp_path / "recipe.yaml"
         places = {"model": base, "data": data, "cache": tmp_path / "cache", "out": tmp_path / "out"}
-        path.write_text(RECIPE.format(**places, room=room, batch=4 * room, packing=str(packing).lower()))
+        path.write_text(RECIPE.format(**places, tokens=tokens, batch=4 * tokens, packing=str(packing).lower()))
         return path
 
     yield write
@@ -95,7 +95,7 @@ def test_rows_are_shown_as_they_are_trained_on(recipe):
 
 
 def test_packed_samples_are_apart_and_named(recipe):
-    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four")], packing=True, room=64))
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four")], packing=True, tokens=64))
     text = printed(found)
     assert re.search(r"1 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
     assert re.search(r"2 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
@@ -126,7 +126,7 @@ def test_truncation_is_shown(recipe):
 
 
 def test_hostile_rows_stay_text(recipe, tmp_path):
-    found = ftkit.preview(recipe([chat(HOSTILE, HOSTILE), chat("2+2?", "four")], room=512))
+    found = ftkit.preview(recipe([chat(HOSTILE, HOSTILE), chat("2+2?", "four")], tokens=512))
     text = printed(found)
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -324,7 +324,7 @@ def warnings_of(report: Report, stops: Collection[str], *, shared: bool = False)
     Args:
         report: Counts and findings.
         stops: Tokens at which generation stops, as text.
-        shared: Whether a share of the rows is held out.
+        shared: Whether `eval.share` splits the rows.
     """
     of_samples = f"of {counted(report.samples, 'sample')}"
     warned = []

@@ -292,7 +292,7 @@ def test_lengths_fall_into_bars_of_a_round_width(ready):
     assert len(lengths.classes(12)) == 11
     assert [lengths.at(share) for share in (0.25, 0.5, 0.95)] == [9, 17, 208]
     assert lengths.most == 208
-    assert Lengths.of(np.array([5, 5, 1000]), 128).counts == ((5, 2), (512, 1))  # longer ones are not told apart
+    assert Lengths.of(np.array([5, 5, 1000]), 128).counts == ((5, 2), (512, 1))  # at most four sequences
     assert Lengths.sum([lengths, Lengths(((9, 2),))]).counts == ((9, 3), (17, 1), (48, 1), (208, 1))
 
 
