@@ -16,7 +16,7 @@ from itertools import count, islice, pairwise
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from ftkit.config.wording import counted
 
@@ -199,7 +199,10 @@ class Report:
         Raises:
             ValueError: The text is not a report.
         """
-        return _JSON.validate_json(text)
+        try:
+            return _JSON.validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not a report: {error.errors()[0]['msg']}") from error
 
 
 _JSON = TypeAdapter(Report)
@@ -236,7 +239,9 @@ class Checks:
             The findings as bits (`BITS`), and the token that ends the last answer, or -1.
         """
         ids, bos = encoded.ids, self.tokenizer.bos_token_id
-        spans = [] if isinstance(content, str) else encoded.answers if answers else encoded.answers[-1:]
+        spans = encoded.answers if answers else encoded.answers[-1:]
+        if isinstance(content, str):  # text needs no end
+            spans = []
         answer_cut = bool(spans) and spans[-1][1] > kept_tokens
         ends = [] if answer_cut else [self._end(ids[start:stop]) for start, stop in spans]
         doubled = bos not in (None, self.tokenizer.eos_token_id) and (bos, bos) in pairwise(ids)
