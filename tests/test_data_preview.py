@@ -1,8 +1,9 @@
-"""`ftkit data`, its page and its notebook object: rows as the model gets them, warnings, refusals, hostile rows."""
+"""`ftkit data`, its page and its notebook object: rows as the model gets them, warnings, refusals, untrusted text."""
 
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,9 +12,8 @@ from rich.console import Console
 import ftkit
 from ftkit.cli import app as cli
 from ftkit.config.recipe import load
-from ftkit.data.faults import Marks
-from ftkit.data.prepare import split
 from ftkit.data.preview import pieces_of, row_at, sample_of
+from ftkit.data.report import Checks
 from ftkit.errors import UserError
 from ftkit.train.build import build_model
 from ftkit.train.run import dry_run
@@ -22,7 +22,7 @@ from tests.tiny import TEMPLATE, make_base, make_tokenizer
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"
 RECIPE = """\
 model: {{name: {model}}}
-data: {{path: {data}, sequence_tokens: {room}, cache_dir: {cache}, packing: {packing}}}
+data: {{path: {data}, sequence_tokens: {tokens}, cache_dir: {cache}, packing: {packing}}}
 train: {{batch_tokens: {batch}}}
 output: {{dir: {out}}}
 """
@@ -39,16 +39,16 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path, base):
-    """Return a way to write rows and a recipe for them."""
+    """Return a function that writes rows and a recipe for them."""
 
-    def write(rows, template=TEMPLATE, packing=False, room=32):
+    def write(rows, template=TEMPLATE, packing=False, tokens=32):
         if template != TEMPLATE:
             make_tokenizer(base, template)
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = tmp_path / "recipe.yaml"
         places = {"model": base, "data": data, "cache": tmp_path / "cache", "out": tmp_path / "out"}
-        path.write_text(RECIPE.format(**places, room=room, batch=4 * room, packing=str(packing).lower()))
+        path.write_text(RECIPE.format(**places, tokens=tokens, batch=4 * tokens, packing=str(packing).lower()))
         return path
 
     yield write
@@ -88,35 +88,35 @@ def test_rows_are_shown_as_they_are_trained_on(recipe):
     text = printed(found)
     assert "<begin>Q:1+1?<end>A:⟦two\nof them<end>⟧" in text
     assert "2 samples, " in text
-    assert "all of 2 rows were looked at: no warnings" in text
+    assert "all of 2 rows were checked: no warnings" in text
     assert "rows.jsonl:1: 22 tokens, 12 trained on" in text
     page = Tags(found.page())
     assert page.marked == "trained on" + "two⏎\nof them<end>" + "four<end>"
 
 
 def test_packed_samples_are_apart_and_named(recipe):
-    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four")], packing=True, room=64))
+    found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four")], packing=True, tokens=64))
     text = printed(found)
     assert re.search(r"1 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
     assert re.search(r"2 of 2 packed, \S+rows.jsonl:[12]: 1\d tokens", text)
-    assert "tokens of room left" in text
+    assert "tokens not filled" in text
     assert "packed into 1 sequence" in text
     assert found.page().count('class="edge"') == 3
 
 
-def test_a_row_with_a_fault_is_shown_though_it_is_not_among_the_first(recipe):
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_row_with_a_warning_is_shown_though_it_is_not_among_the_first(recipe, packing):
     rows = [chat(f"{n}+1?", str(n + 1)) for n in range(9)]
-    rows[7] = chat("why <pad>?", "to fill")
-    for packing in (False, True):
-        found = ftkit.preview(recipe(rows, packing=packing), rows=1)
-        text = printed(found)
-        assert "warning: 1 of 9 samples have the text of a special token" in text
-        assert "special in text" in text
-        assert "rows.jsonl:8: " in text
-        assert "⚠" in found.page()
+    rows[7] = chat("9+1?", "ten " * 20)
+    found = ftkit.preview(recipe(rows, packing=packing), rows=1)
+    text = printed(found)
+    assert "warning: 1 of 9 samples have an answer cut off" in text
+    assert re.search(r"\w+ \d of \d · answer cut\n", text)
+    assert "rows.jsonl:8: " in text
+    assert "⚠" in found.page()
 
 
-def test_truncation_is_told_and_drawn(recipe):
+def test_truncation_is_shown(recipe):
     found = ftkit.preview(recipe([chat("1+1?", "two"), chat("2+2?", "four " * 20)]))
     text = printed(found)
     assert "1 sample truncated: " in text
@@ -126,7 +126,7 @@ def test_truncation_is_told_and_drawn(recipe):
 
 
 def test_hostile_rows_stay_text(recipe, tmp_path):
-    found = ftkit.preview(recipe([chat(HOSTILE, HOSTILE), chat("2+2?", "four")], room=512))
+    found = ftkit.preview(recipe([chat(HOSTILE, HOSTILE), chat("2+2?", "four")], tokens=512))
     text = printed(found)
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -143,7 +143,7 @@ def test_hostile_rows_stay_text(recipe, tmp_path):
         assert "url(" not in page
 
 
-def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recipe, capsys):
+def test_rows_that_a_run_refuses_are_named_and_the_command_ends_with_2(recipe, capsys):
     rows = [chat("1+1?", "two"), chat("2+2?", "four")]
     for row in rows:
         row["messages"][-1]["weight"] = 0
@@ -152,33 +152,45 @@ def test_where_nothing_is_trained_on_rows_are_shown_and_the_run_is_refused(recip
         cli.main(["data", str(path), "--page", str(path.with_suffix(".html"))])
     assert left.value.code == 2
     said = capsys.readouterr().out
-    assert "a run would not begin with these data: 2 of 2 rows cannot be used:" in said
+    assert "a run would refuse these data: 2 of 2 rows cannot be used:" in said
     assert "rows.jsonl:1: has nothing to learn in its 14 tokens" in said
-    assert "<begin>Q:1+1?<end>A:two<end>" in said
-    assert "⟦" not in said.partition("read only")[2]
-    assert "A run would not begin" in path.with_suffix(".html").read_text()
+    page = path.with_suffix(".html").read_text()
+    assert "A run would refuse these data." in page
+    assert "rows.jsonl:1: has nothing to learn" in page
     with pytest.raises(UserError, match=r"rows.jsonl:1: has nothing to learn"):
         dry_run(load(str(path)), 1)
 
 
-def test_rows_that_cannot_be_read_are_told_beside_those_that_can(recipe):
-    found = ftkit.preview(recipe([chat("1+1?", ""), {"messages": 3}, chat("2+2?", "four")]))
+def test_usable_rows_are_shown_beside_the_refusal_of_others(recipe):
+    path = recipe([chat("1+1?", ""), {"messages": 3}, chat("2+2?", "four")])
+    found = ftkit.preview(path)
     assert "2 of 3 rows cannot be used" in found.refused
     assert "rows.jsonl:2: `messages` must be a list" in found.refused
     text = printed(found)
     assert "A:⟦four<end>⟧" in text
-    assert "warning: 2 of 3 rows cannot be used and are left out" in text
+    assert "warning: 2 of 3 rows cannot be used and are skipped" in text
+    assert ftkit.preview(path, settings=["data.on_bad_row=skip"]).refused == ""
     alone = ftkit.preview(recipe([chat("1+1?", ""), {"messages": 3}]))
-    assert alone.report is None
+    assert (alone.report, alone.shown) == (None, ())
     assert "`messages` must be a list" in printed(alone)
-    assert "A run would not begin" in alone._repr_html_()
+    assert "A run would refuse" in alone._repr_html_()
+    assert "a run would refuse" in repr(alone)
 
 
-def test_finetune_tells_the_same_warnings_before_the_first_step(recipe, capsys):
-    path = recipe([chat(f"{n}+1?", str(n)) for n in range(7)] + [chat("why <pad>?", "to fill")])
-    [fault] = ftkit.preview(path).faults
+def test_a_missing_file_is_a_refusal_and_a_wrong_recipe_an_error(recipe):
+    path = recipe([chat("1+1?", "two")])
+    assert "recipe.yaml" in repr(ftkit.preview(path))
+    with pytest.raises(UserError, match="sequence_token"):
+        ftkit.preview(path, settings=["data.sequence_token=3"])
+    path.with_name("rows.jsonl").write_text("")
+    assert "rows.jsonl" in ftkit.preview(path).refused
+
+
+def test_finetune_prints_the_same_warnings_before_the_first_step(recipe, capsys):
+    path = recipe([chat(f"{n}+1?", str(n)) for n in range(7)] + [chat("9+1?", "ten " * 20)])
+    [warned] = ftkit.preview(path).warnings
     dry_run(load(str(path)), 1)
-    assert f"warning: {fault}" in capsys.readouterr().out
+    assert f"warning: {warned}" in capsys.readouterr().out
 
 
 def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
@@ -187,12 +199,12 @@ def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
     says = base / "generation_config.json"
     config = json.loads((base / "config.json").read_text())
     before = says.read_text()
-    assert [fault.kind for fault in ftkit.preview(recipe(rows, template)).faults] == ["other_end"]
+    assert [warned.kind for warned in ftkit.preview(recipe(rows, template)).warnings] == ["other_end"]
     try:
         says.unlink()
         (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 0]}))
         path = recipe(rows, template)
-        assert ftkit.preview(path).faults == ()
+        assert ftkit.preview(path).warnings == ()
         stops = build_model(load(str(path))).generation_config.eos_token_id
         assert stops == [2, 0]
     finally:
@@ -200,14 +212,16 @@ def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
         (base / "config.json").write_text(json.dumps(config))
 
 
-def test_the_held_out_file_is_looked_at_as_well(recipe, tmp_path, capsys):
+def test_held_out_rows_are_checked_too(recipe, tmp_path):
     path = recipe([chat(f"{n}+1?", str(n)) for n in range(8)])
-    held = tmp_path / "held.jsonl"
-    held.write_text("".join(json.dumps(row) + "\n" for row in (chat("3+1?", "3"), chat("why <pad>?", "to fill"))))
-    found = ftkit.preview(path, settings=[f"eval.path={held}"])
-    assert [fault.text.split(" samples")[0] for fault in found.faults] == ["held out: 1 of 2", "1 of 2 held-out"]
-    assert "held.jsonl:1" in found.faults[1].places[0]
-    assert "held out: " in printed(found)
+    other = tmp_path / "held-out.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in (chat("3+1?", "3"), chat("9+1?", "ten " * 20))))
+    found = ftkit.preview(path, settings=[f"eval.path={other}"])
+    assert [warned.text.split(" samples")[0] for warned in found.warnings] == ["held-out rows: 1 of 2", "1 of 2 held-out"]
+    assert "held-out.jsonl:1" in found.warnings[1].places[0]
+    assert found.held_out.rows == 2
+    assert f"held-out rows: {other}: 2 rows" in printed(found)
+    assert ftkit.preview(path, settings=["eval.share=0.5"]).held_out is None
 
 
 def test_an_encoder_decoder_gets_question_and_answer_apart(recipe):
@@ -216,26 +230,36 @@ def test_an_encoder_decoder_gets_question_and_answer_apart(recipe):
     assert "<begin>Q:1+1?<end>A:\n" in text
     assert "── the answer: 4 tokens, 4 trained on\n⟦two<end>⟧" in text
     assert "rows.jsonl:2: the assistant content of `messages`, turn 2 is empty" in found.refused
-    alone = ftkit.preview(recipe([chat("2+2?", "")]), settings=["task=seq2seq"])
-    assert "is empty" in printed(alone)
+
+
+def test_unused_columns_and_the_day_are_shown(recipe):
+    found = ftkit.preview(recipe([{**chat("1+1?", "two"), "<id>": 7}, chat("2+2?", "four")]))
+    assert found.report.day == ""
+    dated = replace(found, report=replace(found.report, day="2026-11-28"))
+    assert "rows.jsonl: not read: <id>\ndate in the prompt: 2026-11-28\n" in printed(dated)
+    for page in (dated.page(), dated._repr_html_()):
+        assert "rows.jsonl: not read: &lt;id&gt;</p>" in page
+        assert "date in the prompt: 2026-11-28</p>" in page
 
 
 def test_pieces_are_whole_characters_and_keep_their_blanks(tmp_path):
-    marks = Marks.of(make_tokenizer(tmp_path))
-    ids = marks.tokenizer("<begin>a é 漢 b<end>")["input_ids"]
-    pieces = list(pieces_of(marks, ids, [False] * 3 + [True] * (len(ids) - 3)))
+    checks = Checks.of(make_tokenizer(tmp_path))
+    ids = checks.tokenizer("<begin>a é 漢 b<end>")["input_ids"]
+    pieces = list(pieces_of(checks, ids, [False] * 3 + [True] * (len(ids) - 3)))
     assert "".join(piece.text for piece in pieces) == "<begin>a é 漢 b<end>"
     assert sum(piece.tokens for piece in pieces) == len(ids)
     assert [piece.text for piece in pieces if piece.special] == ["<begin>", "<end>"]
     assert {"é", "漢"} <= {piece.text for piece in pieces}
-    broken = list(pieces_of(marks, ids[:7], [True] * 7))
+    broken = list(pieces_of(checks, ids[:7], [True] * 7))
     assert sum(piece.tokens for piece in broken) == 7
 
 
 def test_long_samples_are_shown_at_both_ends(tmp_path):
-    marks = Marks.of(make_tokenizer(tmp_path))
-    sample = sample_of(marks, marks.tokenizer("x" * 900 + "y" * 100)["input_ids"], None, "rows:1", most=100)
-    assert (sample.tokens, sample.hidden_tokens) == (1000, 900)
+    checks = Checks.of(make_tokenizer(tmp_path))
+    ids = checks.tokenizer("x" * 900 + "y" * 100)["input_ids"]
+    sample = sample_of(checks, ids, [-100] * 990 + ids[990:], "rows:1", most=100)
+    assert (sample.tokens, sample.trained_tokens, sample.hidden_tokens) == (1000, 10, 900)
+    assert [piece.trained for piece in sample.pieces] == [False] * 90 + [True] * 10
     assert "".join(piece.text for piece in sample.pieces) == "x" * 75 + "y" * 25
     assert sample.hidden_at == 75
 
@@ -247,10 +271,16 @@ def test_a_row_is_found_among_those_that_are_not_held_out(recipe):
     kept = datasets.Dataset.from_dict({"place": places}).select([2, 3, 0])
     found = [row_at(kept, place) for place in ("a.jsonl:1", "a.jsonl:2", "a.jsonl:4", "a.jsonl:5")]
     assert found == [2, None, 0, 1]
-    parts = split(datasets.Dataset.from_dict({"number": range(9)}), 0.5, 17)
-    for part, shows in zip(parts, (1, 0)):  # the faulty row is trained on, and not the first; it is held out
-        number = part[len(part) - 1]["number"]
-        rows = [chat("why <pad>?", "to fill") if n == number else chat(f"{n}+1?", str(n)) for n in range(9)]
-        shown = ftkit.preview(recipe(rows), settings=["eval.share=0.5", "train.seed=17"], rows=0).shown
-        expected = [f"rows.jsonl:{number + 1}"] * shows
-        assert [sample.place.rpartition("/")[2] for each in shown for sample in each.samples] == expected
+
+
+def test_a_row_with_a_warning_is_shown_only_if_it_is_trained_on(recipe):
+    rows = [chat(f"{n}+1?", str(n + 1)) for n in range(9)]
+    rows[7] = chat("9+1?", "ten " * 20)
+    path, cases = recipe(rows), set()
+    for seed in range(4):
+        settings = ["eval.share=0.5", f"train.seed={seed}"]
+        first, everything = (ftkit.preview(path, settings=settings, rows=count).shown for count in (0, 9))
+        trained = any(sample.place.endswith("rows.jsonl:8") for each in everything for sample in each.samples)
+        assert len(first) == trained
+        cases.add(trained)
+    assert cases == {True, False}

@@ -235,7 +235,7 @@ def data(
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show as tokens, besides one for each kind of warning.")] = 3,
 ) -> None:
-    """Show how a recipe's rows become tokens and labels, and what is wrong with them; ends with 2 where none can be used."""
+    """Show a recipe's rows as tokens and labels, with warnings. Exit with 2 if a run would refuse them."""
     import datasets  # here, see the top of this file
 
     from ftkit.train.preview import preview

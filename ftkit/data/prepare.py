@@ -88,9 +88,9 @@ class Prepared:
         """
         known = {token for token in (tokenizer.eos_token_id, *stops) if token is not None and token < len(tokenizer)}
         names = {str(name) for name in tokenizer.convert_ids_to_tokens(sorted(known))}
-        found = warnings_of(self.report, names, shared=self.held_out is not None and self.held_out_report is None)
+        found = warnings_of(self.report, names)
         if self.held_out_report is not None:
-            found += [each.of("held out") for each in warnings_of(self.held_out_report, names)]
+            found += [each.of("held-out rows") for each in warnings_of(self.held_out_report, names)]
         return found + ([self.overlap] if self.overlap is not None else [])
 
     def left_out(self, order: StepOrder) -> list[str]:

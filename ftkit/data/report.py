@@ -1,36 +1,51 @@
-"""What became of the rows: read, skipped, cut, trained on, packed.
+"""Counts and warnings of prepared rows.
 
-Numbers that a user should see before the first step, kept with the prepared data so that a cached preparation reports
-the same. Counts of samples and tokens are those after cutting; `cut_tokens` is what is missing from them.
+`Checks` looks at each row when it becomes tokens and returns its findings as bits. A `SourceReport` has the counts of one
+source, a `Report` those of all sources. It is stored beside the prepared rows. `warnings_of` writes the sentences that
+`ftkit data`, a notebook and `ftkit finetune` show before the first step.
+
+Rows that cannot be trained on are errors (`BadRowError`) and are only counted here.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, pairwise
 from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from ftkit.config.wording import counted
 
+WARNINGS = {
+    "no_end": "an answer whose last trained token is not a special token: the model does not learn to stop. Let the chat "
+    "template close each answer with the tokenizer's eos_token, inside the {% generation %} marks if it has any",
+    "only_end": "an answer that is empty except for its end: the chat template omits its content (a tool call?)",
+    "doubled_bos": "two beginning-of-sequence tokens in a row; at the start of a row ftkit drops one. Remove it from the "
+    "text or from the chat template",
+    "answer_cut": "an answer cut off by data.sequence_tokens, together with its end. Raise it, or shorten the rows",
+    "cut": "tokens beyond data.sequence_tokens, which are lost. Raise it, or let plain text be split (data.long_text)",
+    "earlier_answers": "answers before the last one, which are not learned: an encoder-decoder model learns the last. "
+    "Write each answer as a row of its own, with the turns before it",
+}
+"""Findings of a row, in the order of their bits; the text follows `12 of 5000 samples have`."""
+
+BITS = {name: 1 << place for place, name in enumerate(WARNINGS)}
+CUT, EARLIER_ANSWERS = BITS["cut"], BITS["earlier_answers"]
+PLACES_KEPT = 3
 FILES_SHOWN = 6
-
-
-def some_of(names: tuple[str, ...]) -> str:
-    """Return the first of some names, and how many there are beyond them."""
-    more = f" and {len(names) - FILES_SHOWN} more" if len(names) > FILES_SHOWN else ""
-    return f"{', '.join(names[:FILES_SHOWN])}{more}"
+LONGEST = 4
+"""Longer samples count as this many sequences in `Lengths`."""
+LITTLE_TRAINED = 0.01
+"""Share of trained tokens below which there is a warning."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Rows that have something in common.
-
-    Args:
-        rows: number of the rows
-        places: where the first of these rows stand
-    """
+    """Rows with the same finding: their number, and file and line of the first."""
 
     rows: int
     places: tuple[str, ...]
@@ -38,208 +53,123 @@ class Found:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the samples of a source are, before anything was cut.
+    """Distribution of sample lengths: (tokens, samples) for each length that occurs, ascending."""
 
-    Args:
-        unit: width of a class, in tokens
-        counts: (class, samples) by class, ascending: the class n is of n * unit to (n + 1) * unit - 1 tokens
-    """
-
-    unit: int
     counts: tuple[tuple[int, int], ...]
 
     @classmethod
-    def sum(cls, parts: list[Lengths]) -> Lengths:
-        """Return those of several sources, whose classes are the same."""
-        both: dict[int, int] = {}
-        for part in parts:
-            for number, count in part.counts:
-                both[number] = both.get(number, 0) + count
-        return cls(parts[0].unit, tuple(sorted(both.items())))
+    def of(cls, tokens: np.ndarray, sequence_tokens: int) -> Lengths:
+        """Count the lengths of samples, shape (samples,), in tokens."""
+        lengths, samples = np.unique(np.minimum(tokens, LONGEST * sequence_tokens), return_counts=True)
+        return cls(tuple(zip(lengths.tolist(), samples.tolist())))
 
-    def classes(self, most: int) -> list[tuple[int, int, int]]:
-        """Return (low, high, samples) of at most about so many classes of a round width: from low up to high, in tokens."""
-        widest = (self.most + 1) / most
-        wide = next(step * self.unit for step in _round_steps() if step * self.unit >= widest)
-        found: dict[int, int] = {}
-        for number, count in self.counts:
-            place = number * self.unit // wide
-            found[place] = found.get(place, 0) + count
-        return [(place * wide, (place + 1) * wide, found.get(place, 0)) for place in range(max(found, default=-1) + 1)]
+    @classmethod
+    def sum(cls, parts: Sequence[Lengths]) -> Lengths:
+        """Return the lengths of several sources together."""
+        total: Counter[int] = Counter()
+        for part in parts:
+            total.update(dict(part.counts))
+        return cls(tuple(sorted(total.items())))
 
     @property
     def most(self) -> int:
-        """The longest, in tokens, to its class."""
-        return (self.counts[-1][0] + 1) * self.unit - 1 if self.counts else 0
+        """Longest sample, in tokens."""
+        return self.counts[-1][0] if self.counts else 0
 
     def at(self, share: float) -> int:
-        """Return the length, to its class, that a share of the samples does not exceed."""
-        left = share * sum(count for _, count in self.counts)
-        for number, count in self.counts:
-            left -= count
-            if left <= 0:
-                return (number + 1) * self.unit - 1
-        return self.most
+        """Return the length that a share of the samples does not exceed, in tokens."""
+        lengths, samples = np.array(self.counts).T
+        return int(lengths[np.searchsorted(np.cumsum(samples), share * samples.sum())])
 
-
-def _round_steps() -> Iterator[int]:
-    yield from (step * 10**power for power in itertools.count() for step in (1, 2, 5))
+    def classes(self, most: int) -> list[tuple[int, int, int]]:
+        """Return a histogram of at most `most` bars of a round width: (low, high, samples), high excluded."""
+        widths = (step * 10**power for power in count() for step in (1, 2, 5))
+        width = next(each for each in widths if each * most > self.most)
+        bars = [0] * (self.most // width + 1)
+        for tokens, samples in self.counts:
+            bars[tokens // width] += samples
+        return [(place * width, (place + 1) * width, samples) for place, samples in enumerate(bars)]
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What became of one source.
+    """Counts of one source."""
 
-    Args:
-        label: the source: its path, or its name and split
-        format: the format of its rows, as detected or as asked for
-        rows: rows read, unusable ones included
-        bad_rows: rows skipped as unusable
-        bad_examples: the first of them, each `place: reason`
-        samples: samples made of the rows
-        tokens: tokens kept
-        trained_tokens: tokens that count in the loss
-        truncated_rows: samples that were cut
-        cut_tokens: tokens cut off
-        found: what `ftkit.data.faults` found in the rows, by the names of its `FAULTS`
-        empty_samples: samples whose answers hold nothing but their ends, all of them
-        ends: the tokens that end answers, as text, and how many samples they end
-        lengths: lengths of the samples, in tokens
-        trained_lengths: number of trained tokens in each sample
-        split_rows: plain texts longer than a sequence that became several samples
-        split_samples: the samples that they became
-        unread: names of columns and keys that say something and that nobody reads, see `ftkit.data.columns`
-        ignored: names of `data.ignore_columns` that were there
-        columns: all names in the first rows
-        files: names of the files that were read, where the source is a folder
-        passed_over: names of the files in the folder that hold no rows and were not read
-        empty: names of those that were read and hold none
-    """
-
-    label: str
-    format: str
-    rows: int
-    bad_rows: int
-    bad_examples: tuple[str, ...]
+    label: str  # path, or name and split
+    format: str  # as detected or as given
+    rows: int  # rows read, unusable ones included
+    bad_rows: int  # unusable rows, which are skipped
+    bad_examples: tuple[str, ...]  # the first of them, each `place: reason`
     samples: int
-    tokens: int
-    trained_tokens: int
-    truncated_rows: int
-    cut_tokens: int
-    found: dict[str, Found]
-    empty_samples: int
-    ends: dict[str, int]
-    lengths: Lengths
-    trained_lengths: Lengths
-    split_rows: int = 0
-    split_samples: int = 0
-    unread: dict[str, Found] = field(default_factory=dict)
-    ignored: dict[str, Found] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
+    tokens: int  # tokens of the samples, after cutting
+    trained_tokens: int  # tokens that count in the loss
+    truncated_rows: int  # samples that were cut
+    cut_tokens: int  # tokens cut off
+    split_rows: int  # plain texts longer than a sequence
+    split_samples: int  # samples made of those
+    lengths: Lengths  # tokens per sample, before cutting
+    trained_lengths: Lengths  # trained tokens per sample
+    ends: dict[str, int]  # tokens that end answers, as text, and the samples that end with each
+    found: dict[str, Found]  # findings by their names in WARNINGS
+    files: tuple[str, ...] = ()  # names of the files read, where the source is a folder
+    unused: tuple[str, ...] = ()  # columns with content that the format does not read
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> SourceReport:
-        """Return what `dataclasses.asdict` made plain, once it was JSON."""
-        found = {
-            kind: {name: Found(each["rows"], tuple(each["places"])) for name, each in fields[kind].items()}
-            for kind in ("found", "unread", "ignored")
-        }
-        names = {name: tuple(fields[name]) for name in ("bad_examples", "columns", "files", "passed_over", "empty")}
-        lengths = {
-            name: Lengths(fields[name]["unit"], tuple(tuple(pair) for pair in fields[name]["counts"]))
-            for name in ("lengths", "trained_lengths")
-        }
-        return cls(**{**fields, **names, **found, **lengths})
+
+class Total:
+    """A count of `SourceReport`, summed over the sources of a `Report`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, report: Report, owner: type) -> int:
+        return sum(getattr(source, self.name) for source in report.sources)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows of all sources.
-
-    Args:
-        sources: one report for each source
-        rendering: marked | prefix | plain, see `ftkit.data.template`
-        sequences: rows of the prepared data set: samples, or packed sequences of them
-        packing_efficiency: share of the packed sequences' room that holds tokens, or None
-        duplicates: samples that are the same as an earlier one, each place `file:9, as file:2`
-        digest: checksum of all tokens and labels in their order; empty where an earlier version of ftkit prepared them
-        cached: whether the prepared data were there already
-    """
+    """Counts of all sources."""
 
     sources: tuple[SourceReport, ...]
-    rendering: str
-    sequences: int
-    packing_efficiency: float | None
-    duplicates: Found
-    digest: str = ""
-    cached: bool = False
+    rendering: str  # how the answers are found, see ftkit.data.template
+    sequences: int  # rows of the prepared data set: samples, or packed sequences
+    packing_efficiency: float | None  # share of the packed sequences that holds tokens
+    duplicates: Found  # samples equal to an earlier one, each place `file:9, as file:2`
+    digest: str = ""  # checksum of all tokens and labels in their order
+    cached: bool = False  # whether the prepared rows were in the cache
+    day: str = ""  # day that a template with `strftime_now` wrote; "" if it writes none
 
-    @property
-    def rows(self) -> int:
-        """Rows read, unusable ones included."""
-        return sum(source.rows for source in self.sources)
-
-    @property
-    def bad_rows(self) -> int:
-        """Rows skipped as unusable."""
-        return sum(source.bad_rows for source in self.sources)
+    rows, bad_rows, samples, split_rows, split_samples = Total(), Total(), Total(), Total(), Total()
+    tokens, trained_tokens, truncated_rows, cut_tokens = Total(), Total(), Total(), Total()
 
     @property
     def bad_examples(self) -> tuple[str, ...]:
-        """The first skipped rows of each source, `place: reason`."""
-        return tuple(itertools.chain.from_iterable(source.bad_examples for source in self.sources))
+        """The first unusable rows of each source."""
+        return tuple(example for source in self.sources for example in source.bad_examples)
 
     @property
-    def samples(self) -> int:
-        """Samples made of the rows."""
-        return sum(source.samples for source in self.sources)
+    def lengths(self) -> Lengths:
+        """Tokens per sample of all sources, before cutting."""
+        return Lengths.sum([source.lengths for source in self.sources])
 
     @property
-    def tokens(self) -> int:
-        """Tokens kept."""
-        return sum(source.tokens for source in self.sources)
+    def trained_lengths(self) -> Lengths:
+        """Trained tokens per sample of all sources."""
+        return Lengths.sum([source.trained_lengths for source in self.sources])
 
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens that count in the loss."""
-        return sum(source.trained_tokens for source in self.sources)
-
-    @property
-    def truncated_rows(self) -> int:
-        """Samples that were cut."""
-        return sum(source.truncated_rows for source in self.sources)
-
-    @property
-    def cut_tokens(self) -> int:
-        """Tokens cut off."""
-        return sum(source.cut_tokens for source in self.sources)
-
-    @property
-    def split_rows(self) -> int:
-        """Plain texts that became several samples."""
-        return sum(source.split_rows for source in self.sources)
-
-    @property
-    def split_samples(self) -> int:
-        """Samples that plain texts were split into."""
-        return sum(source.split_samples for source in self.sources)
+    def remarks(self) -> list[str]:
+        """Return sentences on columns that are not read, and on the day."""
+        unused = [f"{source.label}: not read: {', '.join(source.unused)}" for source in self.sources if source.unused]
+        return [*unused, f"date in the prompt: {self.day}"] if self.day else unused
 
     def __str__(self) -> str:
-        """Return the report as lines for a person."""
+        """Return the report for a person."""
         lines = []
         for source in self.sources:
             lines.append(f"{source.label}: {counted(source.rows, 'row')}, format {source.format}")
             if source.files:
-                lines.append(f"  {counted(len(source.files), 'file')}: {some_of(source.files)}")
-            if source.passed_over:
-                lines.append(f"  not read: {some_of(source.passed_over)}")
-            if source.empty:
-                lines.append(f"  without a row: {some_of(source.empty)}")
-            if source.ignored:
-                lines.append(f"  ignored: {', '.join(f'{name} ({each.rows})' for name, each in source.ignored.items())}")
+                names = [*source.files[:FILES_SHOWN], *["…"][: len(source.files) - FILES_SHOWN]]
+                lines.append(f"  {counted(len(source.files), 'file')}: {', '.join(names)}")
+        lines += self.remarks()
         trained = 100 * self.trained_tokens / max(self.tokens, 1)
         lines.append(
             f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, {trained:.0f} % of them trained on"
@@ -258,24 +188,184 @@ class Report:
             lines.append(f"packed into {counted(self.sequences, 'sequence')}, {100 * self.packing_efficiency:.1f} % full")
         return "\n".join(lines)
 
-    @property
-    def lengths(self) -> Lengths:
-        """How long the samples of all sources are."""
-        return Lengths.sum([source.lengths for source in self.sources])
-
-    @property
-    def trained_lengths(self) -> Lengths:
-        """How much is trained on in each sample of all sources."""
-        return Lengths.sum([source.trained_lengths for source in self.sources])
-
     def to_json(self) -> str:
         """Return the report as JSON text."""
-        return json.dumps(asdict(self), indent=1)
+        return _JSON.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote."""
-        fields = json.loads(text)
-        sources = tuple(SourceReport.of(source) for source in fields.pop("sources"))
-        duplicates = fields.pop("duplicates")
-        return cls(sources=sources, duplicates=Found(duplicates["rows"], tuple(duplicates["places"])), **fields)
+        """Read the text of `to_json`.
+
+        Raises:
+            ValueError: The text is not a report.
+        """
+        try:
+            return _JSON.validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not a report: {error.errors()[0]['msg']}") from error
+
+
+_JSON = TypeAdapter(Report)
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Checks of single rows.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids: Its special tokens, and the tokens added to its vocabulary.
+    """
+
+    tokenizer: Any
+    ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Checks:
+        """Return the checks for a tokenizer."""
+        added = {number for number, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+        return cls(tokenizer, frozenset(added.union(tokenizer.all_special_ids)))
+
+    def of_row(self, encoded: Any, content: object, kept_tokens: int, *, answers: bool) -> tuple[int, int]:
+        """Check one row.
+
+        Args:
+            encoded: The row before cutting: `ids`, the spans `answers`, and `doubled_bos` (a second BOS was dropped).
+            content: The row's text, or its turns.
+            kept_tokens: Tokens of the row that are kept.
+            answers: Whether the spans are answers; False where all tokens are trained on.
+
+        Returns:
+            The findings as bits (`BITS`), and the token that ends the last answer, or -1.
+        """
+        ids, bos = encoded.ids, self.tokenizer.bos_token_id
+        spans = encoded.answers if answers else encoded.answers[-1:]
+        if isinstance(content, str):  # text needs no end
+            spans = []
+        answer_cut = bool(spans) and spans[-1][1] > kept_tokens
+        ends = [] if answer_cut else [self._end(ids[start:stop]) for start, stop in spans]
+        doubled = bos not in (None, self.tokenizer.eos_token_id) and (bos, bos) in pairwise(ids)
+        found = {
+            "no_end": -1 in ends,
+            "only_end": answers and any(self._is_empty(ids[start:stop]) for start, stop in spans),
+            "doubled_bos": encoded.doubled_bos or doubled,
+            "answer_cut": answer_cut,
+            "cut": len(ids) > kept_tokens and not answer_cut,
+        }
+        return sum(BITS[name] for name, is_found in found.items() if is_found), ends[-1] if ends else -1
+
+    def _end(self, answer: Sequence[int]) -> int:
+        """Return the special token that an answer ends with, blanks after it aside, or -1."""
+        last = next(self._not_blank(reversed(answer)), -1)
+        return last if last in self.ids else -1
+
+    def _is_empty(self, answer: Sequence[int]) -> bool:
+        first = list(islice(self._not_blank(answer), 2))
+        return not first or (len(first) == 1 and first[0] in self.ids)
+
+    def _not_blank(self, tokens: Iterable[int]) -> Iterator[int]:
+        return (token for token in tokens if token in self.ids or self.tokenizer.decode([token]).strip())
+
+    def name(self, token: int) -> str:
+        """Return a token as text."""
+        return str(self.tokenizer.convert_ids_to_tokens(token))
+
+
+def found_of(flags: np.ndarray, places: Sequence[str]) -> dict[str, Found]:
+    """Return the findings in rows, given their bits, shape (rows,), and their places."""
+    found = {name: np.flatnonzero(flags & bit) for name, bit in BITS.items()}
+    return {name: _found(rows, places) for name, rows in found.items() if len(rows)}
+
+
+def ends_of(ends: np.ndarray, checks: Checks) -> dict[str, int]:
+    """Return the names of tokens that end rows and how many rows each ends, given the tokens, shape (rows,), or -1."""
+    tokens = Counter(ends[ends >= 0].tolist())
+    return {checks.name(token): rows for token, rows in tokens.most_common()}
+
+
+def duplicates_of(digests: np.ndarray, places: Sequence[str]) -> Found:
+    """Return the samples that equal an earlier one, given their checksums, shape (samples,), and their places."""
+    _, firsts, groups = np.unique(digests, return_index=True, return_inverse=True)
+    first = firsts[groups]
+    later = np.flatnonzero(first != np.arange(len(digests)))
+    shown = later[:PLACES_KEPT].tolist()
+    return Found(len(later), tuple(f"{places[row]}, as {places[int(first[row])]}" for row in shown))
+
+
+def overlap_of(train_digests: np.ndarray, held_out_digests: np.ndarray, places: Sequence[str]) -> Found:
+    """Return the held-out samples that are also trained on, given checksums and the places of the held-out samples."""
+    return _found(np.flatnonzero(np.isin(held_out_digests, train_digests)), places)
+
+
+def _found(rows: np.ndarray, places: Sequence[str]) -> Found:
+    return Found(len(rows), tuple(places[row] for row in rows[:PLACES_KEPT].tolist()))
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning about rows that can be trained on.
+
+    Args:
+        kind: A name of `WARNINGS`, or unusable, other_end, duplicates, little_trained, overlap.
+        text: A sentence with the numbers.
+        places: File and line of the first rows.
+    """
+
+    kind: str
+    text: str
+    places: tuple[str, ...] = ()
+
+    def of(self, part: str) -> Warned:
+        """Return the warning with the name of a part of the data before it."""
+        return replace(self, text=f"{part}: {self.text}")
+
+    def __str__(self) -> str:
+        return f"{self.text} ({', '.join(self.places)})" if self.places else self.text
+
+
+def warnings_of(report: Report, stops: Collection[str]) -> list[Warned]:
+    """Return the warnings for prepared rows, the worst first.
+
+    Args:
+        report: Counts and findings.
+        stops: Tokens at which generation stops, as text.
+    """
+    of_samples = f"of {counted(report.samples, 'sample')}"
+    warned = []
+    if report.bad_rows:
+        text = f"{report.bad_rows} of {counted(report.rows, 'row')} cannot be used and are skipped"
+        warned.append(Warned("unusable", text, report.bad_examples[:PLACES_KEPT]))
+    for kind, text in WARNINGS.items():
+        found = [source.found[kind] for source in report.sources if kind in source.found]
+        places = tuple(place for each in found for place in each.places)[:PLACES_KEPT]
+        if found:
+            warned.append(Warned(kind, f"{sum(each.rows for each in found)} {of_samples} have {text}", places))
+    ends = sum((Counter(source.ends) for source in report.sources), Counter[str]())
+    for name, rows in ends.items():
+        if name not in stops:
+            stops_at = f"it stops at: {', '.join(sorted(stops)) or 'none'}"
+            advice = "Make it the tokenizer's eos_token, or name it in generation_config.json"
+            text = f"{rows} {of_samples} end with {name}, at which generation does not stop ({stops_at}). {advice}"
+            warned.append(Warned("other_end", text))
+    if report.duplicates.rows:
+        text = f"{report.duplicates.rows} {of_samples} are the same as an earlier one"
+        warned.append(Warned("duplicates", text, report.duplicates.places))
+    trained = report.trained_tokens / max(report.tokens, 1)
+    if trained < LITTLE_TRAINED:
+        text = f"only {100 * trained:.2g} % of the tokens are trained on: the answers are short"
+        warned.append(Warned("little_trained", text))
+    return warned
+
+
+def overlap_warning(found: Found, held_out_rows: int) -> Warned | None:
+    """Return the warning for held-out samples that are also trained on, or None."""
+    if not found.rows:
+        return None
+    text = f"{found.rows} of {counted(held_out_rows, 'held-out sample')} are also trained on: the evaluation looks too good"
+    return Warned("overlap", text, found.places)
+
+
+def stops_of(generation_config: Any) -> tuple[int, ...]:
+    """Return the tokens at which generation stops by a `GenerationConfig`, or by None."""
+    found = getattr(generation_config, "eos_token_id", None)
+    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (int(found),)

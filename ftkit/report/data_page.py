@@ -1,31 +1,30 @@
-"""Data before training, as a page or as an element of a notebook: what becomes of the rows, and rows as the model gets them.
+"""Data before training, as a page or as an element of a notebook.
 
-What is trained on is underlined, on a ground of its own and set in `<mark>`; special tokens stand in frames under their
-names; a packed sample begins with its place. So nothing is told by a colour alone. All text is data of strangers: it is
-escaped, and what nobody would see is written as a sign. It needs no other file, and has no scripts.
+Trained tokens are underlined, on a background of their own and in `<mark>`; special tokens have a frame and their names; a
+packed sample begins with its place. So nothing depends on a colour alone. Rows are untrusted text: it is escaped, and
+control characters are shown as signs. The page loads no other file and has no scripts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import chain
 
 from ftkit.config.wording import counted
-from ftkit.data.findings import Findings
-from ftkit.data.preview import Piece, Sample, Shown
-from ftkit.data.report import Lengths, Report
+from ftkit.data.preview import Findings, Piece, Sample, Shown
+from ftkit.data.report import Lengths, Report, Warned
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
 from ftkit.report.style import embedded
 from ftkit.report.text import escaped, visible
 
-CLASSES = 40
-"""Of a histogram, about."""
+BARS = 40
+"""Most bars of a histogram."""
 SCOPE = "ftkit-data"
 
-BOX = """
-.box{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:2px 18px 16px;
+FRAME = """
+.frame{background:var(--page);color:var(--ink);border:1px solid var(--line);border-radius:10px;padding:2px 18px 16px;
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
 h2{font-size:15px;font-weight:650;margin:22px 0 10px}
 h3{margin:0 0 4px}
@@ -38,20 +37,19 @@ h3{margin:0 0 4px}
 border-radius:10px;overflow-wrap:anywhere;white-space:pre-wrap}
 .soft{color:var(--soft)}
 """
-"""Of the element in a notebook, where the style sheet of a page is not."""
+"""For a notebook, which has no style sheet of ours."""
 
 STYLE = """
 .legend-of-tokens{display:flex;flex-wrap:wrap;gap:6px 22px;margin:0 0 12px;color:var(--soft);font-size:13px}
-.faults{margin:0;padding:0;list-style:none;display:grid;gap:10px}
-.faults li{background:var(--card);border:1px solid var(--line);border-left:4px solid var(--c1);border-radius:10px;
+.warnings{margin:0;padding:0;list-style:none;display:grid;gap:10px}
+.warnings li{background:var(--card);border:1px solid var(--line);border-left:4px solid var(--c1);border-radius:10px;
 padding:10px 16px;overflow-wrap:anywhere}
-.faults .places{color:var(--soft);font-size:13px}
+.warnings .places{color:var(--soft);font-size:13px}
 .shown{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 18px;margin:0 0 14px}
 .shown h3{font-size:14px;font-weight:600;margin:0 0 4px;overflow-wrap:anywhere}
 .edge{display:flex;flex-wrap:wrap;gap:2px 12px;margin:10px 0 4px;padding-top:8px;border-top:2px dashed var(--line);
 color:var(--soft);font-size:12.5px;overflow-wrap:anywhere}
 .edge:first-of-type{border-top:0;padding-top:0;margin-top:0}
-.edge .why{color:var(--bad)}
 .tokens{font:13.5px/1.9 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;
 overflow-wrap:anywhere;color:var(--soft)}
 .tokens span,.tokens mark{box-shadow:inset -1px 0 var(--line)}
@@ -63,29 +61,28 @@ overflow-wrap:anywhere;color:var(--soft)}
 
 
 def render(found: Findings) -> str:
-    """Return the page of a found."""
+    """Return the findings as a page."""
     body = [
         f"<header><h1>{escaped(found.title)}</h1></header>",
         *_body(found),
         f"<footer>Written by ftkit on {escaped(datetime.now().astimezone().strftime('%Y-%m-%d %H:%M:%S %z'))}. "
-        "This file needs no other.</footer>",
+        "This file loads no other.</footer>",
     ]
     return page(f"{found.title} – ftkit data", body, style=STYLE)
 
 
 def fragment(found: Findings) -> str:
-    """Return a preview as one element for a page of others."""
-    style = embedded(f".{SCOPE}", BOX + STYLE)
-    return f'<div class="{SCOPE}"><style>{style}</style><div class="box">{"".join(_body(found))}</div></div>'
+    """Return the findings as an element of another page."""
+    style = embedded(f".{SCOPE}", FRAME + STYLE)
+    return f'<div class="{SCOPE}"><style>{style}</style><div class="frame">{"".join(_body(found))}</div></div>'
 
 
 def _body(found: Findings) -> Iterator[str]:
     if found.refused:
-        yield f'<p class="said">A run would not begin with these data.\n{escaped(visible(found.refused))}</p>'
+        yield f'<p class="said">A run would refuse these data.\n{escaped(visible(found.refused))}</p>'
     if found.report is not None:
         yield from _cards(found.report)
-    yield from _faults(found)
-    if found.report is not None:
+        yield from _warnings(found.report, found.warnings)
         yield "<h2>How long the rows are</h2>"
         yield f'<div class="grid-of-charts">{"".join(_lengths(found.report, found.sequence_tokens))}</div>'
     if found.shown:
@@ -113,22 +110,20 @@ def _cards(report: Report) -> Iterator[str]:
         yield f'<div class="card"><div class="name">{name}</div><div class="value">{value}</div>'
         yield f'<div class="note">{escaped(note)}</div></div>'
     yield "</div>"
+    for remark in report.remarks():
+        yield f'<p class="remark">{escaped(visible(remark))}</p>'
 
 
-def _faults(found: Findings) -> Iterator[str]:
+def _warnings(report: Report, warnings: Sequence[Warned]) -> Iterator[str]:
     yield "<h2>Warnings</h2>"
-    if not found.faults:
-        rows = 0 if found.report is None else found.report.rows
-        looked_at = f"None: all of {counted(rows, 'row')} were looked at." if rows else "No row can be used."
-        yield f'<p class="soft">{looked_at}</p>'
-    else:
-        yield '<ul class="faults">'
-        for fault in found.faults:
-            places = "".join(f"<div>{escaped(visible(place))}</div>" for place in fault.places)
-            yield f'<li>⚠ {escaped(visible(fault.text))}<div class="places">{places}</div></li>'
+    if warnings:
+        yield '<ul class="warnings">'
+        for warned in warnings:
+            places = "".join(f"<div>{escaped(visible(place))}</div>" for place in warned.places)
+            yield f'<li>⚠ {escaped(visible(warned.text))}<div class="places">{places}</div></li>'
         yield "</ul>"
-    for note in found.notes:
-        yield f'<p class="remark">{escaped(visible(note))}</p>'
+    else:
+        yield f'<p class="soft">None: all of {counted(report.rows, "row")} were checked.</p>'
 
 
 def _lengths(report: Report, sequence_tokens: int) -> Iterator[str]:
@@ -138,22 +133,21 @@ def _lengths(report: Report, sequence_tokens: int) -> Iterator[str]:
 
 
 def _histogram(title: str, lengths: Lengths, limit: tuple[float, str] | None) -> str:
-    return histogram(title, ("length", "tokens"), ("how many", "samples"), lengths.classes(CLASSES), limit)
+    return histogram(title, ("length", "tokens"), ("how many", "samples"), lengths.classes(BARS), limit)
 
 
 def _shown(shown: Shown) -> Iterator[str]:
     used = sum(sample.tokens for sample in shown.samples)
     yield f'<section class="shown"><h3>{escaped(visible(shown.title))}</h3>'
     for number, sample in enumerate(shown.samples, 1):
-        which = f"{number} of {len(shown.samples)} packed · " if shown.room_tokens else ""
-        why = f'<span class="why">{escaped(visible(sample.problem))}</span>' if sample.problem else ""
+        which = f"{number} of {len(shown.samples)} packed · " if shown.sequence_tokens else ""
         yield (
             f'<div class="edge"><span>{which}{escaped(visible(sample.place))}</span>'
-            f"<span>{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on</span>{why}</div>"
+            f"<span>{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on</span></div>"
         )
         yield f'<div class="tokens">{"".join(_pieces(sample))}</div>'
-    if shown.room_tokens > used:
-        yield f'<div class="edge">{counted(shown.room_tokens - used, "token")} of room left</div>'
+    if shown.sequence_tokens > used:
+        yield f'<div class="edge">{counted(shown.sequence_tokens - used, "token")} not filled</div>'
     yield "</section>"
 
 

@@ -1,6 +1,6 @@
-"""Data before training, on a terminal. What is trained on stands in ⟦brackets⟧, bold and underlined where there are colours.
+"""Data before training, on a terminal. Trained tokens are in ⟦brackets⟧, bold and underlined if the terminal has colours.
 
-Text of rows is untrusted: control characters are escaped.
+Rows are untrusted text: control characters are escaped.
 """
 
 from __future__ import annotations
@@ -9,45 +9,42 @@ from rich.console import Console
 from rich.text import Text
 
 from ftkit.config.wording import counted
-from ftkit.data.findings import Findings
-from ftkit.data.preview import Sample, Shown
+from ftkit.data.preview import Findings, Sample, Shown
 from ftkit.data.report import Lengths
 from ftkit.report.text import visible
 
-CLASSES = 12
+BARS = 12
 BAR = 44
 """Characters of the longest bar."""
 READ, LEARNED, SPECIAL = "dim", "bold underline green", "cyan"
 
 
 def show(found: Findings, console: Console, *, rows: bool) -> None:
-    """Print a preview; see `Preview.show`."""
+    """Print the findings, and the rows as tokens if asked."""
     console.print(Text(visible(found.title), "bold"))
     if found.report is not None:
         console.print(Text(visible(str(found.report))))
         _histogram(console, found.report.lengths, found.sequence_tokens)
     if found.held_out is not None:
-        console.print(Text(visible(f"held out: {found.held_out}")))
-    for fault in found.faults:
-        console.print(Text.assemble(("warning: ", "bold yellow"), visible(str(fault))))
-    if found.report is not None and not found.faults:
-        console.print(Text(f"all of {counted(found.report.rows, 'row')} were looked at: no warnings", "green"))
-    for note in found.notes:
-        console.print(Text(visible(f"note: {note}")))
+        console.print(Text(visible(f"held-out rows: {found.held_out}")))
+    for warned in found.warnings:
+        console.print(Text.assemble(("warning: ", "bold yellow"), visible(str(warned))))
+    if found.report is not None and not found.warnings:
+        console.print(Text(f"all of {counted(found.report.rows, 'row')} were checked: no warnings", "green"))
     if rows and found.shown:
         legend = Text.assemble("\n", ("⟦trained on⟧", LEARNED), "  ", ("read only", READ), "  ", ("<special>", SPECIAL))
         console.print(legend)
         for shown in found.shown:
             _shown(console, shown)
     if found.refused:
-        console.print(Text.assemble(("a run would not begin with these data: ", "bold red"), visible(found.refused)))
+        console.print(Text.assemble(("a run would refuse these data: ", "bold red"), visible(found.refused)))
 
 
 def _histogram(console: Console, lengths: Lengths, sequence_tokens: int) -> None:
-    classes = lengths.classes(CLASSES)
+    classes = lengths.classes(BARS)
     most = max((count for _, _, count in classes), default=0)
     width = max((len(f"{high - 1:,}") for _, high, _ in classes), default=0)
-    console.print(Text("tokens of a sample, before it is cut; how many samples", "bold"))
+    console.print(Text("tokens per sample, before cutting, and samples", "bold"))
     for low, high, count in classes:
         bar = "█" * max(round(BAR * count / most), int(count > 0))
         over = "  beyond sequence_tokens" if count and low >= sequence_tokens else ""
@@ -57,19 +54,17 @@ def _histogram(console: Console, lengths: Lengths, sequence_tokens: int) -> None
 def _shown(console: Console, shown: Shown) -> None:
     console.print(Text(f"\n{visible(shown.title)}", "bold"))
     for number, sample in enumerate(shown.samples, 1):
-        which = f"{number} of {len(shown.samples)} packed, " if shown.room_tokens else ""
+        which = f"{number} of {len(shown.samples)} packed, " if shown.sequence_tokens else ""
         facts = f"── {which}{sample.place}: {counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on"
         console.print(Text(visible(facts), "bold blue"))
-        if sample.problem:
-            console.print(Text(visible(sample.problem), "red"))
         console.print(_text(sample))
     used = sum(sample.tokens for sample in shown.samples)
-    if shown.room_tokens > used:
-        console.print(Text(f"── {counted(shown.room_tokens - used, 'token')} of room left", "bold blue"))
+    if shown.sequence_tokens > used:
+        console.print(Text(f"── {counted(shown.sequence_tokens - used, 'token')} not filled", "bold blue"))
 
 
 def _text(sample: Sample) -> Text:
-    """Return the tokens of a sample, with brackets around what is trained on."""
+    """Return the tokens of a sample, with brackets around the trained ones."""
     text, inside = Text(), False
     for place, piece in enumerate(sample.pieces):
         if sample.hidden_tokens and place == sample.hidden_at:

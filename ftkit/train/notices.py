@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
-from ftkit.data.faults import Fault
-from ftkit.data.report import Report
+from ftkit.data.report import Report, Warned
 from ftkit.train.questions import Question
 
 
@@ -19,7 +18,7 @@ def notices(
     report: Report,
     sequences: int,
     step_sequences: int,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Warned] = (),
     positions: int | None = None,
     tokenizer_tokens: int | None = None,
     asked: Sequence[Question] = (),

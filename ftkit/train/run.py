@@ -29,8 +29,8 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
-from ftkit.data.faults import stops_of
 from ftkit.data.prepare import Collator, check_isolation
+from ftkit.data.report import stops_of
 from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
@@ -224,7 +224,7 @@ class Job:
         trainer, rows = self.trainer, self.rows
         assert rows is not None
         stops = stops_of(getattr(trainer.model, "generation_config", None))
-        faults = [] if self.say.quiet else rows.faults(self.tokenizer, stops)
+        faults = [] if self.say.quiet else rows.warnings(self.tokenizer, stops)
         order, step_sequences = trainer.order.order, trainer.order.step_sequences
         known, left_out, report = positions_of(trainer.model), rows.left_out(order), rows.prepared.report
         longest = self.tokenizer.model_max_length
@@ -524,7 +524,7 @@ def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> Non
         f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
     )
     say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
-    faults = rows.faults(tokenizer, stops_of(getattr(model, "generation_config", None)))
+    faults = rows.warnings(tokenizer, stops_of(getattr(model, "generation_config", None)))
     positions, longest = positions_of(model), tokenizer.model_max_length
     left_out, report = rows.left_out(order), rows.prepared.report
     for line in notices(recipe, report, len(order), step_sequences, faults, positions, longest, parts.asked, left_out):

@@ -40,7 +40,7 @@ def test_the_page(browser: Chromium, preview: Preview, tmp_path: Path, width: in
     assert (browser.evaluate(BRIGHTNESS) < 3 * 60) == dark
     assert all(ratio >= 4.5 for ratio in browser.evaluate(CONTRAST))  # WCAG 2, AA
     line = browser.evaluate("getComputedStyle(document.querySelector('.shown mark')).borderBottomWidth")
-    assert line == "2px"  # told by more than a colour
+    assert line == "2px"  # not by colour alone
     assert browser.evaluate("document.scripts.length + document.images.length") == 0
 
 
@@ -52,7 +52,7 @@ def test_the_element_follows_the_notebooks_theme(browser: Chromium, preview: Pre
     path.write_text(f'<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">{text}', encoding="utf-8")
     browser.open(path, width=DESKTOP, dark=not dark)  # the notebook's own theme is what counts
     assert browser.complaints == []
-    ground = BRIGHTNESS.replace("document.body", "document.querySelector('.ftkit-data .box')")
+    ground = BRIGHTNESS.replace("document.body", "document.querySelector('.ftkit-data .frame')")
     assert (browser.evaluate(ground) < 3 * 60) == dark
     assert browser.evaluate("getComputedStyle(document.getElementById('other')).color") == "rgb(255, 0, 0)"
     assert all(ratio >= 4.5 for ratio in browser.evaluate(CONTRAST))
