@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
+from ftkit.config.recipe import Data
 from ftkit.data.batches import Collator
 from ftkit.data.prepare import prepare
 from ftkit.data.report import (
@@ -54,12 +55,12 @@ GOOD = chat("1+1?", "two", "be short")
 def ready(tmp_path):
     """Prepare rows; return the tokenizer and the prepared rows."""
 
-    def prepared(rows, template=TEMPLATE, tokenizer=None, name="rows.jsonl", **settings):
+    def prepared(rows, template=TEMPLATE, tokenizer=None, name="rows.jsonl", task="causal-lm", **settings):
         tokenizer = tokenizer or make_tokenizer(tmp_path / "tokenizer", template)
         path = tmp_path / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        settings = {"sequence_tokens": 64, "workers": 1, "cache_dir": tmp_path / "cache", **settings}
-        return tokenizer, prepare(path, tokenizer, **settings)
+        settings = {"sequence_tokens": 64, "workers": 1, "cache_dir": str(tmp_path / "cache"), **settings}
+        return tokenizer, prepare(Data(path=str(path), **settings), tokenizer, task=task)
 
     return prepared
 
@@ -225,9 +226,7 @@ def test_warnings_sum_the_sources():
     assert warned["unusable"] == Warned("unusable", "1 of 6 rows cannot be used and are skipped", ("b:3: is bad",))
     assert warned["other_end"].text.startswith("1 of 6 samples end with <stop>, at which generation does not stop")
     copies = report(source(), duplicates=Found(1, ("a:2, as a:1",)))
-    assert [each.text for each in warnings_of(copies, ["<end>"], shared=True)] == [
-        "1 of 3 samples are the same as an earlier one; with eval.share, copies may be in both sets"
-    ]
+    assert [each.text for each in warnings_of(copies, ["<end>"])] == ["1 of 3 samples are the same as an earlier one"]
     [little] = warnings_of(report(source(tokens=10_000, trained_tokens=30)), ["<end>"])
     assert (little.kind, little.text[:8]) == ("little_trained", "only 0.3")
 
@@ -270,7 +269,7 @@ def test_unused_columns_are_named_and_not_trained_on(ready):
     tokenizer, prepared = ready(rows)
     assert prepared.report.sources[0].unused == ("id", "origin")
     assert "rows.jsonl: not read: id, origin\n" in str(prepared.report)
-    assert "forum" not in tokenizer.decode(prepared.dataset[1]["input_ids"])
+    assert "forum" not in tokenizer.decode(prepared.train[1]["input_ids"])
 
 
 def test_findings_are_kept_with_the_prepared_data(ready):
@@ -311,5 +310,5 @@ def test_the_end_is_trained_on_though_padding_has_the_same_token(ready, tmp_path
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer, prepared = ready([GOOD, chat("2+2?", "four hundred")], tokenizer=tokenizer)
-    labels = Collator.of(tokenizer)(list(prepared.dataset))["labels"]
+    labels = Collator.of(tokenizer)(list(prepared.train))["labels"]
     assert labels.eq(tokenizer.eos_token_id).sum(1).tolist() == [1, 1]
