@@ -11,6 +11,7 @@ that JSON lacks (bytes, a date, an image) becomes an object that names its type,
 from __future__ import annotations
 
 import codecs
+import csv
 import hashlib
 import io
 import json
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import datasets
-import pandas
 import pyarrow
 from datasets.exceptions import DatasetsError
 
@@ -149,8 +149,9 @@ def _rows_of(file: Path) -> Iterator[Row]:
     options: dict[str, Any] = {}
     if TABLES[kind] == "csv":  # text columns: an answer `007` is not the number 7, and `NA` is not missing
         separator = "\t" if kind == ".tsv" else ","
-        names = pandas.read_csv(file, sep=separator, nrows=0, dtype=str).columns
-        columns = datasets.Features({str(name): datasets.Value("string") for name in names})
+        with open(file, encoding="utf-8-sig", newline="") as stream:
+            names = next(csv.reader(stream, delimiter=separator), [])
+        columns = datasets.Features({name: datasets.Value("string") for name in names})
         options = {"sep": separator, "features": columns, "keep_default_na": False}
     table = datasets.load_dataset(TABLES[kind], data_files=str(file), split="train", streaming=True, **options)
     return _numbered(str(file), table)

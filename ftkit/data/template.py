@@ -201,7 +201,7 @@ class Template:
         offsets = [
             (min(start, stop - 1), stop) for start, stop in encoded["offset_mapping"]
         ]  # blank tokens may have no width
-        found = []
+        found: list[Span] = []
         for first, last in spans:
             inside = [i for i, (start, stop) in enumerate(offsets) if start < last and stop > first]
             if not inside:
@@ -227,7 +227,8 @@ class Template:
 
     def _prefixes(self, conversation: Conversation, learn_all: bool) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the span of characters of each answer."""
-        whole, spans = self._render(conversation), []
+        whole = self._render(conversation)
+        spans: list[Span] = []
         if learn_all and not conversation.muted:
             return whole, spans
         for number, turn in enumerate(conversation.turns):
@@ -264,7 +265,9 @@ class Template:
 
     def _plain(self, conversation: Conversation, learn_all: bool) -> Encoded:
         """Put question, separator and answer one after the other, each answer closed by eos."""
-        ids, answers, silent, question = list(self.lead), [], [], ""
+        ids, question = list(self.lead), ""
+        answers: list[Span] = []
+        silent: list[Span] = []
         for number, turn in enumerate(conversation.turns):
             if turn["role"] != "assistant":
                 question += turn["content"] + conversation.separator
