@@ -49,11 +49,4 @@ FAULTS = (
         "            self.accelerator.shard(self.model, evaluation=True if self.train_dataset is None else None)\n",
         "tests/hf/test_callbacks.py::test_an_evaluation_before_training_leaves_a_callback_the_steps_weights",
     ),
-    fault(
-        "a file is known by its content alone, which another suffix reads otherwise",
-        "ftkit/data/sources.py",
-        'f"{file.name}\\0{digest_of_file(file)}"',
-        "digest_of_file(file)",
-        "tests/hf/test_files_of_rows.py::test_a_file_with_another_suffix_is_read_anew",
-    ),
 )

@@ -20,13 +20,6 @@ FAULTS = (
         f"{OWN}::test_a_refused_export_leaves_nothing",
     ),
     fault(
-        "an error of a template that is none of jinja's is a traceback",
-        "ftkit/data/template_process.py",
-        'return "error", f"{type(error).__name__}: {error}"',
-        "raise",
-        "tests/hf/test_data.py::test_a_template_runs_in_the_sandbox_and_its_errors_name_it",
-    ),
-    fault(
         "a batch is divided by a walk over its sequences",
         "ftkit/config/recipe.py",
         "most = min(each, AUTO_MICRO_BATCH_TOKENS // sequence_tokens)",
