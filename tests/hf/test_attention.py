@@ -1,4 +1,4 @@
-"""Packed attention: the same as samples alone, for what models ask of it; and the test that finds a leak."""
+"""Packed attention: the same as samples alone, for what models ask of it; and the probe that finds a leak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.data.batches import Collator
-from ftkit.data.packing import boundaries_of, leaks, refuse_leak
+from ftkit.data.packing import boundaries_of, check_isolation
 from ftkit.errors import UserError
 from ftkit.hf.kernels import attention as module
 from ftkit.hf.kernels import varlen
@@ -118,27 +118,19 @@ def test_the_kernel_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_leak_is_found_in_the_runs_own_batch(name: str) -> None:
-    model = with_attention(name)
-    batch = Collator(0, boundaries=True)([packed(samples([4, 5], 0)), packed(samples([6, 3], 1))])
-    assert leaks(model, batch) < 1e-3
-    refuse_leak(model, leaks(model, batch))
+def test_a_kernel_that_looks_past_a_boundary_is_found(name: str) -> None:
+    model, collate = with_attention(name), Collator(0, boundaries=True)
+    check_isolation(model, collate)
     assert model.training
 
     def broken(*args, **kwargs):
-        """Looks past the end of the sample before."""
+        """Look past the end of the sample before."""
         ends = args[3]
         return attend(*args[:3], torch.cat([ends[:1], ends[2:]]) if len(ends) > 2 else ends, *args[4:], **kwargs)
 
-    with mock.patch.object(module, "attend", broken):
-        share = leaks(model, batch)
-    assert share > 0.5
-    with pytest.raises(UserError, match=rf"{model.config.model_type} with ftkit attention does not keep packed samples"):
-        refuse_leak(model, share)
-
-
-def test_a_batch_without_two_samples_says_nothing() -> None:
-    assert leaks(with_attention("llama"), Collator(0, boundaries=True)([packed(samples([9], 0))])) is None
+    refusal = rf"{model.config.model_type} with ftkit attention does not keep packed samples"
+    with mock.patch.object(module, "attend", broken), pytest.raises(UserError, match=refusal):
+        check_isolation(model, collate)
 
 
 def test_a_saved_model_does_not_ask_for_our_attention(tmp_path: Path) -> None:

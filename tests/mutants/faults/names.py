@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.fault import fault as _fault
 
-
 FAULTS = (
     _fault(
         "an adapter in the folder of a model is left out",
