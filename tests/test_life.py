@@ -24,7 +24,6 @@ from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.spec.strategy import Strategy
 from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.planning import disk_room
-from ftkit.train.trainer import RecipeTrainer
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
 from tests.worlds import PATIENCE
@@ -114,29 +113,6 @@ def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path, monkeypatch):
         checkpoint(tmp_path, step)
     monkeypatch.setattr("ftkit.train.planning.disk_free", lambda path: 1000)
     assert disk_room(facts) == 1000 + RunFolder(tmp_path).held_bytes() > 1000
-
-
-def test_the_best_of_those_that_are_there_stays(tmp_path):
-    """The best step of all, 5, was not saved; a checkpoint of a later step is no part of this run yet."""
-    for step in (4, 8, 12, 16, 99):
-        checkpoint(tmp_path, step)
-    trainer = SimpleNamespace(keep=1, evaluated={4: 3.0, 5: 1.0, 8: 2.0, 12: 4.0, 16: 5.0, 99: 0.5}, damaged=set())
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-16")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-16", "checkpoint-99"}
-
-
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path):
-    for step in (2, 4, 6, 8):
-        checkpoint(tmp_path, step)
-    trainer = SimpleNamespace(keep=2, evaluated={}, damaged={tmp_path / "checkpoint-6"})
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-8")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
-    checkpoint(tmp_path, 10)
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-10"}
-    trainer = SimpleNamespace(keep=1, evaluated={}, damaged={tmp_path / "checkpoint-10"})
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10"}, "it was written again"
 
 
 def test_who_asked_to_end_does_not_wait_for_an_evaluation():

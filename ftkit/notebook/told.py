@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ftkit.notebook.output import Tell
-from ftkit.train.callbacks import Bar, StepMetrics, line_of
+from ftkit.train.callbacks import Bar, StepMetrics, describe
 
 STEPS_A_SECOND = 5.0
 
@@ -45,7 +45,7 @@ class ToldBar(Bar):
 
     def show(self, metrics: StepMetrics) -> None:
         """Tell the numbers of a logging step."""
-        self._tell({"step": metrics.step, "numbers": line_of(metrics)})
+        self._tell({"step": metrics.step, "numbers": describe(metrics)})
 
     def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
         """Tell what the held-out rows gave."""

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ftkit.config.recipe import Recipe, split_batch
-from ftkit.data.template import Rendering
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
@@ -27,8 +26,8 @@ from ftkit.hf.sharding import check_shardable
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import check_report_to, compute_dtype
+from ftkit.train.callbacks import Question, questions
 from ftkit.train.planning import build
-from ftkit.train.questions import Question, questions
 from ftkit.train.run_rows import Rows, load_tokenizer, prepare_rows
 
 
@@ -70,8 +69,7 @@ def make_parts(recipe: Recipe, ranks: int, planned: Callable[[Any], Plan]) -> Pa
     model = build_model(recipe)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     decoder_inputs(recipe, model)  # refuses, as the Trainer's collator will
-    skip, ignored, rendering = recipe.data.on_bad_row == "skip", recipe.data.ignore_columns, Rendering.of(tokenizer)
-    asked = questions(recipe.show, ignored, skip=skip, rendering=rendering) if recipe.show else []
+    asked = questions(recipe.show) if recipe.show else []
     check_questions(recipe, model, tokenizer, asked)
     plan = planned(model)
     strategy = plan.strategy
@@ -149,7 +147,7 @@ def check_questions(recipe: Recipe, model: Any, tokenizer: Any, asked: list[Ques
         return
     base = base_of(model)
     seq2seq = base.config.is_encoder_decoder
-    ids = [prompt_ids(tokenizer, each.turns, seq2seq=seq2seq, separator=each.glue) for each in asked]
+    ids = [prompt_ids(tokenizer, each.turns, seq2seq=seq2seq, separator=each.separator) for each in asked]
     problem = unanswerable(base, ids, recipe.show.max_new_tokens)
     if problem is not None:
         raise UserError(f"show: {problem}")

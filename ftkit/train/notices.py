@@ -11,7 +11,7 @@ from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
 from ftkit.data.faults import Fault
 from ftkit.data.report import Report
-from ftkit.train.questions import Question
+from ftkit.train.callbacks import Question
 
 
 def notices(
@@ -64,8 +64,6 @@ def notices(
             f"warning: samples have up to {longest} tokens, and the tokenizer's model_max_length is {tokenizer_tokens}: "
             "tokens beyond it are trained on all the same"
         )
-    if unread := dict.fromkeys(name for question in asked for name in question.unread):
-        lines.append(f"warning: show.path: its questions are asked without {', '.join(map(repr, unread))}")
     if recipe.output.save_every_steps is None:
         lines.append(
             "no checkpoints will be saved (output.save_every_steps is not set), except one if the run is asked to end"

@@ -46,12 +46,11 @@ from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, engine_settings, training_arguments
 from ftkit.train.build import decoder_inputs, make_parts, positions_of
-from ftkit.train.callbacks import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
-from ftkit.train.divergence_callback import DivergenceWatch
-from ftkit.train.memory_stop import MemoryStop
+from ftkit.train.callbacks import Bar, EndOnRequest, FindOverflows, MetricsLog, ProgressBar, Question, ShowFused
+from ftkit.train.divergence import DivergenceWatch
+from ftkit.train.memory_guard import MemoryStop
 from ftkit.train.notices import notices
 from ftkit.train.planning import ask_here, ask_model, box_here, disk_room
-from ftkit.train.questions import Question
 from ftkit.train.resume import check_noted, first_whole, noted
 from ftkit.train.run_rows import Rows
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
@@ -123,7 +122,7 @@ class Job:
         Raises:
             UserError: As `run`.
         """
-        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
+        with MemoryStop(self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
             plan = self._build(checkpoints)
             if unless_over and (summary := self._summary_if_over()) is not None:
                 return summary
@@ -135,10 +134,10 @@ class Job:
         Raises:
             UserError: As `run`.
         """
-        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory:
+        with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             plan = self._build(checkpoints)
             memory.attach(self.trainer)
-            self.trainer.add_callback(LookAtFp16(self.trainer, plan))
+            self.trainer.add_callback(FindOverflows(self.trainer, plan))
             self.trainer.args.eval_on_start = False
             self.trainer.restore(self.checkpoint)
             return self.trainer.state.global_step
@@ -166,8 +165,6 @@ class Job:
         batches = decided(plan.strategy.accumulation)
         say.print(literal(f"plan: {plan.strategy}, {batches} a step" if batches > 1 else f"plan: {plan.strategy}"))
         self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments, plan)
-        if checkpoint is not None:
-            self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
         return plan
 
     def _summary_if_over(self) -> dict[str, Any] | None:
@@ -192,7 +189,7 @@ class Job:
             folder.write_recipe(recipe.dump())
         shown = ShowAnswers(self.asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         memory.attach(trainer)
-        first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
+        first: list[TrainerCallback] = [FindOverflows(trainer, plan)]
         first += [shown] if self.asked and self.checkpoint is None else []
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
         end = add_callbacks(
@@ -232,25 +229,22 @@ class Job:
             self.say.print(literal(line))
 
     def _make_steps(self, watch: DivergenceWatch, plan: Plan, began: float) -> None:
-        """Train until the steps are made, or somebody ended them; after a divergence again from where the policy says.
+        """Train until the steps are made, or the run is ended.
 
         Raises:
-            Diverged: if there is no way back. The summary of what was made is there then.
+            Diverged: A step diverged and the recipe says stop. The summary is written before.
         """
-        trainer, folder, checkpoint = self.trainer, self.folder, self.checkpoint
-        while True:
-            self._take_line(checkpoint)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            if watch.ended_by is None:
-                return
-            try:
-                checkpoint = watch.way_back()
-            except Diverged as error:
-                summary = self._summary(plan, time.perf_counter() - began)
-                if trainer.is_world_process_zero():
-                    write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
-                raise
-            trainer.args.eval_on_start = False
+        trainer, folder = self.trainer, self.folder
+        trainer.train(resume_from_checkpoint=self.checkpoint)
+        if watch.ended_by is None:
+            return
+        last = next(iter(folder.newest_first()), None)
+        advice = "there is no checkpoint to resume from" if last is None else f"--resume auto continues from {last.name}"
+        problem = f"{watch.ended_by}\n{advice}; train.on_divergence: skip would go past that step"
+        summary = self._summary(plan, time.perf_counter() - began)
+        if trainer.is_world_process_zero():
+            write_json(folder.summary, {**summary, "problem": problem, "answers": []})
+        raise Diverged(problem)
 
     def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
         """Return what is left of a run that was asked to end after `step`."""
@@ -270,9 +264,8 @@ class Job:
         """
         trainer, say, folder = self.trainer, self.say, self.folder
         made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
-        done = [path for path in made if path not in trainer.damaged]
-        if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
-            trainer.retire_checkpoints(done[-1])
+        if made and trainer.is_world_process_zero():  # a run that was killed may have left one too many
+            trainer.retire_checkpoints(made[-1])
         problem = self._judged(watch)
         refused = self._write_model()
         if refused is not None:
@@ -326,26 +319,13 @@ class Job:
         dtype = compute_dtype(self.recipe.train.dtype)
         return summarise(self.trainer, self.folder, seconds, dtype, plan, self.before)
 
-    def _take_line(self, checkpoint: str | None) -> None:
-        """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
-        folder, trainer, known = self.folder, self.trainer, self.folder.newest_first()
-        before = state_of(checkpoint)
-        if trainer.is_world_process_zero():
-            trainer.line = folder.go_on_from(Path(checkpoint) if checkpoint else None, before.global_step if before else 0)
-        [trainer.line] = broadcast_object_list([trainer.line])
-        left = folder.left()
-        trainer.damaged |= set(left)
-        for path in [path for path in known[::-1] if path in left]:
-            told = f"{path}: --resume auto passes it over from now on: the run goes back to step {left[path]}"
-            self.say.print(literal(told))
-
     def _advice(self) -> str:
         """Return what to do about a run that failed."""
         last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
         told = [f"{divergences} names the steps."] if divergences.exists() else []
         told += ["There is no checkpoint to go back to." if last is None else f"The last checkpoint is {last.name}."]
         ways = ["Lower optimizer.lr"]
-        ways += ["set train.on_divergence to skip or rollback"] if self.recipe.train.on_divergence == "continue" else []
+        ways += ["set train.on_divergence to skip"] if self.recipe.train.on_divergence == "continue" else []
         return " ".join([*told, f"{', '.join(ways)}, or look at the data of the last steps"])
 
 
@@ -402,7 +382,6 @@ def make_trainer(
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
-        keep=recipe.output.keep,
         noted=noted(recipe, rows.prepared.report.digest),
         plan=plan,
     )
@@ -425,7 +404,7 @@ def add_callbacks(
     if recipe.data.packing:
         trainer.add_callback(CheckPacking())
     log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
-    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that others want to save
+    for callback in (ShowFused(say), *first, bar, log, end, watch):  # the last may take back that others want to save
         trainer.add_callback(callback)
     return end
 
@@ -469,7 +448,7 @@ class ShowAnswers(TrainerCallback):
             self.tokenizer,
             [each.turns for each in self.asked],
             max_new_tokens=self.max_new_tokens,
-            separator=[each.glue for each in self.asked],
+            separator=[each.separator for each in self.asked],
         )
 
     def known(self) -> list[dict[str, str]]:

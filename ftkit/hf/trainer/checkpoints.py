@@ -60,12 +60,14 @@ class RunCheckpoints:
 
     Attributes:
         problem: Why the last checkpoint could not be written; None if it was.
+        published: Name of the last complete checkpoint of this process.
         writing: Folder that replaces the run's folder while the Trainer writes its files.
         push_later: Whether the checkpoint is uploaded when it is published.
     """
 
     trainer: Any
     problem: str | None = None
+    published: str | None = None
     writing: Path | None = None
     push_later: bool = False
     unfinished: Unfinished | None = None
@@ -150,7 +152,7 @@ class RunCheckpoints:
         except UserError as error:
             self._give_up(unfinished, str(error))
             return
-        self.unfinished = self.problem = None
+        self.unfinished, self.problem, self.published = None, None, unfinished.final.name
         if self.trainer.units.comm.rank == 0:
             try:
                 self.trainer.retire_checkpoints(unfinished.final)
