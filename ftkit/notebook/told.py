@@ -1,4 +1,4 @@
-"""How far a run has come, told to the kernel: the bar of a run (`progress.Bar`) that tells in place of drawing.
+"""The progress bar of a notebook: sends the progress of a run to the kernel (`ftkit.train.callbacks.Bar`).
 
 Cost: at most `STEPS_A_SECOND` messages for steps, and one a logging step.
 """
