@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from ftkit.hf.generate.generation import generate
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.memory.shape import common_limits
 from ftkit.launch.ranks import Stop
-from ftkit.output.run_folder import RunFolder, step_of, write_json
+from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
@@ -166,8 +166,6 @@ class Job:
         batches = decided(plan.strategy.accumulation)
         say.print(literal(f"plan: {plan.strategy}, {batches} a step" if batches > 1 else f"plan: {plan.strategy}"))
         self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments, plan)
-        if checkpoint is not None:
-            self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
         return plan
 
     def _summary_if_over(self) -> dict[str, Any] | None:
@@ -239,7 +237,6 @@ class Job:
         """
         trainer, folder, checkpoint = self.trainer, self.folder, self.checkpoint
         while True:
-            self._take_line(checkpoint)
             trainer.train(resume_from_checkpoint=checkpoint)
             if watch.ended_by is None:
                 return
@@ -269,10 +266,6 @@ class Job:
             Diverged: for a run that failed, once its summary is written.
         """
         trainer, say, folder = self.trainer, self.say, self.folder
-        made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
-        done = [path for path in made if path not in trainer.damaged]
-        if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
-            trainer.retire_checkpoints(done[-1])
         problem = self._judged(watch)
         refused = self._write_model()
         if refused is not None:
@@ -306,8 +299,6 @@ class Job:
     def _write_model(self) -> str | None:
         """Write the model. If its weights are not finite, write none and return the reason. A collective."""
         trainer, folder = self.trainer, self.folder
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=False)
         refused = None
         try:
             trainer.save_model(str(folder.model))
@@ -316,28 +307,14 @@ class Job:
             if not trainer.any_rank(isinstance(error, NotFinite)):
                 raise
             refused = str(error)
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=True)
-            if refused is not None and not any(folder.model.iterdir()):
+        if trainer.is_world_process_zero() and refused is not None:
+            with suppress(OSError):  # it holds files, or was not made
                 folder.model.rmdir()
         return refused
 
     def _summary(self, plan: Plan, seconds: float) -> dict[str, Any]:
         dtype = compute_dtype(self.recipe.train.dtype)
         return summarise(self.trainer, self.folder, seconds, dtype, plan, self.before)
-
-    def _take_line(self, checkpoint: str | None) -> None:
-        """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
-        folder, trainer, known = self.folder, self.trainer, self.folder.newest_first()
-        before = state_of(checkpoint)
-        if trainer.is_world_process_zero():
-            trainer.line = folder.go_on_from(Path(checkpoint) if checkpoint else None, before.global_step if before else 0)
-        [trainer.line] = broadcast_object_list([trainer.line])
-        left = folder.left()
-        trainer.damaged |= set(left)
-        for path in [path for path in known[::-1] if path in left]:
-            told = f"{path}: --resume auto passes it over from now on: the run goes back to step {left[path]}"
-            self.say.print(literal(told))
 
     def _advice(self) -> str:
         """Return what to do about a run that failed."""
@@ -402,7 +379,6 @@ def make_trainer(
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
-        keep=recipe.output.keep,
         noted=noted(recipe, rows.prepared.report.digest),
         plan=plan,
     )
