@@ -110,9 +110,10 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         report_to=list(output.report_to) or "none",
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,
-        save_total_limit=output.keep,
+        # At 1, the Trainer removes the last checkpoint at the end of training if another one is better.
+        save_total_limit=2 if output.keep == 1 and held_out else output.keep,
         metric_for_best_model="token_loss" if held_out else None,
-        greater_is_better=False if held_out else None,
+        greater_is_better=False,
         eval_strategy="no" if held_out is None else _when(held_out.every_steps, held_out.every_epoch),
         eval_steps=held_out.every_steps if held_out else None,
         include_num_input_tokens_seen="non_padding",

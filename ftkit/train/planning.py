@@ -125,7 +125,7 @@ def epoch_of(recipe: Recipe, plan: Plan) -> Epoch | None:
 
 def disk_room(recipe: Recipe) -> int:
     """Return the bytes of disk for a run's checkpoints and model: what is free, and what they take already."""
-    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).held_bytes()
+    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).disk_bytes()
 
 
 def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None) -> Asked:

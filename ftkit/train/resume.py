@@ -14,11 +14,10 @@ from typing import Any
 from ftkit.config.continuation import compare
 from ftkit.config.recipe import Recipe
 from ftkit.engine.checkpoint.loading import check_checkpoint
-from ftkit.engine.checkpoint.manifest import MANIFEST, read_manifest
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, MANIFEST, read_manifest
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import check_folder
-from ftkit.output.ownership import ENGINE_FOLDER
 
 RECIPE, ROWS = "recipe", "rows"
 """Keys under which a checkpoint notes what was trained on."""

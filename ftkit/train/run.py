@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from ftkit.hf.generate.generation import generate
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.memory.shape import common_limits
 from ftkit.launch.ranks import Stop
-from ftkit.output.run_folder import RunFolder, step_of, write_json
+from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
 from ftkit.report.plan_text import show_plan
@@ -263,9 +263,6 @@ class Job:
             Diverged: for a run that failed, once its summary is written.
         """
         trainer, say, folder = self.trainer, self.say, self.folder
-        made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
-        if made and trainer.is_world_process_zero():  # a run that was killed may have left one too many
-            trainer.retire_checkpoints(made[-1])
         problem = self._judged(watch)
         refused = self._write_model()
         if refused is not None:
@@ -299,8 +296,6 @@ class Job:
     def _write_model(self) -> str | None:
         """Write the model. If its weights are not finite, write none and return the reason. A collective."""
         trainer, folder = self.trainer, self.folder
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=False)
         refused = None
         try:
             trainer.save_model(str(folder.model))
@@ -309,9 +304,8 @@ class Job:
             if not trainer.any_rank(isinstance(error, NotFinite)):
                 raise
             refused = str(error)
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=True)
-            if refused is not None and not any(folder.model.iterdir()):
+        if trainer.is_world_process_zero() and refused is not None:
+            with suppress(OSError):  # it holds files, or was not made
                 folder.model.rmdir()
         return refused
 

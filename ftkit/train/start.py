@@ -13,7 +13,7 @@ from pathlib import Path
 from ftkit.config.continuation import check_resumed
 from ftkit.config.recipe import Recipe
 from ftkit.errors import UserError
-from ftkit.output.run_folder import RunFolder, step_of
+from ftkit.output.run_folder import RunFolder
 
 
 def checkpoints_to_try(
@@ -47,10 +47,6 @@ def checkpoints_to_try(
         changed = check_resumed(recipe, checkpoints[0].resolve().parent / folder.recipe.name)
         if changed and first:
             say(changed)
-    if resume == "auto" and checkpoints and first:
-        for path, step in folder.left().items():
-            if step_of(path) > step_of(checkpoints[0]):
-                say(f"passed over: {path}: the run went back to step {step} since; --resume {path} would continue from it")
     return checkpoints
 
 
@@ -69,9 +65,6 @@ def check_beginning(recipe: Recipe, folder: RunFolder, resume: str | None, *, ov
     Raises:
         UserError: See `checkpoints_to_try`; or another run goes on in the folder.
     """
-    folder.check_place()
-    if folder.is_held():
-        raise folder.held_error()
     check_not_read(recipe, folder)
     inputs = [*recipe.inputs(), *folders_written(recipe)]
     checkpoints = folder.check(resume, overwrite=overwrite, inputs=inputs)

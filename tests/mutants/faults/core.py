@@ -514,6 +514,14 @@ FAULTS = (
         "tests/test_finetune.py::test_a_run_that_was_over_makes_no_step_more",
     ),
     _fault(
+        "the best checkpoint is removed with the others",
+        "ftkit/hf/trainer/checkpoints.py",
+        'path.name not in (newest.name, Path(best or "").name)',
+        "path.name != newest.name",
+        "tests/test_own_files.py::test_after_a_resume_from_an_older_step_the_newest_and_the_best_stay",
+        "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
+    ),
+    _fault(
         "verify looks at the best step instead of the worst",
         "ftkit/cli/verify.py",
         "    return max((abs(a - b)",
