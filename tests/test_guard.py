@@ -183,7 +183,7 @@ def test_a_run_that_ends_at_once_is_resumable_if_it_saved():
     left = []
     stop = MemoryStop(3, left.append)
     stop.trainer = SimpleNamespace(checkpoints=SimpleNamespace(published=None))
-    stop.held = {"parameters": 10 * MIB, "gradients": 0}
+    stop.engine_bytes = {"parameters": 10 * MIB, "gradients": 0}
     stop.end_at_once(Reading(MACHINE, 2 * GIB, 2 * GIB - 5 * MIB))
     stop.trainer.checkpoints.published = "checkpoint-4"
     stop.end_at_once(Reading("/sys/fs/cgroup/job", GIB, GIB))
@@ -253,8 +253,8 @@ def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
     assert "The run saved and ended; --resume auto continues from checkpoint-4" in text
 
 
-def held_job(text):
-    """Run one rank to its end, and return what its engine held after the last step."""
+def counted_job(text):
+    """Run one rank to its end, and return the bytes of its engine after the last step."""
     seen = []
     with mock.patch.object(MemoryStop, "on_step_end", wraps_step_end(seen)):
         job(text)
@@ -266,7 +266,7 @@ def wraps_step_end(seen):
 
     def on_step_end(self, *args, **kwargs):
         inner(self, *args, **kwargs)
-        seen.append(self.held)
+        seen.append(self.engine_bytes)
 
     return on_step_end
 
@@ -274,7 +274,7 @@ def wraps_step_end(seen):
 def test_the_report_counts_what_the_engine_holds(home, worlds):
     (home / "holds").mkdir()
     train = {"batch_tokens": 192, "max_steps": 2}
-    for held in worlds[2].run(held_job, recipe(home, "holds", train=train)):
+    for sizes in worlds[2].run(counted_job, recipe(home, "holds", train=train)):
         # In fp32 the weights are their own master weights, and the state is two moments of the same size.
-        assert held["state"] == pytest.approx(2 * held["parameters"], rel=0.1)
-        assert held["slots"] > 0
+        assert sizes["state"] == pytest.approx(2 * sizes["parameters"], rel=0.1)
+        assert sizes["slots"] > 0

@@ -99,9 +99,9 @@ class MetricsLog(TrainerCallback):
         self,
         folder: RunFolder,
         loss_scale: Callable[[], float | None],
-        show: Callable[[StepMetrics], None] = lambda metrics: None,
-        show_evaluation: Callable[[int, dict[str, float]], None] = lambda step, numbers: None,
-        divergences: Callable[[], int] = lambda: 0,
+        show: Callable[[StepMetrics], None],
+        show_evaluation: Callable[[int, dict[str, float]], None],
+        divergences: Callable[[], int],
     ):
         self.folder, self.loss_scale, self.show, self.show_evaluation = folder, loss_scale, show, show_evaluation
         self.divergences = divergences

@@ -128,7 +128,7 @@ class MemoryStop(TrainerCallback):
         self.rank, self.leave = rank, leave
         self.guard = Guard(HostMemory.find(), self.end_at_once)
         self.trainer: RecipeTrainer | None = None
-        self.held: dict[str, int] = {}
+        self.engine_bytes: dict[str, int] = {}
         self.begun = False
 
     def __enter__(self) -> MemoryStop:
@@ -159,7 +159,7 @@ class MemoryStop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count what the engine holds: the guard's thread must not walk through it while it changes."""
         assert self.trainer is not None
-        self.held = host_bytes(self.trainer.units, self.trainer.sharded_optimizer)
+        self.engine_bytes = host_bytes(self.trainer.units, self.trainer.sharded_optimizer)
 
     def leave_if_asked(self) -> None:
         """End the process with an error if the guard of any rank asked for the end of training. A collective.
@@ -187,13 +187,13 @@ class MemoryStop(TrainerCallback):
     def _text(self, reading: Reading, mark: Mark) -> str:
         whose = reading.source if reading.source == MACHINE else f"the cgroup {reading.source}"
         least = f"less than {_mib(mark.bytes(reading.limit))} were free for {mark.seconds} s"
-        held = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.held.items() if size)
+        sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.engine_bytes.items() if size)
         saved = f"--resume auto continues from {self._saved}" if self._saved else "no checkpoint was saved since it began"
         return (
             f"host memory is nearly used up on {socket.gethostname()}, rank {self.rank}: {least}. The limit of {whose} is "
             f"{_mib(reading.limit)}: {_mib(reading.used)} are used, {_mib(reading.free)} are free.\n"
             f"The run {'saved and ended' if mark == SAVE else 'was ended at once'}; {saved}.\n"
-            f"The engine of this rank holds {held or 'nothing yet'}. The rest is Python, torch, data and other processes.\n"
+            f"The engine of this rank holds {sizes or 'nothing yet'}. The rest is Python, torch, data and other processes.\n"
             "Set memory.nvme_dir to move state and gradients to disk, lower engine.micro_batch or data.sequence_tokens, or "
             "train an adapter."
         )
@@ -211,16 +211,16 @@ def host_bytes(units: ShardedModel | None, optimizer: ShardedOptimizer | None) -
     counted, arenas = units.state_bytes(), units.tiers.arenas
     counted["state"] = optimizer.state_bytes() if optimizer is not None else 0
     on_cpu = units.comm.device.type == "cpu"
-    held = {}
+    found = {}
     for kind in ("parameters", "gradients", "state"):
         if on_cpu and units.tiers.tier(kind) != NVME:
-            held[kind] = counted[kind]
+            found[kind] = counted[kind]
         else:
-            held[kind] = arenas[kind].requested_bytes if kind in arenas else 0
-    held["slots"] = counted["slots"] if on_cpu else 0
-    held["staging"] = counted["staging"] + (optimizer.updater.staging_bytes if optimizer is not None else 0)
-    held["activations"] = units.transfer.activations.host_bytes
-    return held
+            found[kind] = arenas[kind].requested_bytes if kind in arenas else 0
+    found["slots"] = counted["slots"] if on_cpu else 0
+    found["staging"] = counted["staging"] + (optimizer.updater.staging_bytes if optimizer is not None else 0)
+    found["activations"] = units.transfer.activations.host_bytes
+    return found
 
 
 def _mib(size_bytes: int) -> str:

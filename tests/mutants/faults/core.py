@@ -408,6 +408,13 @@ FAULTS = (
         _GUARD + "test_a_short_peak_is_ignored",
     ),
     _fault(
+        "a run that ran out of memory before it saved is reported as resumable",
+        "ftkit/train/memory_guard.py",
+        "self._text(reading, END), resumable=self._saved is not None",
+        "self._text(reading, END), resumable=True",
+        _GUARD + "test_a_run_that_ends_at_once_is_resumable_if_it_saved",
+    ),
+    _fault(
         "the guard counts file cache, which the kernel takes back, as used",
         "ftkit/plan/host_memory.py",
         "max(0, usage - self._reclaimable())",
