@@ -64,7 +64,7 @@ SUMMARY = {
 
 def test_a_run_leaves_its_folder(whole):
     folder, summary = whole
-    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model", "model-files.json"}
+    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model"}
     told = {"report.html", "report.json", "trace.json"}
     assert {path.name for path in folder.iterdir()} == {*names, *told, "recipe.yaml", "summary.json"}
     told = lines(folder)
@@ -423,7 +423,7 @@ def chosen(checkpoints):
 
 def test_one_run_a_folder(tmp_path):
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
-    with first.lock(), pytest.raises(UserError, match="belongs to a run that is going on"), second.lock():
+    with first.lock(), pytest.raises(UserError, match="a run is active in"), second.lock():
         pass
     with second.lock():
         assert first.path.is_dir()

@@ -1,6 +1,5 @@
 """The memory guard: limits of cgroups, the marks at which it saves or ends, and a run that it ends."""
 
-import json
 import os
 from pathlib import Path
 from unittest import mock
@@ -12,7 +11,6 @@ from ftkit.launch.supervisor import Failure, RankError, explain
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.host_memory import MACHINE, HostMemory, Reading
 from ftkit.train.memory_guard import END, SAVE, WINDOW_SECONDS, WINDOWS, Alarm, Guard, Mark
-from ftkit.train.memory_report import text_of
 from ftkit.train.memory_stop import MemoryStop
 from tests.jobs import job, recipe
 
@@ -208,11 +206,7 @@ def test_the_end_at_once_is_resumable_if_this_run_saved(tmp_path):
     # Started again and again with --resume auto, a run that saves nothing new would never stop being started.
     assert [error.exit_code for error in left] == [NOTHING_SAVED, RESUME_ME]
     assert "continues from" in str(left[0])
-    assert json.loads((tmp_path / "guard.json").read_text())["checkpoint"] == str(tmp_path / "checkpoint-4")
-    stop.folder = RunFolder(tmp_path / "gone")
-    stop.end_at_once(alarm)
-    assert "PSS" in str(left[2])
-    assert "guard.json could not be written: FileNotFoundError" in str(left[2])
+    assert f"continues from {tmp_path / 'checkpoint-4'}" in str(left[1])
 
 
 # ---- in a run
@@ -249,14 +243,5 @@ def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
     assert (code, other_code) == (RESUME_ME, RESUME_ME)
     assert [path.name for path in sorted(folder.glob("checkpoint-*"))] == ["checkpoint-4"]
     assert not (folder / "model").exists()
-    report = json.loads((folder / "guard.json").read_text())
-    assert (report["outcome"], report["step"], report["limit"]["used_bytes"]) == ("saved", 4, 980 * MIB)
-    assert report["checkpoint"].endswith("checkpoint-4")
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    for rank in report["ranks"]:
-        held = rank["tenants_bytes"]
-        # fp32: weights serve as their master, so that the state is two moments of the same size.
-        assert held["state"] == pytest.approx(2 * held["parameters"], rel=0.1)
-        assert held["slots"] > 0
-        assert 0 < sum(held.values()) + rank["unexplained_bytes"] == rank["pss_bytes"]
-    assert text == others == text_of(report)
+    assert text == others
+    assert f"The run saved {folder}/checkpoint-4 after step 4 and ended" in text

@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from ftkit.config.recipe import parse
-from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, MANIFEST
 from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, write_contents
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.save.export import export_checkpoint
 from ftkit.hf.trainer.checkpoints import check_folder
-from ftkit.output.ownership import ENGINE_FOLDER
 from ftkit.train.resume import Start, choose, first_whole
 from tests.hostile import DAMAGE, opens_only
 from tests.jobs import job, losses, recipe, resumed_job

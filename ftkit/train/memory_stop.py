@@ -2,7 +2,7 @@
 
 `MemoryStop` is a callback of the HF Trainer around a `Guard`. At each step's end it counts what this rank holds and asks
 the guard; its `asked` goes into the same collective as Ctrl-C (`progress.EndOnRequest`), so that all ranks save together.
-Then `leave_if_asked` gathers the word of all ranks, and one writes guard.json. At the end mark nobody can be asked any
+Then `leave_if_asked` gathers the word of all ranks. At the end mark nobody can be asked any
 more: the rank that saw it writes what it knows (the others' tenants as they were exchanged when training began and after
 its first step; their RSS is the kernel's, and fresh), and leaves.
 
@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ftkit.errors import MemoryShort
-from ftkit.output.run_folder import RunFolder, write_json
+from ftkit.output.run_folder import RunFolder, written_at
 from ftkit.plan.host_memory import HostMemory
 from ftkit.train.memory_guard import Alarm, Guard, Memory
 from ftkit.train.memory_report import Seat, host_tenants, make_report, text_of
@@ -42,7 +42,7 @@ class MemoryStop(TrainerCallback):
     ) -> None:
         self.folder, self.rank, self.leave = folder, rank, leave
         self.guard = Guard(memory or HostMemory.find(), self.end_at_once)
-        self.found = folder.identities()
+        self.last_written = max(map(written_at, folder.checkpoints()), default=0.0)
         self.trainer: RecipeTrainer | None = None
         self.step = 0
         self.seats = [Seat.own(rank, 0, host_tenants(None, None))]
@@ -116,9 +116,7 @@ class MemoryStop(TrainerCallback):
         if self.alarm is not None:
             own = make_report(self.alarm, self.seats, outcome="saved", step=self.step, checkpoint=checkpoint)
         told = next(each for each in trainer.all_ranks(own) if each is not None)
-        if self.rank == 0:
-            write_json(self.folder.guard, told)
-        trainer.any_rank(False)  # nobody leaves before the file is there, and all have heard what is in it
+        trainer.any_rank(False)  # nobody leaves before all have heard it
         trainer.end()
         self.leave(MemoryShort(text_of(told), resumable=trainer.checkpoints.problem is None))
 
@@ -127,15 +125,12 @@ class MemoryStop(TrainerCallback):
         text, resumable = f"host memory is running out: {alarm.reason} ({alarm.reading})", False
         try:
             checkpoint = self._last_checkpoint()
-            resumable = checkpoint is not None and self.folder.identities().get(checkpoint) != self.found.get(checkpoint)
-            told = make_report(alarm, self.seats, outcome="ended", step=self.step, checkpoint=checkpoint)
-            text = text_of(told)
-            write_json(self.folder.guard, told)
+            resumable = checkpoint is not None and written_at(checkpoint) > self.last_written
+            text = text_of(make_report(alarm, self.seats, outcome="ended", step=self.step, checkpoint=checkpoint))
         except Exception as error:  # whatever it is: there is no time, and nobody else who would end the run in order
-            text = f"{text}\n{self.folder.guard} could not be written: {type(error).__name__}: {error}"
+            text = f"{text}\nthere is no report: {type(error).__name__}: {error}"
         self.leave(MemoryShort(text, resumable))
 
     def _last_checkpoint(self) -> Path | None:
         """Return the newest checkpoint of this run; no manifest is read, as there is no time."""
-        passed_over = self.trainer.damaged if self.trainer is not None else ()
-        return next((path for path in reversed(self.folder.checkpoints()) if path not in passed_over), None)
+        return next(iter(self.folder.newest_first()), None)

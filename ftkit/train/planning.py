@@ -120,7 +120,7 @@ def epoch_of(recipe: Recipe, plan: Plan) -> Epoch | None:
 
 def disk_room(recipe: Recipe) -> int:
     """Return the bytes of disk for checkpoints and model: free bytes, and those that an earlier run in the folder uses."""
-    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).held_bytes()
+    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).disk_bytes()
 
 
 def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None) -> Asked:
@@ -186,9 +186,9 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     if host is None:  # the profile of CPU ranks: the memory of this machine
         host = limits_here(EngineSettings(), torch.device("cpu"), ranks).host_bytes
     own = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
-    sizes = {f"{tier}_bytes": own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items()}
+    sizes = [own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items()]
     names = ((tier, f"the profile {box.name}" if gib is None else f"memory.{tier}_gib") for tier, gib in granted.items())
-    return Limits(**sizes, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
+    return Limits(*sizes, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
 
 
 def model_of(recipe: Recipe, *, weights: bool = False) -> Any:
@@ -203,7 +203,8 @@ def model_of(recipe: Recipe, *, weights: bool = False) -> Any:
         UserError: See `ftkit.hf.load.model.load_model`.
     """
     model = recipe.model
-    name, config, remote = model.name, model.config, model.trust_remote_code
+    name, remote = model.name, model.trust_remote_code
+    config: Any = model.config
     if name is not None and not weights:
         known = architectures().get(name) if model.revision is None and not Path(name).is_dir() else None
         config = known.config if known else read_config(name, None, model.revision, trust_remote_code=remote)

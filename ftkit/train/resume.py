@@ -1,4 +1,4 @@
-"""Where a run begins: its folder, the checkpoint to resume from, and a comparison with the run that saved it.
+"""Where a run begins: the checkpoint to resume from, and a comparison with the run that saved it.
 
 A checkpoint notes the recipe, the checksum of the rows and the day that they belong to (chat templates may write the
 date). It counts steps: with other rows, a resumed run would skip some and repeat others.
@@ -16,55 +16,16 @@ from typing import Any
 
 from ftkit.config.recipe import Recipe
 from ftkit.engine.checkpoint.loading import check_checkpoint
-from ftkit.engine.checkpoint.manifest import read_manifest
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, read_manifest
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import check_folder
-from ftkit.output.ownership import ENGINE_FOLDER
-from ftkit.output.run_folder import RunFolder
 
 RECIPE, ROWS, DAY = "recipe", "rows", "day"
 FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "eval.share", "optimizer.name")
 """Keys that decide which tensors are trained, and on which samples."""
 FREE = ("output", "memory", "engine", "ranks", "box", "show", "data.cache_dir", "data.workers", "model.trust_remote_code")
 FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
-
-
-def checkpoints_to_try(recipe: Recipe, folder: RunFolder, resume: str | None, *, overwrite: bool, first: bool) -> list[Path]:
-    """Prepare the folder of a run, and return the checkpoints to try, the newest first.
-
-    Args:
-        recipe: The recipe.
-        folder: The run's folder.
-        resume: A checkpoint, or "auto" for those of the folder. None begins at the first step.
-        overwrite: Remove an earlier run.
-        first: Whether this process has the folder's lock. Other processes change nothing.
-
-    Raises:
-        UserError: The folder cannot be used.
-    """
-    check_inputs(recipe, folder)
-    return folder.prepare(resume, overwrite=overwrite, owner=first)
-
-
-def check_beginning(recipe: Recipe, folder: RunFolder, resume: str | None, *, overwrite: bool) -> list[Path]:
-    """Return and raise what `checkpoints_to_try` does, and change nothing."""
-    folder.check_place()
-    if folder.is_held():
-        raise folder.held_error()
-    check_inputs(recipe, folder)
-    return folder.check(resume, overwrite=overwrite)
-
-
-def check_inputs(recipe: Recipe, folder: RunFolder) -> None:
-    """Raise UserError if the recipe reads a model or a checkpoint that the run may replace."""
-    for name in recipe.inputs():
-        for own in (folder.model, *folder.checkpoints()):
-            if Path(name).resolve().is_relative_to(own.resolve()):
-                raise UserError(
-                    f"output.dir: the run may replace {own}, and the recipe reads {name}; choose another folder with "
-                    "--set output.dir=PATH"
-                )
 
 
 @dataclass(frozen=True)
@@ -86,8 +47,7 @@ class Start:
         if self.rows is not None and self.rows != digest:
             raise UserError(
                 f"--resume: {self.checkpoint} was trained on other rows: the checksum of their tokens was {self.rows:.40}, "
-                f"now it is {digest}. Put data, tokenizer and chat template back, or start a new run: without --resume, "
-                "with --set output.dir=PATH"
+                f"now it is {digest}. Put data, tokenizer and chat template back, or start a new run in another output.dir"
             )
 
 
@@ -167,8 +127,8 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
     if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(FIXED)]:
         listed = "\n".join(fixed)
         raise UserError(
-            f"--resume: the recipe has changed in keys that define a step:\n{listed}\nset it back to continue that run, or "
-            "start a new one: without --resume, with --set output.dir=PATH"
+            f"--resume: the recipe has changed in keys that define a step:\n{listed}\n"
+            "set it back, or start a new run in another output.dir"
         )
     ignored = " (ignored: it comes from the checkpoint)"
     listed = ", ".join(f"{key} {old} -> {new}{ignored * (key in FROM_CHECKPOINT)}" for key, old, new in changes)

@@ -225,7 +225,7 @@ class Job:
         problem, written = (str(watch.ended_by), False) if watch.ended_by else self._outcome(watch)
         answers = shown.records(shown.answers(trainer.model) if written and shown.asked else None)
         dtype = compute_dtype(self.recipe.train.dtype)
-        summary = summarise(trainer, folder, seconds, dtype, self.plan, self.before)
+        summary = summarise(trainer, folder, seconds, dtype, trainer.plan, self.before)
         summary |= {"problem": problem, "model_written": written, "answers": answers}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)

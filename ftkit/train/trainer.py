@@ -1,11 +1,10 @@
 """The Trainer of a recipe: the recipe's order of samples, and a loss for each held-out row.
 
-Four things differ from `ftkit.Trainer`. Samples come in the order of the prepared data, a function of (seed, epoch)
+Three things differ from `ftkit.Trainer`. Samples come in the order of the prepared data, a function of (seed, epoch)
 alone, and each epoch ends with a whole step: rows that would start another are left to the next epoch's shuffle, so
 that no sample is seen twice to fill a batch and a step has the same samples on any number of ranks. Evaluation
 makes three numbers a row (`held_out`) where the logits arise. And the loss of each step is at hand before its
-update, with the places of its samples, for `divergence_callback`. Of the checkpoints the last ones stay
-and, beside them, the best of those that were evaluated when they were saved.
+update, with the places of its samples, for `divergence_callback`.
 
 It refuses data with fewer samples than a step. What it costs: up to one step's rows are left out of an epoch.
 """
@@ -33,9 +32,6 @@ from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.hf.kernels.attention import is_packed
 from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.trainer.trainer import Trainer
-from ftkit.output.ownership import strangers_in_checkpoint
-from ftkit.output.replacing import remove_unfinished, set_aside
-from ftkit.output.run_folder import LINE, Line, RunFolder, step_of
 from ftkit.plan.choice import Plan
 from ftkit.train.divergence import LossWindow
 from ftkit.train.held_out import HeldOut, write_rows
@@ -83,7 +79,6 @@ class RecipeTrainer(Trainer):
         metrics: Names from the recipe's `eval.metrics`.
         seq2seq: The model is an encoder-decoder.
         per_example: Where the loss of each held-out row before training is kept, for a run that is resumed.
-        keep: Checkpoints that stay, beside the one with the best held-out loss; None keeps all.
         noted: What checkpoints note of the run.
         plan: How memory is used; None leaves it to the Trainer.
     """
@@ -96,7 +91,6 @@ class RecipeTrainer(Trainer):
         metrics: tuple[str, ...],
         seq2seq: bool,
         per_example: Path,
-        keep: int | None = None,
         noted: Mapping[str, Any] | None = None,
         plan: Plan | None = None,
         **kwargs: Any,
@@ -105,10 +99,7 @@ class RecipeTrainer(Trainer):
         super().__init__(*args, compute_metrics=self._note_held_out, **kwargs)
         self.order = WholeSteps(order, step_sequences)
         self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example
-        self.keep = keep
         self.evaluated: dict[int, float] = {}  # step to held-out loss, of this run and of what it continues
-        self.damaged: set[Path] = set()  # checkpoints that were passed over, also those of a line that the run left
-        self.line: Line = []
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self.left_out: frozenset[int] = frozenset()
@@ -219,7 +210,7 @@ class RecipeTrainer(Trainer):
     def noted(self) -> dict[str, Any]:
         """See `ftkit.Trainer.noted`: also the losses that the next step is judged by, and those of held-out rows."""
         evaluated = {str(step): loss for step, loss in self.evaluated.items()}
-        return {**self._noted, "losses": list(self.losses.losses), "evaluated": evaluated, LINE: self.line}
+        return {**self._noted, "losses": list(self.losses.losses), "evaluated": evaluated}
 
     def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
         """Take those losses.
@@ -236,28 +227,6 @@ class RecipeTrainer(Trainer):
             raise UserError(f"{path}: its evaluations name no steps")
         self.losses = LossWindow(losses)
         self.evaluated = {int(step): loss for step, loss in evaluated.items()}
-
-    def retire_checkpoints(self, newest: Path) -> None:
-        """Keep the last `keep` up to the newest, and the best; one of a later step is none of this run's yet.
-
-        One that was passed over as damaged counts for none, and goes with those of its age. One with a file of the user's
-        stays.
-        """
-        self.damaged.discard(newest)  # written again
-        if self.keep is None:
-            return
-        there = [path for path in RunFolder(newest.parent).checkpoints() if step_of(path) <= step_of(newest)]
-        known = [path for path in there if path not in self.damaged]
-        evaluated = [path for path in known if step_of(path) in self.evaluated]
-        best = min(evaluated, key=lambda path: self.evaluated[step_of(path)], default=None)
-        for path in there[: there.index(known[-self.keep :][0])]:
-            if path == best:
-                continue
-            if strangers := strangers_in_checkpoint(path):
-                logger.warning("%s stays: %s in it is a file of yours", path, strangers[0].name)
-            else:
-                set_aside(path)
-        remove_unfinished(newest.parent)
 
     # --- evaluation
 

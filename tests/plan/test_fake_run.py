@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import fake_run as module
-from benchmarks.fake_run import FakeCommunicator, FakeTiers, build, fake_run, train
+from benchmarks.fake_run import FakeCommunicator, FakeTiers, build, fake_run, main, train
 from benchmarks.meter import Meter
 from ftkit.config.recipe import packaged
 from ftkit.engine.core.dtypes import DTYPES
@@ -106,7 +105,7 @@ def test_collectives_fill_nothing_and_host_memory_is_none():
 def command(name, capsys):
     """Return the exit code and the output of the command for a recipe."""
     with mock.patch("sys.argv", ["fake_run", name, "8xv100-16gb"]), pytest.raises(SystemExit) as caught:
-        module.main()
+        main()
     return caught.value.code, json.loads(capsys.readouterr().out)
 
 

@@ -243,13 +243,6 @@ FAULTS = (
         "tests/engine/test_pieces.py::test_what_is_written_is_there_in_pieces",
     ),
     _fault(
-        "a damaged checkpoint is kept and a whole one removed",
-        "ftkit/train/trainer.py",
-        "known = [path for path in there if path not in self.damaged]",
-        "known = there",
-        "tests/test_life.py::test_a_damaged_checkpoint_is_none_of_those_that_are_kept",
-    ),
-    _fault(
         "the ranks' collectives are not compared",
         "ftkit/engine/comm/communicator.py",
         "        if self.world_size * square != first * first:\n",
@@ -522,9 +515,10 @@ FAULTS = (
     ),
     _fault(
         "the best checkpoint is removed with the others",
-        "ftkit/train/trainer.py",
-        "            if path == best:\n",
-        "            if False:\n",
+        "ftkit/hf/trainer/checkpoints.py",
+        'path.name not in (newest.name, Path(best or "").name)',
+        "path.name != newest.name",
+        "tests/test_own_files.py::test_after_a_resume_from_an_older_step_the_newest_and_the_best_stay",
         "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
     ),
     _fault(
