@@ -197,7 +197,7 @@ def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp
     told = ["--set", "train.batch_tokens=96", "--set", "optimizer.warmup_steps=2"]
     assert leave("finetune", places(), "--dry-run", "--nproc", "1", *told) == 0
     said = capsys.readouterr().out
-    assert "2 of 8 sequences are left over in each epoch: a step takes 3" in said
+    assert "2 of 8 sequences left over in each epoch: a step takes 3" in said
     assert "warning: optimizer.warmup_steps is 2 and the run has 2 steps" in said
     assert "no checkpoints will be saved (output.save_every_steps is not set)" in said
     assert "no chat template" not in said
@@ -205,7 +205,7 @@ def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp
     quiet = [f"model.tokenizer={tmp_path / 'bare'}", "output.save_every_steps=1"]
     assert leave("finetune", places(), "--dry-run", "--nproc", "1", *(w for each in quiet for w in ("--set", each))) == 0
     said = capsys.readouterr().out
-    assert "no chat template: question, glue" in said
+    assert "no chat template: questions and answers are plain text" in said
     assert "left over" not in said
     assert "warning" not in said
     assert "no checkpoints" not in said

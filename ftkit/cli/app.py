@@ -44,7 +44,6 @@ from ftkit.plan.largest import largest
 from ftkit.plan.what_if import Answer, what_if
 from ftkit.report.plan_text import show_answers, show_plan
 from ftkit.report.text import literal
-from ftkit.train.start import check_beginning, checkpoints_to_try
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -106,7 +105,7 @@ def finetune(
         # Imported here: torch and transformers take seconds, see the top of this file.
         from ftkit.train.run import dry_run as say_what_would_be_run
 
-        checkpoints = check_beginning(facts, RunFolder(Path(facts.output.dir)), resume, overwrite=overwrite)
+        checkpoints = RunFolder(Path(facts.output.dir)).check(resume, overwrite=overwrite, inputs=facts.inputs())
         say_what_would_be_run(facts, ranks, checkpoints)
         return
     folder = RunFolder(Path(facts.output.dir))
@@ -120,7 +119,9 @@ def _train(
 ) -> None:
     """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
-    checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
+    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
+    if resume == "auto" and not checkpoints and first:
+        _say(f"no checkpoint in {folder.path}: starting from the beginning")
     from ftkit.launch import ranks as launch  # here, see the top of this file
     from ftkit.report.page import note_end
 

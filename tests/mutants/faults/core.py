@@ -480,7 +480,7 @@ FAULTS = (
     _fault(
         "--resume auto takes the newest checkpoint unread",
         "ftkit/train/resume.py",
-        "        if not told:\n",
+        "        if found is None:\n",
         "        if True:\n",
         "tests/test_finetune.py::test_resume_takes_the_newest_checkpoint_that_is_whole",
     ),
@@ -587,8 +587,8 @@ FAULTS = (
     _fault(
         "a run goes on with other rows under the same name",
         "ftkit/train/resume.py",
-        "    if rows and digest and rows != digest:\n",
-        "    if False:\n",
+        "        if self.rows is not None and self.rows != digest:\n",
+        "        if False:\n",
         "tests/test_hostile_checkpoints.py::test_other_rows_under_the_same_name_are_refused",
     ),
     _fault(

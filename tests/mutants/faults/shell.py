@@ -99,8 +99,8 @@ FAULTS = (
     fault(
         "a dry run looks at no checkpoint",
         "ftkit/train/run.py",
-        "checkpoint = first_whole([str(each) for each in checkpoints], alone,",
-        "checkpoint = first_whole([], alone,",
+        "tell, tried = teller(say), [str(each) for each in checkpoints]",
+        "tell, tried = teller(say), []",
         "tests/test_dry_run_refuses.py::test_a_checkpoint_that_is_none_or_another_runs",
     ),
 )
