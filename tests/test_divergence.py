@@ -77,7 +77,7 @@ def test_a_skipped_step_leaves_no_trace(ranks, home, worlds):
 
 def test_the_run_ends_without_the_step(home, worlds):
     text = text_of(home, "stop", "stop")
-    with pytest.raises(RankFailure, match=r"Diverged: step 6: the loss is nan(.|\n)*--resume auto .* checkpoint-4"):
+    with pytest.raises(RankFailure, match=r"Diverged: step 6: the loss is nan(.|\n)*auto continues from checkpoint-4"):
         worlds[2].run(spoiled_job, text, {6: math.nan})
     assert [path.name for path in (home / "stop").glob("checkpoint-*")] == ["checkpoint-4"]
     assert not (home / "stop" / "model").exists()

@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.config.recipe import load
 from ftkit.errors import UserError
-from ftkit.train.run import dry_run
+from ftkit.train.dry_run import dry_run
 from tests.tiny import make_base, write_rows
 
 

@@ -103,7 +103,7 @@ def finetune(
     ranks = int(os.environ["WORLD_SIZE"]) if joined is not None else _ranks(facts, nproc)
     if dry_run:
         # Imported here: torch and transformers take seconds, see the top of this file.
-        from ftkit.train.run import dry_run as say_what_would_be_run
+        from ftkit.train.dry_run import dry_run as say_what_would_be_run
 
         checkpoints = RunFolder(Path(facts.output.dir)).check(resume, overwrite=overwrite, inputs=facts.inputs())
         say_what_would_be_run(facts, ranks, checkpoints)

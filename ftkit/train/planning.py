@@ -2,8 +2,6 @@
 
 `ftkit plan`, `--dry-run` and the ranks of a run all call `ask_model`: the printed plan is the executed plan. The model is
 built on the meta device from its configuration alone.
-
-Cost: the imports of torch and transformers, and a module tree.
 """
 
 from __future__ import annotations
@@ -82,11 +80,7 @@ def ask_here(recipe: Recipe, model: Any, ranks: int, comm: Communicator | None =
 
 
 def box_here(recipe: Recipe) -> Box | None:
-    """Return the hardware profile that the recipe names, or else the one with the GPUs of this machine.
-
-    Raises:
-        UserError: There is no profile of that name.
-    """
+    """Return the hardware profile that the recipe names, or else the one with the GPUs of this machine."""
     if recipe.box != "auto":
         return find_box(recipe.box, "box")
     return box_with([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
@@ -186,9 +180,9 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     if host is None:  # the profile of CPU ranks: the memory of this machine
         host = limits_here(EngineSettings(), torch.device("cpu"), ranks).host_bytes
     own = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
-    sizes = [own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items()]
+    device, host, nvme = (own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items())
     names = ((tier, f"the profile {box.name}" if gib is None else f"memory.{tier}_gib") for tier, gib in granted.items())
-    return Limits(*sizes, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
+    return Limits(device, host, nvme, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
 
 
 def model_of(recipe: Recipe, *, weights: bool = False) -> Any:

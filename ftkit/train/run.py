@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
-from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments
@@ -45,7 +45,6 @@ from ftkit.train.planning import ask_here
 from ftkit.train.resume import choose
 from ftkit.train.run_rows import Rows
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
-from ftkit.train.trainer import WholeSteps
 
 
 def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
@@ -97,17 +96,14 @@ class Job:
         self.plan: Plan | None = None
 
     def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
-        """Train and write the run's folder. A collective.
+        """Train and write the run's folder. A collective. Arguments, result and errors are those of `run`.
 
         Args:
-            checkpoints: As for `run` of this module.
-            unless_over: Return the summary of an earlier run with the same recipe that made all steps. No weights are read.
+            checkpoints: As for `run`.
+            unless_over: Return the summary of an earlier run with this recipe that made all steps, and read no weights.
 
         Returns:
             As `run`. With `stopped` also `saved`: whether the last step has a checkpoint.
-
-        Raises:
-            UserError: As `run`.
         """
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             parts = self._build(checkpoints)
@@ -116,11 +112,7 @@ class Job:
             return self._train(parts, memory)
 
     def restore(self, checkpoints: list[str]) -> int:
-        """Load the first whole checkpoint, train nothing, write nothing, and return its step. A collective.
-
-        Raises:
-            UserError: As `run`.
-        """
+        """Load the first whole checkpoint, train nothing, write nothing, and return its step. A collective."""
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             parts = self._build(checkpoints)
             memory.attach(self.trainer)
@@ -137,7 +129,7 @@ class Job:
         GradientState().dataloader_references = [None]  # an interrupted run of this process leaves its own
         arguments = training_arguments(recipe, self.ranks)
         self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=arguments.process_index > 0)
-        tell, comm = teller(self.say), Communicator(arguments.device)
+        comm, tell = Communicator(arguments.device), self._tell
         parts = make_parts(
             recipe,
             self.ranks,
@@ -162,8 +154,8 @@ class Job:
         over = last and found.get("steps") == steps and found.get("problem") is None
         [summary] = broadcast_object_list([found if over else None])
         if summary is not None:
-            over = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
-            teller(self.say)(f"{over}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew")
+            text = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
+            self._tell(f"{text}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew")
         return summary
 
     def _train(self, parts: Parts, memory: MemoryStop) -> dict[str, Any]:
@@ -172,7 +164,7 @@ class Job:
         checkpoint = parts.start.checkpoint
         if trainer.is_world_process_zero():
             for line in notices(recipe, parts, trainer.order):
-                teller(say)(line)
+                self._tell(line)
             folder.write_recipe(recipe.dump())
             folder.summary.unlink(missing_ok=True)  # it belongs to the model beside it
         self.before = state_of(checkpoint)  # retention may remove the checkpoint
@@ -208,11 +200,10 @@ class Job:
     def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
         """Return the result of a run that was asked to end after `step`."""
         problem = self.trainer.checkpoints.problem
-        if problem is not None:
-            report.end(f"ended at step {step}")
-            return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
+        saved = "with a checkpoint; --resume auto continues from it"
         report.end(f"ended at step {step}, because it was asked to")
-        return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+        how = saved if problem is None else f"without a checkpoint of it: {problem}"
+        return {"stopped": f"ended at step {step} {how}", "saved": problem is None}
 
     def _finish(self, watch: DivergenceWatch, shown: ShowAnswers, report: RunReport, seconds: float) -> dict[str, Any]:
         """Evaluate, write the model, answer the questions, and write and return the summary.
@@ -249,14 +240,20 @@ class Job:
             # The rank with a weight that is not finite raises NotFinite, the others an error with its text.
             if not trainer.any_rank(isinstance(error, NotFinite)):
                 raise
+            with suppress(OSError):  # another rank was faster
+                self.folder.model.rmdir()
             return f"{problem or 'training failed'}: {error}", False
         return problem, True
+
+    def _tell(self, text: object) -> None:
+        """Print text without markup, on rank 0."""
+        self.say.print(literal(str(text)))
 
     def _advice(self) -> str:
         """Return the advice for a run that failed."""
         last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
         advice = f"{divergences} names the steps. " if divergences.exists() else ""
-        advice += f"--resume auto goes on from {last.name}. " if last else "There is no checkpoint to resume from. "
+        advice += f"--resume auto continues from {last.name}. " if last else "There is no checkpoint to resume from. "
         return f"{advice}Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"
 
 
@@ -300,47 +297,3 @@ class ShowAnswers(TrainerCallback):
             {"question": each.text, "expected": each.expected, "before": first, "after": last}
             for each, first, last in zip(self.asked, self.before or none, after or none)
         ]
-
-
-def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> None:
-    """Do everything before the first step that needs no ranks, and print it.
-
-    Args:
-        recipe: The recipe.
-        ranks: Number of processes of the whole run.
-        checkpoints: Checkpoints that the run would try to resume from, in this order.
-
-    Raises:
-        UserError: The run would not begin.
-    """
-    say = Console(soft_wrap=True, highlight=False, emoji=False)
-    tell, tried = teller(say), [str(each) for each in checkpoints]
-    parts = make_parts(
-        recipe, ranks, lambda model: ask_here(recipe, model, ranks).plan(), lambda: choose(tried, recipe, None, tell)
-    )
-    rows, strategy, parameters = parts.rows, parts.plan.strategy, list(parts.model.parameters())
-    micro_batch, accumulation = decided(strategy.micro_batch), decided(strategy.accumulation)
-    order = WholeSteps(rows.prepared.order(recipe.train.seed), micro_batch * accumulation * ranks)
-    steps, per_epoch = steps_of(recipe, len(order.order), order.step_sequences), len(order) // order.step_sequences
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    if parts.start.checkpoint is not None:
-        tell(f"would resume from {parts.start.checkpoint}")
-    tell(recipe.dump())
-    tell(rows.prepared.report)
-    tell(f"held out: {counted(0 if rows.held_out is None else len(rows.held_out), 'row')}")
-    size, dtype = sum(each.numel() for each in parameters), compute_dtype(recipe.train.dtype)
-    tell(f"model: {size:,} parameters, {trained:,} of them trained, {dtype}")
-    show_plan(say, parts.plan)
-    tell(
-        f"step: {recipe.train.batch_tokens:,} tokens = {counted(ranks, 'rank')} x {counted(micro_batch, 'sequence')} x "
-        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
-    )
-    tell(f"steps: {steps:,}, {per_epoch:,} an epoch of {len(rows.train):,} sequences")
-    for line in notices(recipe, parts, order):
-        tell(line)
-    tell("nothing was trained (--dry-run)")
-
-
-def teller(console: Console) -> Callable[[object], None]:
-    """Return a function that prints text without markup."""
-    return lambda text: console.print(literal(str(text)))

@@ -98,9 +98,23 @@ FAULTS = (
     ),
     fault(
         "a dry run looks at no checkpoint",
-        "ftkit/train/run.py",
-        "tell, tried = teller(say), [str(each) for each in checkpoints]",
-        "tell, tried = teller(say), []",
+        "ftkit/train/dry_run.py",
+        "tried = [str(each) for each in checkpoints]",
+        "tried = []",
         "tests/test_dry_run_refuses.py::test_a_checkpoint_that_is_none_or_another_runs",
+    ),
+    fault(
+        "with one checkpoint to keep, the newest one is removed at the end",
+        "ftkit/train/arguments.py",
+        "return max(keep, 2) if keep and recipe.eval else keep",
+        "return keep",
+        "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
+    ),
+    fault(
+        "a resumed run prepares its rows for today",
+        "ftkit/train/resume.py",
+        "return Start(found.get(DAY) or today, path, found.get(ROWS))",
+        "return Start(today, path, found.get(ROWS))",
+        "tests/test_hostile_checkpoints.py::test_the_day_of_the_rows_is_the_checkpoints",
     ),
 )
