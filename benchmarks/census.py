@@ -34,7 +34,6 @@ OTHER_DEVICES = {
     "ftkit/report/page.py",
     "ftkit/report/timeline.py",
     "ftkit/train/run.py",
-    "ftkit/train/memory_report.py",
     "ftkit/train/summary.py",
 }
 """Files in which "device" and "host" are keys of something else: a name in torch, or in a JSON file."""

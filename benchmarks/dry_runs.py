@@ -1,7 +1,9 @@
-"""`make dry-runs`: every packaged full-size recipe for 8xV100-16GB, planned and executed with tensors that hold nothing.
+"""`make dry-runs`: plan every packaged full-size recipe for 8xV100-16GB, and execute the plan with fake tensors.
 
-Each is `python -m benchmarks.fake_run NAME` in a process of its own. A recipe passes if the peaks of device
-and host lie within 5 % of the plan. Cost: ten minutes on one core.
+Each recipe is `python -m benchmarks.fake_run NAME 8xv100-16gb` in its own process. It passes if the peaks of device and host
+are within 5 % of the plan.
+
+Cost: ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ BOX = "8xv100-16gb"
 
 
 def main() -> None:
-    """Run them and print a line for each."""
+    """Run the recipes and print a line for each."""
     failed = 0
     print(f"{'device':>7} {'host':>7} {'seconds':>7}  of the plan")
     for name in packaged():
         if not name.endswith(BOX):
             continue
         began = time.perf_counter()
-        told = subprocess.run([sys.executable, "-m", "benchmarks.fake_run", name, BOX], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "benchmarks.fake_run", name, BOX], capture_output=True, text=True)
         seconds = time.perf_counter() - began
         try:
-            found = json.loads(told.stdout)
+            found = json.loads(done.stdout)
         except ValueError:
-            print(f"{'':22} {seconds:7.0f}  {name}: {told.stderr.strip().splitlines()[-1]}")
+            print(f"{'':22} {seconds:7.0f}  {name}: {done.stderr.strip().splitlines()[-1]}")
             failed += 1
             continue
         failed += not found["agrees"]

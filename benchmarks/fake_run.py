@@ -1,30 +1,31 @@
-"""A fake run: the engine's own code for one rank of W, at the model's full size, with tensors that hold nothing.
+"""`python -m benchmarks.fake_run RECIPE HARDWARE`: execute a recipe's plan with fake tensors, and compare the bytes.
 
-The plan counts bytes by formula; this executes what the plan describes and counts what is allocated: `shard`, gathers,
-recomputation, autograd, reductions, the move of gradients, the update. Tensors of the device are on `meta` (fake CUDA
-tensors need a torch that was built for CUDA), those that the engine's storage places in host memory are fake ones on `cpu`:
-so the engine itself tells one tier from the other, and a `Meter` counts both.
+The plan counts bytes by formula. A fake run executes the engine's own code for one rank of W at the model's full size
+(`shard`, gathers, recomputation, autograd, reductions, the move of gradients, the update) and counts every storage with a
+`Meter`. Tensors of the device are on `meta`. Host memory is fake CPU tensors, which separates the two tiers.
 
-[Note: what is replaced]
-    Communicator   the collectives of one rank among W: they fill nothing and return at once, as NCCL's take no memory here
-    Tiers.arena    host memory that is not mapped and not pinned
-    Tiers.worker   threads: what they would do is done at once, as fake tensors are for one thread
-    HostLoops      the arithmetic on host shards, which reads pointers; its memory is its arguments'
-    weights        are not read: the shards hold nothing, whatever a folder would give them
-    attention      `scaled_dot_product_attention` is the memory-efficient kernel wherever CUDA before sm_80 would take that
-                   one, with the workspace that torch states for it; the model attends by ftkit's own function
-    CUDA           has no streams and events here, so nothing lives longer for the sake of another stream
+[Note: replaced parts]
+    Communicator   collectives of one rank among W, which fill nothing and return at once
+    Tiers.arena    host memory that is neither mapped nor pinned
+    Tiers.worker   threads: work is done at once, because fake tensors are for one thread
+    HostLoops      arithmetic on host shards, which reads pointers
+    weights        not read
+    attention      `scaled_dot_product_attention` is the memory-efficient kernel wherever CUDA before sm_80 selects it, with
+                   its workspace
+    CUDA           no streams and events, so no tensor lives longer for another stream
 
-Steps are those of the Trainer: the loss from the model's own forward with labels, scaled, backward, the norm, the update;
-one micro-batch or two, see `train`. Kernels are off, as the plan counts the model unfused; but the loss is made by chunks
-where the plan says so, with what its kernels take on a GPU. Rows are one sample each, as packing has it at least.
+A step is that of the Trainer: forward with labels, scaled loss, backward, gradient norm, update. Kernels are off, as in the
+plan; a chunked loss is computed as the plan says. Each row is one sample.
 
-What it refuses: plans without a GPU, where a run can be had for less, and plans that put anything on NVMe. What it costs:
-some seconds, and a few hundred MiB for torch and the module tree.
+It prints a JSON object and exits with 1 if plan and fake run differ by more than 5 %. Cost: some seconds, and a few hundred
+MiB for torch and the module tree.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,12 +34,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.meter import Meter
-from ftkit.config.recipe import Recipe
+from ftkit.config.recipe import load
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.kernels.host_loops import HostLoops
@@ -48,7 +47,6 @@ from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.optimizer import ShardedOptimizer
 from ftkit.engine.optim.sgd import ShardedSGD
-from ftkit.errors import UserError
 from ftkit.hf.blocks import find_blocks
 from ftkit.hf.dtypes import own_dtype
 from ftkit.hf.kernels.attention import use_packed_attention
@@ -56,16 +54,16 @@ from ftkit.hf.kernels.head import attach_head_loss, only_loss
 from ftkit.hf.memory.fake import CudaAttentionBackward, batch, nothing_behind
 from ftkit.hf.sharding import shard_as
 from ftkit.plan.choice import Plan
-from ftkit.plan.memory import GIB
+from ftkit.plan.hardware import box
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.spec.update_rules import ADAMW, MOMENTUM
-from ftkit.train.planning import model_of
+from ftkit.train.planning import model_of, plan_recipe
 
 PASSES = 2
-"""Micro-batches that are run at most: the second one finds gradients where the first one left them."""
+"""Most micro-batches: the second one adds to the gradients of the first."""
 
 CLOSE = 0.05
-"""Share by which the plan may differ from the fake run."""
+"""Largest difference from the plan, as a share of it."""
 
 PLANNED_AS = {
     "parameters": "parameters",
@@ -79,18 +77,18 @@ PLANNED_AS = {
     "logits": "activations",
     "root parameters": "activations",
 }
-"""The plan's purposes as the fake run can tell them apart: autograd's own tensors are one."""
+"""Purposes in the plan to purposes in the fake run, which counts all tensors of autograd together."""
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What a fake run found.
+    """The bytes of a fake run and of its plan.
 
     Args:
-        found: bytes that one rank holds at its peak, by tier and purpose.
-        planned: the same as the plan has it, without the runtime's own memory.
-        largest: bytes of the device's activations at the peak, by the operation that made them, largest first.
-        seconds: how long the fake run took.
+        found: Bytes of one rank at its peak, by tier and purpose.
+        planned: The same in the plan, without the runtime's own memory.
+        largest: Bytes of the device's activations at the peak, by the operation that made them, largest first.
+        seconds: Duration of the fake run.
     """
 
     found: dict[str, dict[str, int]]
@@ -103,7 +101,7 @@ class FakeRun:
         return sum(self.found[tier].values())
 
     def planned_bytes(self, tier: str) -> int:
-        """Return what was planned on a tier, runtime not counted."""
+        """Return the planned bytes of a tier, without the runtime."""
         return sum(self.planned[tier].values())
 
     def share(self, tier: str) -> float:
@@ -116,26 +114,8 @@ class FakeRun:
         """Whether plan and fake run agree within `CLOSE` on every tier."""
         return all(abs(self.share(tier) - 1) <= CLOSE for tier in self.found)
 
-    def show(self, console: Console) -> None:
-        """Print it beside the plan, in GiB of one rank."""
-        table = Table(box=None, pad_edge=False, title="GiB of a rank, runtime aside", title_justify="left")
-        table.add_column("")
-        for tier in self.found:
-            table.add_column(f"{tier}, planned", justify="right")
-            table.add_column("fake run", justify="right")
-        for purpose in dict.fromkeys([*PLANNED_AS.values(), "activations"]):
-            sizes = [part[tier].get(purpose, 0) for tier in self.found for part in (self.planned, self.found)]
-            if any(sizes):
-                table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
-        totals = [total(tier) for tier in self.found for total in (self.planned_bytes, self.found_bytes)]
-        table.add_row("[bold]peak[/]", *(f"[bold]{size / GIB:.2f}[/]" for size in totals))
-        console.print(table)
-        shares = ", ".join(f"{tier} {self.share(tier):.1%}" for tier in self.found)
-        verdict = "agrees with" if self.agrees else f"differs by more than {CLOSE:.0%} from"
-        console.print(f"[bold]{'fake run':<13}[/] {verdict} the plan: {shares} of it; {self.seconds:.0f} s")
-
     def as_dict(self) -> dict[str, Any]:
-        """Return it as an object for JSON, sizes in bytes of one rank."""
+        """Return an object for JSON, with sizes in bytes of one rank."""
         return {
             "device_bytes": self.found_bytes(DEVICE),
             "host_bytes": self.found_bytes(HOST),
@@ -150,16 +130,6 @@ class FakeRun:
         }
 
 
-def fake_run_recipe(recipe: Recipe, plan: Plan) -> FakeRun:
-    """Execute a recipe's plan with tensors that hold nothing; see `fake_run`.
-
-    Args:
-        recipe: the facts.
-        plan: the plan of this recipe.
-    """
-    return fake_run(plan, model_of(recipe), packed=recipe.data.packing)
-
-
 def fake_run(
     plan: Plan,
     model: Any,
@@ -168,28 +138,23 @@ def fake_run(
     device: torch.device | None = None,
     world_size: int | None = None,
 ) -> FakeRun:
-    """Execute a step of one rank with tensors that hold nothing, and count the bytes.
+    """Execute a step of one rank with fake tensors, and count the bytes.
 
     Args:
-        plan: what to execute.
-        model: the model that the plan was made for, on meta. It gets sharded, and is of no use afterwards.
-        packed: whether rows hold packed samples, which ftkit's own attention keeps apart.
-        device: where the model computes; None takes meta, which stands for a GPU. Tests take the CPU, to compare with a real
-            run.
-        world_size: number of ranks; None takes the plan's.
-
-    Raises:
-        UserError: if the plan is of a box without GPUs, or puts anything on NVMe.
+        plan: The plan. It must be for GPUs (unless `device` is given) and without NVMe.
+        model: The model that the plan was made for, on meta. It gets sharded and is of no use afterwards.
+        packed: Whether rows are packed samples, which ftkit's own attention isolates.
+        device: Device of the model. None takes meta in place of a GPU. Tests take the CPU to compare with a real run.
+        world_size: Number of ranks. None takes the plan's.
     """
-    if plan.limits.cpu and device is None:
-        raise UserError("--fake-run stands for a GPU and this plan is for ranks without one: run a few steps instead")
-    if plan.strategy.uses_nvme:
-        raise UserError(f"--fake-run does not know files, and this plan puts something on NVMe ({plan.strategy})")
+    assert device is not None or not plan.limits.cpu, "the plan is for ranks without a GPU: run a few steps instead"
+    assert not plan.strategy.uses_nvme, f"the plan uses NVMe, and a fake run has no files ({plan.strategy})"
     began = time.perf_counter()
     device = device or torch.device("meta")
     dtype = DTYPES.get(plan.strategy.dtype) or own_dtype(model)
-    if plan.shape.chunked_loss and (reason := attach_head_loss(model, dtype, torch.device("cpu"))) is not None:
-        raise UserError(f"the plan has the loss made by chunks, and this model does not make it so: {reason}")
+    if plan.shape.chunked_loss:
+        reason = attach_head_loss(model, dtype, torch.device("cpu"))
+        assert reason is None, f"the plan has a chunked loss, and the model has none: {reason}"
     meter = Meter(lambda tensor: HOST if tensor.device.type == "cpu" and device.type != "cpu" else DEVICE)
     with nothing_behind(), meter, CudaAttentionBackward():
         units, optimizer = build(plan, model, device, world_size, packed=packed)
@@ -200,22 +165,22 @@ def fake_run(
 def build(
     plan: Plan, model: Any, device: torch.device, world_size: int | None = None, *, packed: bool
 ) -> tuple[ShardedModel, ShardedOptimizer]:
-    """Shard the model for rank 0 of W as the plan says, and make its optimizer with all state."""
-    use_packed_attention(model)  # also where rows are not packed: on meta it has the memory of the GPU's kernel
+    """Shard the model for rank 0 of W as planned, and make its optimizer with all state."""
+    use_packed_attention(model)  # for rows that are not packed, too: on meta it uses the memory of the GPU's kernel
     model.train()
     comm = FakeCommunicator(device, world_size or plan.shape.world_size)
     units = shard_as(model, find_blocks(model), comm, plan.strategy, FakeTiers(device, plan.strategy), FakeLoops)
     rule = plan.shape.rule
     optimizer = ShardedAdamW(units) if rule == ADAMW else ShardedSGD(units, momentum=float(rule == MOMENTUM))
-    optimizer.prepare()  # from its second step on a run has all state in every forward
+    optimizer.prepare()  # from the second step on, all state exists in every forward
     return units, optimizer
 
 
 def train(plan: Plan, units: ShardedModel, optimizer: ShardedOptimizer, *, packed: bool) -> None:
-    """Run a step as a later one finds things, with one micro-batch, or `PASSES` where the second one finds more.
+    """Run a step in the state of a later step.
 
-    What a first backward makes and a step leaves is made before; but for gradients on the device that are reduced after
-    each block, which a second micro-batch adds to: two, in one step if the plan accumulates, else a step each.
+    Buffers that the first backward makes and a step leaves are made before. Gradients on the device that are reduced after
+    each block need a second micro-batch: in the same step if the plan accumulates, else in a second step.
     """
     reduced = any(unit.reduced for unit in units.units)
     units.finish_gradients()
@@ -239,11 +204,11 @@ def train(plan: Plan, units: ShardedModel, optimizer: ShardedOptimizer, *, packe
         optimizer.zero_grad()
 
 
-# --- what is replaced
+# --- replaced parts
 
 
 class FakeCommunicator(Communicator):
-    """One rank among W that are not there. Nothing is sent; a sum is such that a step is made of it."""
+    """One rank among W. It sends nothing, and its sums let each step update."""
 
     def __init__(self, device: torch.device, world_size: int) -> None:
         self.group = None
@@ -269,7 +234,7 @@ class FakeCommunicator(Communicator):
         return numbers
 
     def totals(self, numbers: Tensor, of: str = "") -> list[float]:
-        """Return ones: norms are finite, and every tensor has got a gradient."""
+        """Return ones: norms are finite, and every tensor has a gradient."""
         return [1.0] * numbers.numel()
 
     def any(self, flag: bool, of: str = "") -> bool:
@@ -281,15 +246,15 @@ class FakeCommunicator(Communicator):
         self._count("broadcast", tensor)
 
     def same(self, value: Any, of: str = "") -> Any:
-        """Return it: this is rank 0."""
+        """Return the value: this is rank 0."""
         return value
 
     def all(self, value: Any, of: str = "") -> list[Any]:
-        """Return it for every rank."""
+        """Return the value for every rank."""
         return [value] * self.world_size
 
     def barrier(self, of: str = "") -> None:
-        """Wait for nobody."""
+        """Do not wait."""
 
 
 class FakeArena(Arena):
@@ -303,7 +268,7 @@ class FakeArena(Arena):
 
 
 class FakeTiers(Tiers):
-    """Tiers whose host memory is none."""
+    """Tiers without host memory."""
 
     def arena(self, size_bytes: int) -> FakeArena:
         """See `Tiers.arena`."""
@@ -315,7 +280,7 @@ class FakeTiers(Tiers):
 
 
 class AtOnce(Executor):
-    """A thread that is none: what it is given is done when it returns. Fake tensors are for one thread."""
+    """An executor that calls each function at once."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call `fn`."""
@@ -328,7 +293,7 @@ class AtOnce(Executor):
 
 
 class FakeLoops(HostLoops):
-    """The arithmetic on host shards, not done: it works in place and needs no memory."""
+    """Arithmetic on host shards, left out: it works in place and needs no memory."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -340,14 +305,14 @@ class FakeLoops(HostLoops):
         """Do nothing."""
 
     def square_sum(self, gradient: Tensor) -> float:
-        """Return a norm that is finite."""
+        """Return a finite norm."""
         return 1.0
 
     def add_(self, into: Tensor, other: Tensor, scale: float = 1.0) -> None:
         """Do nothing."""
 
 
-# --- what was found
+# --- results
 
 
 def _found(meter: Meter, units: ShardedModel, optimizer: ShardedOptimizer) -> dict[str, dict[str, int]]:
@@ -368,7 +333,7 @@ def _found(meter: Meter, units: ShardedModel, optimizer: ShardedOptimizer) -> di
 
 
 def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """Yield the tensors that stay from step to step, by purpose."""
+    """Yield the tensors that live from step to step, by purpose."""
 
     def of(*stores: Store | None) -> list[Tensor]:
         return [store.tensor for store in stores if store is not None and store.tensor is not None]
@@ -387,7 +352,7 @@ def _permanent(units: ShardedModel, optimizer: ShardedOptimizer) -> Iterator[tup
 
 
 def _planned(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return what the plan has in training, by the purposes of a fake run; the runtime is none of them."""
+    """Return the planned bytes in training by the purposes of a fake run, without the runtime."""
     planned = {}
     for tier in (DEVICE, HOST):
         sizes: Counter[str] = Counter()
@@ -403,3 +368,20 @@ def _largest(meter: Meter) -> tuple[tuple[str, int], ...]:
     for each in meter.at_peak(DEVICE):
         sizes[each.operation.removeprefix("aten.")] += each.size_bytes
     return tuple(sizes.most_common(8))
+
+
+def main() -> None:
+    """Plan a recipe for a hardware profile, execute the plan, and print the comparison."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
+    parser.add_argument("hardware", help="a hardware profile")
+    options = parser.parse_args()
+    recipe, hardware = load(options.recipe), box(options.hardware)
+    ranks = recipe.ranks if recipe.ranks != "auto" else hardware.gpus * hardware.boxes
+    found = fake_run(plan_recipe(recipe, ranks, hardware), model_of(recipe), packed=recipe.data.packing)
+    print(json.dumps(found.as_dict(), indent=1))
+    sys.exit(not found.agrees)
+
+
+if __name__ == "__main__":
+    main()

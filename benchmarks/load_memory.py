@@ -29,12 +29,12 @@ import transformers
 
 import ftkit
 from benchmarks.resident import status
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER
 from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 from ftkit.engine.checkpoint.sealed import write_contents
 from ftkit.engine.model import ShardedModel
 from ftkit.hf.save.export import export_checkpoint
 from ftkit.hf.save.model import save_config
-from ftkit.output.ownership import ENGINE_FOLDER
 
 SPARE_BYTES = 64 << 20
 SETTINGS = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "affinity": False, "kernels": "off"}

@@ -1,10 +1,11 @@
-"""Bytes of tensors as they come and go: every storage that torch makes, its tier, and who made it; and the peaks.
+"""Count the bytes of live tensor storages by tier, and their peaks.
 
-A `Meter` is a mode of torch's dispatcher: it sees the tensors that every operation returns, forward and backward, notes
-each storage it has not seen, and when that goes. It works on tensors with memory behind them and on fake ones alike.
+A `Meter` is a mode of torch's dispatcher. It sees the tensors that every operation returns, in forward and backward, and
+notes when each storage is made and freed. It works on real and on fake tensors.
 
-What it does not see: what an operation needs inside itself and frees again, storages made while it is not on (in other
-threads), and what an allocator adds (fragments, rounding). What it costs: some microseconds an operation.
+It does not see temporary memory inside an operation, storages made by other threads, and the overhead of an allocator.
+
+Cost: some microseconds per operation.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Lifetime:
-    """One storage: its bytes, its tier, the operation that made it, and the moments between which it lived.
+    """One storage: its bytes, its tier, the operation that made it, and its lifetime.
 
-    Moments count storages made and let go; `died` is None as long as it lives.
+    Time counts storages made and freed. `died` is None while the storage is alive.
     """
 
     size_bytes: int
@@ -34,21 +35,21 @@ class Lifetime:
     born: int
     died: int | None = None
 
-    def lives_at(self, moment: int) -> bool:
-        """Whether it is there at a moment."""
-        return self.born <= moment and (self.died is None or moment < self.died)
+    def lives_at(self, time: int) -> bool:
+        """Return whether the storage is alive at a time."""
+        return self.born <= time and (self.died is None or time < self.died)
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of storages by tier while it is on.
+    """Count the bytes of storages by tier while the mode is on.
 
     Args:
-        tier_of: returns the tier of a tensor.
+        tier_of: Returns the tier of a tensor.
 
     Attributes:
-        live: bytes that each tier holds now.
-        peaks: most bytes that each tier held.
-        peak_at: number of the moment at which each tier held most; each allocation and each release is a moment.
+        live: Current bytes of each tier.
+        peaks: Peak bytes of each tier.
+        peak_at: Time of each tier's peak.
     """
 
     def __init__(self, tier_of: Callable[[Tensor], str]) -> None:
@@ -58,13 +59,13 @@ class Meter(TorchDispatchMode):
         self.peaks: Counter[str] = Counter()
         self.peak_at: dict[str, int] = defaultdict(int)
         self.lifetimes: list[Lifetime] = []
-        self._moment = 0
+        self._time = 0
         self._known: dict[int, tuple[weakref.ref[Any], Lifetime]] = {}  # by the storage's address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the operation and note what it made."""
+        """Call the operation and note its results."""
         result = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -72,14 +73,13 @@ class Meter(TorchDispatchMode):
         return result
 
     def lifetime(self, tensor: Tensor) -> Lifetime | None:
-        """Return what is known of a tensor's storage; None if it was made while the meter was off."""
+        """Return the lifetime of a tensor's storage, or None if it was made while the meter was off."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
     def at_peak(self, tier: str) -> list[Lifetime]:
-        """Return the storages that a tier held when it held most."""
-        moment = self.peak_at[tier]
-        return [each for each in self.lifetimes if each.tier == tier and each.lives_at(moment)]
+        """Return the storages that are alive at a tier's peak."""
+        return [each for each in self.lifetimes if each.tier == tier and each.lives_at(self.peak_at[tier])]
 
     def _note(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
@@ -89,16 +89,16 @@ class Meter(TorchDispatchMode):
         size, tier = storage.nbytes(), self.tier_of(tensor)
         if not size:
             return
-        self._moment += 1
-        lifetime = Lifetime(size, tier, str(func), self._moment)
+        self._time += 1
+        lifetime = Lifetime(size, tier, str(func), self._time)
         self.lifetimes.append(lifetime)
         self._known[key] = weakref.ref(storage, partial(self._gone, key)), lifetime
         self.live[tier] += size
         if self.live[tier] > self.peaks[tier]:
-            self.peaks[tier], self.peak_at[tier] = self.live[tier], self._moment
+            self.peaks[tier], self.peak_at[tier] = self.live[tier], self._time
 
     def _gone(self, key: int, storage: object) -> None:
         _, lifetime = self._known.pop(key)
-        self._moment += 1
-        lifetime.died = self._moment
+        self._time += 1
+        lifetime.died = self._time
         self.live[lifetime.tier] -= lifetime.size_bytes

@@ -16,7 +16,7 @@ from ftkit.data.preview import pieces_of, row_at, sample_of
 from ftkit.data.report import Checks
 from ftkit.errors import UserError
 from ftkit.train.build import build_model
-from ftkit.train.run import dry_run
+from ftkit.train.dry_run import dry_run
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"

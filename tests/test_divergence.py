@@ -1,6 +1,6 @@
-"""Steps whose loss is not finite or jumps: how they are detected and counted, and what each policy does.
+"""Steps whose loss is not finite or jumps: how they are detected and counted, and what is done about them.
 
-Tests spoil the loss at chosen steps. With the policy `skip`, the losses equal those of a run without the skipped samples.
+Tests spoil the loss at chosen steps. With `skip`, the losses equal those of a run that never had the skipped samples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spoiled_job(text, factors, settings=(), checkpoint=None, left_out=None):
         return job(text, settings, checkpoint)
 
 
-def told(folder):
+def events(folder):
     return [json.loads(line) for line in (folder / "divergences.jsonl").read_text().splitlines()]
 
 
@@ -56,7 +56,7 @@ def text_of(home, out, policy, **sections):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_what_is_left_out_was_never_there(ranks, home, worlds):
+def test_a_skipped_step_leaves_no_trace(ranks, home, worlds):
     out, left_out = f"skip-{ranks}", 6
     deferred = {"stage": 3, "update": "deferred"} if ranks == 2 else {"stage": 3}
     text = text_of(home, out, "skip", engine=deferred)
@@ -68,7 +68,7 @@ def test_what_is_left_out_was_never_there(ranks, home, worlds):
     expected = [line[1] for line in losses(home / f"{out}-never")]
     assert [found[step] for step in found if step != left_out] == pytest.approx(expected, rel=1e-6)
     assert len(found) == 8
-    (event,) = told(home / out)
+    (event,) = events(home / out)
     assert event["step"] == left_out
     assert summary["divergences"] == 1
     assert len(event["places"]) == 6
@@ -77,7 +77,7 @@ def test_what_is_left_out_was_never_there(ranks, home, worlds):
 
 def test_the_run_ends_without_the_step(home, worlds):
     text = text_of(home, "stop", "stop")
-    with pytest.raises(RankFailure, match=r"Diverged: step 6: the loss is nan(.|\n)*auto goes on from checkpoint-4"):
+    with pytest.raises(RankFailure, match=r"Diverged: step 6: the loss is nan(.|\n)*auto continues from checkpoint-4"):
         worlds[2].run(spoiled_job, text, {6: math.nan})
     assert [path.name for path in (home / "stop").glob("checkpoint-*")] == ["checkpoint-4"]
     assert not (home / "stop" / "model").exists()
@@ -85,7 +85,7 @@ def test_the_run_ends_without_the_step(home, worlds):
     assert isinstance(refusal("text", Diverged.exit_code), Diverged)
 
 
-def test_without_a_policy_it_is_told_and_counted(home, worlds):
+def test_by_default_a_divergence_is_reported_and_counted(home, worlds):
     text = text_of(home, "continue", "continue")
     with pytest.raises(RankFailure, match=r"Diverged: training failed: the loss of the last step is nan"):
         worlds[2].run(spoiled_job, text, {6: math.inf})
@@ -98,7 +98,7 @@ def test_without_a_policy_it_is_told_and_counted(home, worlds):
     assert lines[5]["loss"] is None, "it is not hidden behind the mean of the others"
     assert [line["divergences"] for line in lines][4:6] == [0, 1]
     assert summary["divergences"] >= 1
-    assert told(home / "continue")[0]["reason"] == "the loss is inf"
+    assert events(home / "continue")[0]["reason"] == "the loss is inf"
 
 
 def test_a_last_update_that_kills_the_weights_is_said_in_the_summary(home, worlds):
@@ -125,7 +125,7 @@ def test_a_held_out_loss_that_is_nan_at_the_end_is_a_failure(home, worlds):
 
 
 def early_job(*arguments):
-    """Run one rank in which a loss can be a spike after `EARLY` steps."""
+    """Run one rank in which a loss can be a jump after `EARLY` steps."""
     with mock.patch("ftkit.train.divergence.LEAST", EARLY):
         return spoiled_job(*arguments)
 
@@ -135,22 +135,22 @@ def test_a_resumed_run_judges_as_the_first(home, worlds):
     text = text_of(home, "spike", "skip", train=train, output={"dir": str(home / "spike"), "save_every_steps": EARLY + 2})
     at = EARLY + 4
     worlds[2].run(early_job, text, {at: 40.0})
-    first, before = told(home / "spike"), losses(home / "spike")
+    first, before = events(home / "spike"), losses(home / "spike")
     assert [(line["step"], line["action"]) for line in first] == [(at, "skip")]
     assert "standard deviations above" in first[0]["reason"]
     worlds[2].run(early_job, text, {at: 40.0}, (), str(home / "spike" / f"checkpoint-{EARLY + 2}"))
-    assert told(home / "spike") == [*first, *first]
+    assert events(home / "spike") == [*first, *first]
     assert losses(home / "spike") == before
 
 
-def test_when_a_loss_is_a_spike():
+def test_when_a_loss_is_a_jump():
     random.seed(0)
     window = LossWindow()
     assert not any(window.judge(5 - step / 100 + random.gauss(0, 0.1), 1.0) for step in range(WINDOW * 2))
     assert len(window.losses) == WINDOW
     assert window.judge(math.nan, 1.0) == "the loss is nan"
     assert "standard deviations" in window.judge(9.0, 1.0)
-    assert window.judge(3.0, math.nan) == "the gradient's norm is nan"
+    assert window.judge(3.0, math.nan) == "the gradient norm is nan"
     assert window.judge(3.0, math.inf, scaled=True) is None, "an overflow of fp16 is for the loss scale"
     young = LossWindow([1.0] * (LEAST - 1))
     assert young.judge(100.0, 1.0) is None

@@ -19,12 +19,13 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit.config.recipe import parse
+from ftkit.config.recipe import Show, parse
 from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.output.run_folder import RunFolder
+from ftkit.train.callbacks import questions
 from ftkit.train.generate import answers
 from ftkit.train.held_out import HeldOut
 from ftkit.train.resume import first_whole
@@ -64,7 +65,7 @@ SUMMARY = {
 
 def test_a_run_leaves_its_folder(whole):
     folder, summary = whole
-    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model", "model-files.json"}
+    names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model"}
     told = {"report.html", "report.json", "trace.json"}
     assert {path.name for path in folder.iterdir()} == {*names, *told, "recipe.yaml", "summary.json"}
     told = lines(folder)
@@ -316,13 +317,13 @@ def test_row_statistics():
 
 def test_held_out_metrics():
     noted = HeldOut(3, np.array([2.0, 6.0]), np.array([1, 3]), np.array([1, 1]))
-    assert noted.loss == 2.0
+    assert noted.summary()["loss"] == 2.0
     assert noted.metrics(("loss", "perplexity", "accuracy")) == {
         "token_loss": 2.0,
         "perplexity": pytest.approx(np.exp(2.0)),
         "accuracy": 0.5,
     }
-    assert noted.summary()["row_loss_standard_error"] == 0.0
+    assert noted.row_losses.tolist() == [2.0, 2.0]
 
 
 def test_whole_steps():
@@ -335,6 +336,30 @@ def test_whole_steps():
     assert (len(steps), list(steps), steps.order.epoch) == (8, list(range(8)), 2)
     with pytest.raises(UserError, match="3 sequences and one step takes 4"):
         WholeSteps(Order(range(3)), 4)
+
+
+def test_sample_prompts(tmp_path):
+    chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = [
+        {"messages": [*chat, {"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"}]},
+        {"messages": chat[1:]},  # an answer to nothing
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": chat},
+        {"messages": chat},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("not JSON\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    first, second = questions(Show(path=str(path), count=2))
+    assert [turn["content"] for turn in first.turns] == ["1+1?", "2", "2+1?"]
+    assert (first.text, first.expected) == ("2+1?", "3")
+    assert (second.text, second.expected) == ("1+1?", "2")
+    path.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    (pair,) = questions(Show(path=str(path)))
+    assert (pair.text, pair.expected, pair.separator) == ("1+1=", "2", "")
+    path.write_text(json.dumps({"text": "1+1=2"}) + "\n")
+    with pytest.raises(UserError, match=r"has no row with a question and an answer; write show\.prompts"):
+        questions(Show(path=str(path)))
+    assert [each.text for each in questions(Show(prompts=("a", "b")))] == ["a", "b"]
 
 
 @contextmanager
@@ -423,7 +448,7 @@ def chosen(checkpoints):
 
 def test_one_run_a_folder(tmp_path):
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
-    with first.lock(), pytest.raises(UserError, match="belongs to a run that is going on"), second.lock():
+    with first.lock(), pytest.raises(UserError, match="a run is active in"), second.lock():
         pass
     with second.lock():
         assert first.path.is_dir()
@@ -523,10 +548,11 @@ def test_the_last_checkpoints_and_the_best_are_kept(home, worlds):
     held_out = {"path": str(home / "held.jsonl"), "every_steps": 2}
     output = {"dir": str(home / "best"), "save_every_steps": 2, "keep": 1}
     text = recipe(home, "best", eval=held_out, output=output, optimizer={"lr": 3.0, "schedule": "constant"})
-    worlds[2].run(job, text)
+    summary = worlds[2].run(job, text)[0]
     told = {record["step"]: record["eval_loss"] for record in records(home / "best") if "eval_loss" in record}
     best = min((step for step in told if step), key=told.__getitem__)
     assert best != 10
+    assert summary["best"] == {"step": best, "loss": told[best]}
     assert {path.name for path in (home / "best").glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-10"}
 
 

@@ -10,20 +10,19 @@ import json
 import os
 import pickle
 import shutil
+from datetime import date
 
 import pytest
 import torch
 
-from ftkit.config.continuation import check_resumed
 from ftkit.config.recipe import parse
-from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, MANIFEST
 from ftkit.engine.checkpoint.sealed import CONTENTS, BrokenCheckpoint, write_contents
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.save.export import export_checkpoint
 from ftkit.hf.trainer.checkpoints import check_folder
-from ftkit.output.ownership import ENGINE_FOLDER
-from ftkit.train.resume import check_noted, first_whole
+from ftkit.train.resume import Start, choose, first_whole
 from tests.hostile import DAMAGE, opens_only
 from tests.jobs import job, losses, recipe, resumed_job
 from tests.tiny import write_rows
@@ -169,7 +168,7 @@ def test_an_export_takes_listed_files_only_and_no_pickles(newest, tmp_path):
     ("changes", "says"),
     [
         ({"model": {"name": "another/model"}}, r"model\.name"),
-        ({"adapter": {"rank": 4}}, "adapter: none"),
+        ({"adapter": {"rank": 4}}, "adapter: None"),
         ({"data.path": "held.jsonl"}, r"data\.path"),
         ({"train.batch_tokens": 384}, r"train\.batch_tokens: 192"),
     ],
@@ -179,23 +178,34 @@ def test_another_recipe_is_refused_by_what_the_checkpoint_notes(changes, says, h
     for key, value in changes.items():
         section, _, name = key.partition(".")
         facts[section] = {**facts[section], name: str(home / value) if name == "path" else value} if name else value
-    with pytest.raises(UserError, match=f"ftkit/{MANIFEST}|recipe has changed") as refused:
-        check_noted(str(newest), parse(json.dumps(facts), "recipe.yaml"), "")
+    with pytest.raises(UserError, match="recipe has changed in keys that define a step") as refused:
+        choose([str(newest)], parse(json.dumps(facts), "recipe.yaml"), None, print)
     assert refused.match(says)
 
 
-def test_what_may_change_is_said_and_what_cannot_be_told_too(home, newest, tmp_path):
+def test_what_may_change_is_said_in_one_sentence(home, newest):
     facts = json.loads(recipe(home, "run"))
     facts["optimizer"] |= {"betas": [0.5, 0.6]}
     facts["train"] |= {"dtype": "bf16"}
-    now = parse(json.dumps(facts), "recipe.yaml")
-    line = check_resumed(now, newest.parent / "recipe.yaml")
-    assert "optimizer.betas [0.9, 0.95] -> [0.5, 0.6] (ignored: it comes from the checkpoint)" in line
-    assert "train.dtype auto -> bf16 (in effect from here on)" in line
-    check_noted(str(newest), now, "")
-    (tmp_path / "recipe.yaml").write_text("model: [")
-    line = check_resumed(now, tmp_path / "recipe.yaml")
-    assert line.startswith(f"the changes since the run began are unknown ({tmp_path / 'recipe.yaml'}")
+    facts["eval"] |= {"every_steps": 3}
+    said = []
+    start = choose([str(newest)], parse(json.dumps(facts), "recipe.yaml"), None, said.append)
+    assert start.checkpoint == str(newest)
+    assert said == [
+        "changed since the checkpoint was saved: train.dtype auto -> bf16, optimizer.betas [0.9, 0.95] -> [0.5, 0.6] "
+        "(ignored: it comes from the checkpoint)"
+    ]
+
+
+def test_the_day_of_the_rows_is_the_checkpoints(home, newest, monkeypatch):
+    facts = parse(recipe(home, "run"), "recipe.yaml")
+    notes = {"recipe": facts.model_dump(mode="json"), "rows": "digest", "day": "2026-11-28"}
+    monkeypatch.setattr("ftkit.train.resume.read_manifest", lambda folder: {"extra": notes})
+    assert choose([str(newest)], facts, None, print) == Start("2026-11-28", str(newest), "digest")
+    notes["day"] = None
+    assert choose([str(newest)], facts, None, print).day == Start(date.today().isoformat()).day
+    monkeypatch.setattr("ftkit.train.resume.read_manifest", lambda folder: {"extra": {}})
+    assert choose([str(newest)], facts, None, print) == Start(date.today().isoformat(), str(newest))
 
 
 def test_other_rows_under_the_same_name_are_refused(newest, home, worlds):

@@ -32,7 +32,6 @@ from ftkit.hf.trainer import checkpoints, trainer
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.resume import first_whole
-from ftkit.train.trainer import RecipeTrainer
 from tests.jobs import job, losses, recipe, resumed_job
 from tests.worlds import PATIENCE, RankFailure
 
@@ -48,7 +47,7 @@ IN_SAVES: dict[str, tuple[Any, str]] = {
     "the contents": (checkpoints, "write_contents"),
     "the checkpoint is synced": (checkpoints, "sync_tree"),
     "its name is synced": (checkpoints, "sync_folder"),
-    "older ones are removed": (RecipeTrainer, "retire_checkpoints"),
+    "older ones are removed": (checkpoints, "retire"),
     "a file is removed": (os, "unlink"),
 }
 OUTSIDE: dict[str, tuple[Any, str]] = {

@@ -24,7 +24,6 @@ from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.spec.strategy import Strategy
 from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.planning import disk_room
-from ftkit.train.trainer import RecipeTrainer
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
 from tests.worlds import PATIENCE
@@ -42,6 +41,7 @@ def test_only_the_process_that_holds_the_lock_removes_anything(tmp_path):
     kept, unfinished = checkpoint(tmp_path, 20), tmp_path / ".checkpoint-40.writing"
     unfinished.mkdir()
     folder = RunFolder(tmp_path)
+    folder.write_recipe("")
     assert folder.prepare(None, overwrite=True, owner=False) == []
     assert folder.prepare("auto", owner=False) == [kept]
     assert unfinished.exists(), "it may be another rank's that is just written"
@@ -70,6 +70,8 @@ def started(facts, folder, resume, outcomes, restarts=1):
 def test_a_restart_goes_on_from_what_was_saved_since_or_from_what_the_user_said(home, tmp_path):
     facts = parse(recipe(home, "life", output={"dir": str(tmp_path / "run"), "save_every_steps": 4}), "recipe.yaml")
     named, folder = checkpoint(tmp_path / "other", 100), RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_recipe("")
     given = started(facts, folder, str(named), [None, lambda: checkpoint(folder.path, 4), None], restarts=2)
     assert given == [[str(named)], [str(named)], [str(folder.path / "checkpoint-4"), str(named)]]
     given = started(facts, folder, str(folder.path / "checkpoint-4"), [None, None])
@@ -113,30 +115,7 @@ def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path, monkeypatch):
     for step in (4, 8):
         checkpoint(tmp_path, step)
     monkeypatch.setattr("ftkit.train.planning.disk_free", lambda path: 1000)
-    assert disk_room(facts) == 1000 + RunFolder(tmp_path).held_bytes() > 1000
-
-
-def test_the_best_of_those_that_are_there_stays(tmp_path):
-    """The best step of all, 5, was not saved; a checkpoint of a later step is no part of this run yet."""
-    for step in (4, 8, 12, 16, 99):
-        checkpoint(tmp_path, step)
-    trainer = SimpleNamespace(keep=1, evaluated={4: 3.0, 5: 1.0, 8: 2.0, 12: 4.0, 16: 5.0, 99: 0.5}, damaged=set())
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-16")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-16", "checkpoint-99"}
-
-
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path):
-    for step in (2, 4, 6, 8):
-        checkpoint(tmp_path, step)
-    trainer = SimpleNamespace(keep=2, evaluated={}, damaged={tmp_path / "checkpoint-6"})
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-8")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
-    checkpoint(tmp_path, 10)
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-8", "checkpoint-10"}
-    trainer = SimpleNamespace(keep=1, evaluated={}, damaged={tmp_path / "checkpoint-10"})
-    RecipeTrainer.retire_checkpoints(trainer, tmp_path / "checkpoint-10")
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-10"}, "it was written again"
+    assert disk_room(facts) == 1000 + RunFolder(tmp_path).disk_bytes() > 1000
 
 
 def test_who_asked_to_end_does_not_wait_for_an_evaluation():

@@ -37,15 +37,13 @@ from ftkit.config.wording import counted
 from ftkit.errors import UNEXPECTED, EndedEarly, UserError
 from ftkit.launch.external import outer_job
 from ftkit.launch.supervisor import RankError, StoppedError
-from ftkit.output.ownership import refuse_foreign_page
-from ftkit.output.run_folder import RunFolder, write
+from ftkit.output.run_folder import VERIFY, RunFolder, check_target, write, written_at
 from ftkit.plan.choice import Plan
 from ftkit.plan.hardware import box as find_box
 from ftkit.plan.largest import largest
 from ftkit.plan.what_if import Answer, what_if
 from ftkit.report.plan_text import show_answers, show_plan
 from ftkit.report.text import literal
-from ftkit.train.start import check_beginning, checkpoints_to_try
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -105,9 +103,9 @@ def finetune(
     ranks = int(os.environ["WORLD_SIZE"]) if joined is not None else _ranks(facts, nproc)
     if dry_run:
         # Imported here: torch and transformers take seconds, see the top of this file.
-        from ftkit.train.run import dry_run as say_what_would_be_run
+        from ftkit.train.dry_run import dry_run as say_what_would_be_run
 
-        checkpoints = check_beginning(facts, RunFolder(Path(facts.output.dir)), resume, overwrite=overwrite)
+        checkpoints = RunFolder(Path(facts.output.dir)).check(resume, overwrite=overwrite, inputs=facts.inputs())
         say_what_would_be_run(facts, ranks, checkpoints)
         return
     folder = RunFolder(Path(facts.output.dir))
@@ -121,12 +119,13 @@ def _train(
 ) -> None:
     """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
-    checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
+    checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
+    if resume == "auto" and not checkpoints and first:
+        _say(f"no checkpoint in {folder.path}: starting from the beginning")
     from ftkit.launch import ranks as launch  # here, see the top of this file
     from ftkit.report.page import note_end
 
-    before = folder.identities()
-    given = checkpoints
+    given, last = checkpoints, max(map(written_at, folder.checkpoints()), default=0.0)
     while True:
         arguments = (facts, [str(each) for each in checkpoints], ranks)
         try:
@@ -142,10 +141,7 @@ def _train(
                 raise
             restarts -= 1
             # What was saved since the start, then what the user said.
-            now = folder.identities()
-            checkpoints = [path for path in folder.newest_first() if before.get(path) != now.get(path)]
-            left = folder.left() if resume == "auto" else {}  # by a rollback meanwhile
-            checkpoints += [path for path in given if path not in left]
+            checkpoints = [*(path for path in folder.newest_first() if written_at(path) > last), *given]
             _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
         raise EndedEarly(result["stopped"])
@@ -186,7 +182,7 @@ def plan(
         has = counted(box.gpus * box.boxes, "GPU")
         raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
     if page is not None:
-        refuse_foreign_page(page, "--page")
+        check_target(page, "--page", ".html")
     from ftkit.train.planning import ask, epoch_of  # here, see the top of this file
 
     with Console(stderr=True).status("planning …"):
@@ -241,7 +237,7 @@ def data(
     from ftkit.train.preview import preview
 
     if page is not None:
-        refuse_foreign_page(page, "--page")
+        check_target(page, "--page", ".html")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()  # a bar in a log file is a line a tick
     found = preview(recipe, settings=overrides or (), rows=rows)
@@ -343,12 +339,13 @@ def verify(
                 raise
             return []
 
-    folder = RunFolder(Path(facts.output.dir) / "verify")
-    with folder.lock():
+    run_folder = RunFolder(Path(facts.output.dir))
+    folder = run_folder.path / VERIFY
+    with run_folder.lock():
         began = time.monotonic()
         most = torch.cuda.device_count() or max(ranks, 3)
-        found = room.verify(facts, ranks, most, folder.path, run, steps=steps, say=_say)
-        path = folder.path / room.VERDICTS
+        found = room.verify(facts, ranks, most, folder, run, steps=steps, say=_say)
+        path = folder / room.VERDICTS
         room.write_verdicts(path, facts, found, time.monotonic() - began)
     room.show_verdicts(Console(soft_wrap=True, highlight=False, emoji=False), found)
     failed = [each.name for each in found if each.passed is False]
@@ -406,7 +403,7 @@ def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | N
     """Measure this box by all its ranks, and write its profile."""
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--measure: {path} must end in .yaml, by which `ftkit plan --hardware` knows a file")
-    refuse_foreign_page(path, "--measure")
+    check_target(path, "--measure", ".yaml", ".yml")
     if dtype not in ("auto", "fp32", "bf16", "fp16"):
         raise UserError(f"--dtype: {dtype} is unknown; auto, fp32, bf16 and fp16 are known")
     import torch  # here, see the top of this file

@@ -30,7 +30,6 @@ from transformers import LlamaConfig, LlamaModel
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.ranks import Stop
-from ftkit.output.ownership import PROFILE_MARK
 from ftkit.output.run_folder import write
 from ftkit.plan.memory import GIB
 from ftkit.spec.update_rules import ADAMW
@@ -101,7 +100,7 @@ def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, rank
 def write_profile(path: Path, told: dict[str, Any], ranks: int) -> None:
     """Write a profile as YAML."""
     lines = yaml.safe_dump(told, sort_keys=False)
-    write(path, f"{PROFILE_MARK} --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
+    write(path, f"# measured by ftkit doctor --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
 
 
 # --- the figures

@@ -37,10 +37,9 @@ from ftkit.hf.sharding import units_of
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.arguments import lora_config, training_arguments
-from ftkit.train.build import build_model, check_fit
+from ftkit.train.build import build_model, check_fit, load_tokenizer, make_trainer, prepare_rows
+from ftkit.train.planning import ask_here
 from ftkit.train.resume import first_whole
-from ftkit.train.run import follow_plan, make_trainer
-from ftkit.train.run_rows import load_tokenizer, prepare_rows
 from ftkit.train.trainer import RecipeTrainer
 
 
@@ -153,7 +152,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     still(model)
     try:
-        plan = follow_plan(recipe, model, arguments, trial.ranks)
+        plan = ask_here(recipe, model, trial.ranks, Communicator(arguments.device)).plan()
     except UserError as error:
         return Trajectory(trial.name, problem=str(error).splitlines()[0])
     trainer = make_trainer(recipe, prepare_rows(recipe, tokenizer), tokenizer, model, arguments, plan, kind=NotingTrainer)

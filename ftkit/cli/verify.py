@@ -11,9 +11,7 @@ What cannot be run on this box is listed with its reason. What it costs: minutes
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +25,6 @@ from ftkit.cli.trials import Trajectory, Trial
 from ftkit.config.recipe import Recipe, split_batch
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.output.ownership import is_ours
 from ftkit.output.run_folder import write_json
 from ftkit.plan.refusal import DoesNotFit
 from ftkit.spec.strategy import decided
@@ -41,10 +38,8 @@ TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
 """Of loss and gradient norm, relative: what rounding in a dtype may do within some steps, against fp32 where that fits."""
 LEAST_STEPS = 4
 VERDICTS = "verify.json"
-TRIALS = ".trials.json"
-"""The folders of trials that are there, or may be after a kill."""
-TRIAL = re.compile(r"\d{1,3}|killed|stock|resumed-\d{1,9}")
-"""Their names."""
+TRIALS = ".trials"
+"""Folder of the trials' own folders. It is removed at the end."""
 
 Runner = Callable[[Sequence[Trial], int], list[Trajectory]]
 """(trials, ranks): runs trials of as many ranks, one after the other, in processes of their own."""
@@ -164,7 +159,7 @@ def verify(
         recipe: the facts.
         ranks: number of ranks of the run as planned.
         most_ranks: most ranks that this box can start.
-        folder: folder for what the trials write. It is made, and the trials' folders are removed from it at the end.
+        folder: folder of the trials, which are removed at the end.
         run: runs trials on a number of ranks.
         steps: steps of each trial.
         say: shows a line to the user.
@@ -175,45 +170,17 @@ def verify(
     if steps < LEAST_STEPS:
         raise UserError(f"--steps: {steps} are too few to show anything; at least {LEAST_STEPS}")
     split_batch(recipe, ranks)
-    folder.mkdir(parents=True, exist_ok=True)
-    trials = trials_of(recipe, ranks, most_ranks, folder, steps)
-    claimed = _claim(folder, [Path(trial.recipe.output.dir).name for trial in trials])
+    trials_folder = folder / TRIALS
+    shutil.rmtree(trials_folder, ignore_errors=True)  # of a run that was killed
+    trials_folder.mkdir(parents=True)
     found: list[Trajectory] = []
     try:
-        for group in groups(trials):
+        for group in groups(trials_of(recipe, ranks, most_ranks, trials_folder, steps)):
             say(f"{counted(group[0].ranks, 'rank')}: {', '.join(trial.name for trial in group)}")
             found += run(group, group[0].ranks)
     finally:
-        for name in claimed:
-            shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / TRIALS).unlink(missing_ok=True)
+        shutil.rmtree(trials_folder, ignore_errors=True)
     return verdicts(found, compute_dtype(recipe.train.dtype), steps)
-
-
-def _claim(folder: Path, names: Sequence[str]) -> list[str]:
-    """Note the folders of the trials, which are removed at the end; what a killed `ftkit verify` noted may be there.
-
-    Returns:
-        The names of all of them, those of the killed one included.
-
-    Raises:
-        UserError: one of them, or the file of verdicts, is there and is the user's.
-    """
-    try:
-        noted = json.loads((folder / TRIALS).read_text())["trials"] if is_ours(folder / TRIALS) else []
-    except (OSError, ValueError, KeyError, RecursionError):
-        noted = []
-    known = [name for name in noted if TRIAL.fullmatch(str(name))] if isinstance(noted, list) else []
-    foreign = [name for name in names if (folder / name).exists() and name not in known]
-    foreign += [name for name in (TRIALS, VERDICTS) if not is_ours(folder / name)]
-    if foreign:
-        raise UserError(
-            f"output.dir: no `ftkit verify` wrote {folder / foreign[0]}, and this one would replace or remove it; move it "
-            "away, or choose another folder with --set output.dir=PATH"
-        )
-    claimed = sorted({*map(str, known), *names})
-    write_json(folder / TRIALS, {"trials": claimed})
-    return claimed
 
 
 def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:

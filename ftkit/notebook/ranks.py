@@ -34,7 +34,6 @@ from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_noteboo
 from ftkit.notebook.live import LiveRun, Output
 from ftkit.output.run_folder import RunFolder
 from ftkit.report.page import note_end
-from ftkit.train.start import checkpoints_to_try
 
 HANG_SECONDS = 60.0
 AT_THE_NEXT_STEP = "stopping after this step, with a checkpoint; interrupt again to end the ranks at once"
@@ -219,7 +218,7 @@ class Ranks:
         view = LiveRun(folder, folder.path.name)
         try:
             with self._at_work() as crew, folder.lock():  # before an earlier run is removed
-                found = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=True, say=print)
+                found = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs())
                 self._recipe = facts
                 return self._finetune(crew, facts, folder, view, [str(path) for path in found])
         except UserError as error:

@@ -1,4 +1,4 @@
-"""How far a run has come, told to the kernel: the bar of a run (`progress.Bar`) that tells in place of drawing.
+"""The progress bar of a notebook: sends the progress of a run to the kernel (`ftkit.train.callbacks.Bar`).
 
 Cost: at most `STEPS_A_SECOND` messages for steps, and one a logging step.
 """
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ftkit.notebook.output import Tell
-from ftkit.train.callbacks import Bar, StepMetrics, line_of
+from ftkit.train.callbacks import Bar, StepMetrics, describe
 
 STEPS_A_SECOND = 5.0
 
@@ -45,7 +45,7 @@ class ToldBar(Bar):
 
     def show(self, metrics: StepMetrics) -> None:
         """Tell the numbers of a logging step."""
-        self._tell({"step": metrics.step, "numbers": line_of(metrics)})
+        self._tell({"step": metrics.step, "numbers": describe(metrics)})
 
     def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
         """Tell what the held-out rows gave."""

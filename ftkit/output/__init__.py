@@ -1,1 +1,1 @@
-"""The folder of a run: what lies where, whose each file is, and how one takes the place of another."""
+"""The folder of a run."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from ftkit.config import yaml_lines
 from ftkit.errors import UserError
-from ftkit.output.ownership import refuse_foreign_page
-from ftkit.output.run_folder import write
+from ftkit.output.run_folder import check_target, write
 from ftkit.report.charts import COLOURS
 from ftkit.report.facts import Facts, read
 from ftkit.report.page import charts, page
@@ -38,7 +37,7 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     if len(folders) > COLOURS:
         raise UserError(f"{len(folders)} runs were named; a chart can show at most {COLOURS}")
     runs = list(zip(names_of(folders), map(read, folders)))
-    refuse_foreign_page(out, "--out")
+    check_target(out, "--out", ".html")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(out, render(runs))

@@ -94,7 +94,6 @@ class Facts:
         divergences: objects of divergences.jsonl.
         summary: the object of summary.json; empty where there is no such file.
         standing: the object of report.json; empty where there is no such file.
-        guard: the object of guard.json; empty where there is no such file.
         trace: the recorded timeline of a step; None where there is none.
         simulated: the timeline of the step that the plan simulated; None where there is none.
         held: whether a process holds the folder's lock now; None where that was not asked.
@@ -106,7 +105,6 @@ class Facts:
     divergences: list[dict[str, Any]]
     summary: dict[str, Any]
     standing: dict[str, Any]
-    guard: dict[str, Any]
     trace: Timeline | None
     simulated: Timeline | None
     held: bool | None = None
@@ -116,14 +114,13 @@ class Facts:
         """How the run stands, and a sentence on it, or ""."""
         told, why = self.standing.get("status"), self.standing.get("why")
         why = why if isinstance(why, str) else ""
-        by_guard = "the memory guard ended it: guard.json" if self.guard else ""
         if told == GOING_ON and self.held is False:
-            return ENDED_EARLY, by_guard or "it ended without a word: no process holds its folder any more"
+            return ENDED_EARLY, "it ended without a message: no process has its folder locked"
         if told != GOING_ON and isinstance(problem := self.summary.get("problem"), str):
             return FAILED, problem
         if told in (GOING_ON, ENDED, ENDED_EARLY):
             return str(told), why
-        return (ENDED, "") if self.summary else (ENDED_EARLY, by_guard or "nothing in its folder says how it ended")
+        return (ENDED, "") if self.summary else (ENDED_EARLY, "nothing in its folder says how it ended")
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -211,7 +208,6 @@ class Reader:
             [each for each in map(_parsed, _read_text(self.folder.divergences).splitlines()) if isinstance(each, dict)],
             record(_read_json(self.folder.summary)),
             standing,
-            record(_read_json(self.folder.guard)),
             from_chrome(_read_json(self.folder.trace)),
             from_chrome(standing.get("simulated")),
             held,
@@ -245,7 +241,7 @@ def read(path: Path) -> Facts:
             f"{path} holds none of recipe.yaml, metrics.jsonl and summary.json; name the folder of a run (output.dir of its "
             "recipe)"
         )
-    return Reader(folder).read(held=folder.is_held())
+    return Reader(folder).read(held=folder.is_locked())
 
 
 def _open(path: Path) -> Any:

@@ -20,8 +20,7 @@ from typing import Any
 
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.output.ownership import PAGE_MARK, refuse_foreign_page
-from ftkit.output.run_folder import RunFolder, write, write_json
+from ftkit.output.run_folder import RunFolder, check_target, write, write_json
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Facts, Reader, read
 from ftkit.report.style import STYLE
@@ -50,7 +49,7 @@ def refresh(path: Path, out: Path | None = None) -> Path:
     """
     facts = read(path)
     target = out or facts.folder.report
-    refuse_foreign_page(target, "--out" if out else "ftkit report")
+    check_target(target, "--out", ".html")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(target, render(facts))
@@ -83,7 +82,7 @@ def page(title: str, body: Iterable[str], *, refreshes: bool = False, style: str
     """Return a whole page; `style` is added to that of a report."""
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if refreshes else ""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
         f'<meta name="referrer" content="no-referrer">{again}<link rel="icon" href="data:,">'
@@ -214,9 +213,7 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[str]:
 
     loss = [*series("loss", "training"), *series("eval_loss", "held out", "dots", colour=1)]
     drawn = [chart("Loss", ("loss", "nats a token"), loss)]
-    drawn.append(
-        chart("Gradient norm", ("norm before clipping", ""), series("grad_norm", short_name("norm")), log=True)
-    )
+    drawn.append(chart("Gradient norm", ("norm before clipping", ""), series("grad_norm", short_name("norm")), log=True))
     rate = series("learning_rate", short_name("rate"))
     drawn.append(chart("Learning rate", ("learning rate", ""), rate, from_zero=True))
     if scale := series("loss_scale", short_name("scale")):

@@ -1,11 +1,8 @@
-"""What a recipe means to the HF Trainer, to PEFT and to the engine: one mapping, in one place.
+"""A recipe as `TrainingArguments`, as a `LoraConfig`, and as settings of the engine.
 
-The recipe states facts; here they become `TrainingArguments`, a `LoraConfig` and the engine's settings. Nothing is
-decided that the recipe left open except the compute dtype (`auto`: fp16 on GPUs below compute capability 8.0, bf16 from
-there, fp32 on a CPU) and the division of a step among ranks, which `recipe.split_batch` does.
-
-It refuses a division that does not come out even. What it costs: an argument of the Trainer that the recipe does not
-name cannot be set; a script with `from ftkit import Trainer` can set them all.
+The recipe leaves two things open, which are decided here: the compute dtype (`auto`: fp16 on GPUs below compute capability
+8.0, bf16 from there, fp32 on a CPU) and the division of a step among ranks (`recipe.split_batch`). Other arguments of the
+Trainer are for scripts with `from ftkit import Trainer`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, TaskType
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import Adapter, Recipe, split_batch
@@ -23,17 +20,12 @@ from ftkit.hf.trainer.arguments import TrainingArguments
 
 
 def compute_dtype(wanted: str) -> str:
-    """Return fp32, bf16 or fp16 for what a recipe's `train.dtype` says.
-
-    Args:
-        wanted: auto, fp32, bf16 or fp16.
-    """
+    """Return fp32, bf16 or fp16 for a recipe's `train.dtype`, which may also be auto."""
     if wanted != "auto":
         return wanted
     if not torch.cuda.is_available():
         return "fp32"
-    major, _ = torch.cuda.get_device_capability()
-    return "bf16" if major >= 8 else "fp16"
+    return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
 
 
 def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
@@ -56,36 +48,35 @@ def engine_settings(recipe: Recipe) -> EngineSettings:
 
 
 def check_report_to(names: tuple[str, ...]) -> None:
-    """Refuse places to report to that HF Trainer does not know or that are not installed.
-
-    Raises:
-        UserError: With the known ones, or what to install.
-    """
+    """Raise UserError for a reporting integration of HF Trainer that is unknown or not installed."""
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise UserError(f"output.report_to: {name} is unknown; known: {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
         if name not in get_available_reporting_integrations():
-            raise UserError(f"output.report_to: {name} is not installed; pip install {name}, or remove it")
+            raise UserError(f"output.report_to: {name} is unknown or not installed; pip install {name}, or remove it")
+
+
+def checkpoints_kept(recipe: Recipe) -> int | None:
+    """Return how many checkpoints stay, or None for all. The newest and the best evaluated one are always among them."""
+    keep = recipe.output.keep
+    # With 1, the Trainer deletes at the end of a run every checkpoint but the best one.
+    return max(keep, 2) if keep and recipe.eval else keep
 
 
 def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
-    """Return the Trainer's arguments; where ranks were started this also makes their process group.
+    """Return the Trainer's arguments. This also makes the process group of the ranks.
 
     Args:
-        recipe: The facts.
-        ranks: Processes of the whole run.
+        recipe: The recipe.
+        ranks: Number of processes of the whole run.
 
     Raises:
         UserError: The sequences of a step cannot be divided among the ranks.
     """
-    check_report_to(recipe.output.report_to)
     micro_batch, accumulation = split_batch(recipe, ranks)
     train, optimizer, output, held_out = recipe.train, recipe.optimizer, recipe.output, recipe.eval
-    schedule: str = optimizer.schedule
-    if schedule == "constant" and optimizer.warmup_steps:
-        schedule = "constant_with_warmup"
-    # The process group of the ranks; TrainingArguments would pass no timeout on a CPU.
-    PartialState(cpu=not torch.cuda.is_available(), timeout=GROUP_TIMEOUT)
+    every_steps = held_out.every_steps if held_out else None
+    schedule = "constant_with_warmup" if optimizer.schedule == "constant" else optimizer.schedule
+    cpu = not torch.cuda.is_available()
+    PartialState(cpu=cpu, timeout=GROUP_TIMEOUT)  # TrainingArguments passes no timeout on a CPU
     return TrainingArguments(
         output_dir=output.dir,
         per_device_train_batch_size=micro_batch,
@@ -110,19 +101,15 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         report_to=list(output.report_to) or "none",
         save_strategy="steps" if output.save_every_steps else "no",
         save_steps=output.save_every_steps or 500,
-        save_total_limit=None,  # RecipeTrainer keeps `output.keep` and the best
-        eval_strategy="no" if held_out is None else _when(held_out.every_steps, held_out.every_epoch),
-        eval_steps=held_out.every_steps if held_out else None,
+        save_total_limit=checkpoints_kept(recipe),
+        metric_for_best_model="token_loss" if held_out else None,  # the best checkpoint stays
+        greater_is_better=False if held_out else None,
+        eval_strategy="steps" if every_steps else "epoch" if held_out and held_out.every_epoch else "no",
+        eval_steps=every_steps,
         include_num_input_tokens_seen="non_padding",
         remove_unused_columns=False,
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=cpu,
+        dataloader_pin_memory=not cpu,
         ftkit=engine_settings(recipe).as_dict(),
     )
-
-
-def _when(every_steps: int | None, every_epoch: bool) -> str:
-    if every_steps:
-        return "steps"
-    return "epoch" if every_epoch else "no"

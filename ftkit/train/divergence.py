@@ -1,56 +1,69 @@
-"""Numbers gone wrong: a step whose loss is no number, or far above those before it, and what the recipe says of it.
+"""Steps whose loss is not finite or jumps, and what `train.on_divergence` does about them.
 
-Every step's loss, the mean over all ranks, is judged after the backward and before the update. It has diverged if the
-loss is NaN or infinite, if the gradient's norm is (in fp16 that alone is an overflow, which the loss scale is for), or if
-the loss lies more than `SIGMAS` standard deviations above the mean of the last `WINDOW` steps, as OLMo-core's
-SkipStepOptimizer judges it. What is done about it is `train.on_divergence`:
+The loss of each step, the mean over ranks, is judged after the backward and before the update. The step has diverged if
 
-    continue   nothing; it is told and counted
-    skip       the step's update is left out; weights, moments and learning rate stay as they are
-    rollback   weights and state of the last checkpoint come back, and the samples since then are left out, as for PaLM
-               (arXiv:2204.02311): the steps are counted, and compute nothing
-    stop       the run ends without the update
+- the loss is not finite,
+- the gradient norm is not finite (with a loss scale that is an ordinary overflow, and no divergence), or
+- the loss is more than `SIGMAS` standard deviations above the mean of the last `WINDOW` steps, as in OLMo-core's
+  SkipStepOptimizer.
 
-Each is a line in divergences.jsonl with step, reason, and the places of the step's samples. The losses of the window lie in
-the checkpoint, so that a resumed run judges as the first one would have.
+    continue   report and count the step
+    skip       also leave its update out: weights, moments and learning rate stay as they are
+    stop       also leave its update out and end the run
 
-What it costs: one sum of a number over the ranks, a step.
+divergences.jsonl has one line per diverged step, with the places of its samples. Checkpoints store the losses of the window,
+so that a resumed run judges as an uninterrupted one.
+
+Cost: one all-reduce of one number per step.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from transformers import TrainerCallback
+
+from ftkit.output.run_folder import RunFolder, append_line
+from ftkit.report.text import literal
+
+if TYPE_CHECKING:
+    from ftkit.train.trainer import RecipeTrainer
 
 WINDOW = 128
-"""Steps whose losses are looked back at."""
 LEAST = 32
-"""Steps before a loss can be called a spike: an early one is nothing but learning."""
+"""Steps before a loss can be a jump. The loss of early steps falls too fast for a comparison."""
 SIGMAS = 6.0
 LEAST_DEVIATION = 0.01
-"""Of the mean: losses that hardly move must not make a spike of the next batch."""
-MOST_ROLLBACKS = 8
-"""Of one run: who comes back that often will not get anywhere."""
+"""Least standard deviation, as a share of the mean: in a flat window an ordinary batch would be a jump."""
 PLACES_SHOWN = 6
 
-Action = Literal["continue", "skip", "rollback", "stop"]
+Action = Literal["continue", "skip", "stop"]
+DONE = {
+    "continue": "training continues (train.on_divergence: continue)",
+    "skip": "its update is skipped",
+    "stop": "the run ends here",
+}
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One step that went wrong.
+    """A step that diverged.
 
     Args:
-        step: number of the step.
-        reason: what was found.
-        loss: loss of the step, the mean over all ranks.
-        grad_norm: gradient norm of the step, of all ranks together.
-        action: what was done about it.
-        places: where the step's samples stand in the data.
+        step: Number of the step.
+        reason: What was found.
+        loss: Loss of the step, the mean over ranks.
+        grad_norm: Gradient norm of the step.
+        action: What was done.
+        places: Where the samples of the step are in the data.
     """
 
     step: int
@@ -61,44 +74,38 @@ class Divergence:
     places: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        shown = ", ".join(self.places[:PLACES_SHOWN])
-        more = f" and {len(self.places) - PLACES_SHOWN} more" if len(self.places) > PLACES_SHOWN else ""
-        done = {
-            "continue": "going on (train.on_divergence: continue)",
-            "skip": "its update is left out",
-            "rollback": "going back to the last checkpoint",
-            "stop": "the run ends here",
-        }[self.action]
-        return f"step {self.step}: {self.reason}; {done}. Samples of the step: {shown}{more}"
+        more = len(self.places) - PLACES_SHOWN
+        shown = ", ".join(self.places[:PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        return f"step {self.step}: {self.reason}; {DONE[self.action]}. Samples of the step: {shown}"
 
 
 class LossWindow:
     """The losses of the last steps.
 
     Args:
-        losses: the losses to begin with, oldest first; a checkpoint holds them.
+        losses: Losses to begin with, oldest first.
     """
 
     def __init__(self, losses: Sequence[float] = ()) -> None:
         self.losses: deque[float] = deque(losses, maxlen=WINDOW)
 
     def judge(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
-        """Return what is wrong with a step, or None; a loss that is a number joins the window.
+        """Return why a step has diverged, or None. A finite loss joins the window.
 
         Args:
-            loss: loss of the step.
-            grad_norm: gradient norm of the step.
-            scaled: whether the loss is scaled dynamically: then a norm that is not finite is an overflow and no divergence.
+            loss: Loss of the step.
+            grad_norm: Gradient norm of the step.
+            scaled: Whether a dynamic loss scale handles gradients that are not finite.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        reason = self._spike(loss)
+        reason = self._jump(loss)
         self.losses.append(loss)
         if not math.isfinite(grad_norm) and not scaled:
-            return f"the gradient's norm is {grad_norm}"
+            return f"the gradient norm is {grad_norm}"
         return reason
 
-    def _spike(self, loss: float) -> str | None:
+    def _jump(self, loss: float) -> str | None:
         if len(self.losses) < LEAST:
             return None
         mean = statistics.fmean(self.losses)
@@ -109,3 +116,65 @@ class LossWindow:
             f"the loss is {loss:.4f}, {(loss - mean) / deviation:.1f} standard deviations above the mean of the last "
             f"{len(self.losses)} steps ({mean:.4f})"
         )
+
+
+class DivergenceWatch(TrainerCallback):
+    """Judge each step before its update, and do what the recipe says.
+
+    Args:
+        trainer: The Trainer whose steps are judged.
+        folder: Folder of the run.
+        action: Value of `train.on_divergence`.
+        say: Console for the user.
+
+    Attributes:
+        found: Steps of this process that diverged.
+        ended_by: The step that ended training, or None.
+    """
+
+    def __init__(self, trainer: RecipeTrainer, folder: RunFolder, action: Action, say: Console) -> None:
+        self.trainer, self.folder, self.action, self.say = trainer, folder, action, say
+        self.found: list[Divergence] = []
+        self.ended_by: Divergence | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the divergences of an earlier run in this folder."""
+        if state.global_step == 0 and state.is_world_process_zero:
+            self.folder.divergences.unlink(missing_ok=True)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge the step whose gradients are complete. All ranks see the same numbers and act alike."""
+        trainer, optimizer, step = self.trainer, self.trainer.engine_optimizer, state.global_step + 1
+        loss, norm = trainer.step_loss(), optimizer.grad_norm()
+        reason = trainer.losses.judge(loss, norm, scaled=optimizer.loss_scale.dynamic)
+        if reason is None:
+            return
+        event = Divergence(step, reason, loss, norm, self.action, trainer.places(step))
+        self.found.append(event)
+        if state.is_world_process_zero:
+            append_line(self.folder.divergences, asdict(event))
+        self.say.print(literal(str(event)))
+        if self.action != "continue":
+            optimizer.leave_out()
+        if self.action == "stop":
+            self.ended_by = event
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """End training after the step that stops it, without a checkpoint and without an evaluation."""
+        if self.ended_by is not None:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False
+        return control
+
+    on_epoch_end = on_step_end
+
+    def broken_loss(self, step: int) -> float | None:
+        """Return the loss of a step of this process if it was not finite."""
+        losses = (event.loss for event in self.found if event.step == step and not math.isfinite(event.loss))
+        return next(losses, None)
+
+
+def diverged_steps(path: Path) -> int:
+    """Return how many steps a divergences.jsonl names. A step that diverged again after a resume counts once."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return len(set(re.findall(r'^{"step": (\d+),', text, re.MULTILINE)))

@@ -1,51 +1,56 @@
-"""A watch on the box's memory that acts before the kernel's OOM killer does.
+"""A guard of host memory that acts before the kernel's OOM killer does.
 
-[Note: two marks]  for every limit that `host_memory` finds, by its bytes left
+[Note: two marks]  for each limit that `HostMemory` finds (the machine, and each cgroup above this process)
 
-    save   less than 3 % of the limit (at least 96 MiB) for 0.5 s, or it will be reached within as much time as four windows
-           took, because use rose in each of the last four (a window: 2 s or a step, whichever is longer): save a checkpoint
-           at the end of this step and end
-    end    less than 1 % of the limit (at least 32 MiB) for 0.1 s: end at once, with a report, while there is memory to
-           write it
+    save   less than 3 % of the limit (at least 96 MiB) is free for 0.5 s: save a checkpoint after this step and end
+    end    less than 1 % of the limit (at least 32 MiB) is free for 0.1 s: end at once
 
-Use in a healthy run is a saw-tooth: it rises in each step and falls again, and it jumps once at the first evaluation and
-the first save. So growth means that the highest use of a window is above that of the window before, four times in
-succession, and the smallest of those rises counts; a jump is not growth. A dip below a mark that is shorter than the time
-above is not seen. What happened before the first step ended (loading) never asks for a checkpoint.
+A run that saved a checkpoint ends with exit code 75 (start it again with --resume auto), one that saved none with 71.
 
-Every rank watches for itself. Each may have a limit of its own (Slurm's steps), the end mark must not wait for
-another rank's word when nobody may be able to speak, and a report needs each rank's numbers; the save mark is agreed upon
-at step ends, in the collective that asks for Ctrl-C. The price, a reading of 0.1 ms twice a second, is less than telling.
+Each rank watches from a thread of its own. At the save mark the ranks agree at the end of the step, in the collective that
+also handles Ctrl-C (`EndOnRequest`). At the end mark there is no time to ask: the rank that saw it leaves, and the launcher
+ends the others. Nothing before the first step, such as loading, asks for a checkpoint.
 
-It refuses to judge what it cannot read. What it costs: the last 1 % of the limit is the guard's, and the last 3 % are not
-for a run that means to stay longer than half a second. Memory taken faster than the end mark's size in 0.15 s (1 % of
-6 GiB: 400 MB/s, of 330 GB: 20 GB/s) reaches the kernel first, and one allocation larger than what is left cannot be
-foreseen by anybody.
+Memory that is allocated faster than the end mark's size in 0.15 s is not caught: 330 GB at 20 GB/s, 6 GiB at 400 MB/s.
+
+Cost: one reading of 0.1 ms twice per second. The last 3 % of each limit cannot be used for longer than half a second.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ftkit.plan.host_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, Reading
+from transformers import TrainerCallback
+
+from ftkit.errors import MemoryShort
+from ftkit.plan.host_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, MACHINE, HostMemory, Reading
+from ftkit.spec.tiers import NVME
+
+if TYPE_CHECKING:
+    from ftkit.engine.model import ShardedModel
+    from ftkit.engine.optim.optimizer import ShardedOptimizer
+    from ftkit.train.trainer import RecipeTrainer
+
+MIB = 1 << 20
+POLL_SECONDS = 0.5
+NEAR_POLL_SECONDS = 0.05
+"""Seconds between two readings while less than twice the save mark is free."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How little must be left, and for how long, before the guard acts. See [Note: two marks].
+    """How little must be free, and for how long, before the guard acts. See [Note: two marks].
 
     Args:
-        share: Share of the limit that must be left.
-        least_bytes: Bytes that must be left in any case: of a small limit the share is less than a few tensors and the
-            report itself.
-        seconds: How long less must be left, at every look, before the guard acts.
+        share: Share of the limit.
+        least_bytes: Least size of the mark: the share of a small limit is less than a few tensors.
+        seconds: Every reading in this time must be below the mark.
     """
 
     share: float
@@ -53,156 +58,170 @@ class Mark:
     seconds: float
 
     def bytes(self, limit: int) -> int:
-        """Return the mark of a limit, in bytes left."""
+        """Return the mark of a limit, in free bytes."""
         return max(round(self.share * limit), self.least_bytes)
 
 
-MIB = 1 << 20
 SAVE = Mark(GUARDED_SHARE, GUARDED_LEAST_BYTES, 0.5)
 END = Mark(0.01, 32 * MIB, 0.1)
-WINDOWS = 4
-WINDOW_SECONDS = 2.0
-POLL_SECONDS = 0.5
-NEAR_POLL_SECONDS = 0.05
-"""Between two looks once less than twice the save mark is left."""
 
 
 class Memory(Protocol):
-    """What says how much is used: `plan.host_memory.HostMemory`."""
+    """Reads how much memory is used: `HostMemory`."""
 
     def read(self) -> list[Reading]:
-        """Return what each limit says now."""
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """Why the guard acts.
-
-    Args:
-        reading: Reading of the limit that is about to be reached.
-        reason: A clause for the user.
-    """
-
-    reading: Reading
-    reason: str
-
-
-@dataclass
-class History:
-    """What one limit said so far.
-
-    Args:
-        last: The last reading.
-    """
-
-    last: Reading
-    below: dict[Mark, float] = field(default_factory=dict)  # since when less is left (seconds)
-    low: Alarm | None = None  # the save mark was passed since the last step end
-    highest: int = 0  # bytes used, in the window that is open
-    window_began: float | None = None  # None until the first step has ended
-    peaks: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOWS + 1))  # bytes, of the windows that closed
-
-    def note(self, now: float, reading: Reading) -> Alarm | None:
-        """Take a reading; return an alarm if it is time to end at once."""
-        self.last = reading
-        self.highest = max(self.highest, reading.used)
-        if self._stays_below(SAVE, now):
-            self.low = Alarm(reading, f"less than {SAVE.bytes(reading.limit) / MIB:,.0f} MiB were left for {SAVE.seconds} s")
-        if self._stays_below(END, now):
-            return Alarm(reading, f"less than {END.bytes(reading.limit) / MIB:,.0f} MiB were left for {END.seconds} s")
-        return None
-
-    @property
-    def near(self) -> bool:
-        """Whether the save mark may soon be reached."""
-        return self.last.free < 2 * SAVE.bytes(self.last.limit)
-
-    def _stays_below(self, mark: Mark, now: float) -> bool:
-        if self.last.free >= mark.bytes(self.last.limit):
-            self.below.pop(mark, None)
-            return False
-        return now - self.below.setdefault(mark, now) >= mark.seconds
-
-    def step_ended(self, now: float) -> Alarm | None:
-        """Return an alarm if it is time to save and end. See [Note: two marks]."""
-        low, self.low = self.low, None
-        if self.window_began is None:
-            self.window_began, self.highest = now, self.last.used
-        elif now - self.window_began >= WINDOW_SECONDS:
-            self.peaks.append(self.highest)
-            self.window_began, self.highest = now, self.last.used
-        return low or self._growing()
-
-    def _growing(self) -> Alarm | None:
-        if len(self.peaks) <= WINDOWS:
-            return None
-        peaks = list(self.peaks)
-        rise = min(later - earlier for earlier, later in pairwise(peaks))
-        if self.last.limit - peaks[-1] >= WINDOWS * rise:  # a rise of nothing never asks
-            return None
-        reason = f"use rose by {rise / MIB:,.0f} MiB or more in each of the last {WINDOWS} windows of time"
-        return Alarm(self.last, reason)
+        """Return the present reading of each limit."""
 
 
 class Guard:
-    """Watches from a thread of its own, from `with guard:` on.
+    """Watch the limits from a thread.
 
     Args:
-        memory: Says what is used.
-        end: Called once, in the thread, when it is time to end at once; it should not return.
-        clock: Seconds; another one in tests.
+        memory: Reads how much is used.
+        end: Called in the thread, once, when less than the end mark is free.
+        clock: Returns seconds.
+
+    Attributes:
+        low: The reading that asked for a checkpoint, or None.
     """
 
-    def __init__(self, memory: Memory, end: Callable[[Alarm], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, memory: Memory, end: Callable[[Reading], None], clock: Callable[[], float] = time.monotonic):
         self.memory, self.end, self.clock = memory, end, clock
-        self.histories: dict[str, History] = {}
-        self.ended = False
-        self.lock = threading.Lock()
+        self.low: Reading | None = None
+        self.below: dict[tuple[str, Mark], float] = {}  # since when a limit has been below a mark
+        self.ended = self.near = False
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="ftkit-guard", daemon=True)
 
-    def __enter__(self) -> Guard:
-        self.thread.start()
+    def look(self) -> None:
+        """Read all limits once, and act on them."""
+        now, readings = self.clock(), self.memory.read()
+        self.near = any(reading.free < 2 * SAVE.bytes(reading.limit) for reading in readings)
+        for reading in readings:
+            if self._stays_below(SAVE, reading, now):
+                self.low = reading
+            if self._stays_below(END, reading, now) and not self.ended:
+                self.ended = True
+                self.end(reading)
+
+    def _stays_below(self, mark: Mark, reading: Reading, now: float) -> bool:
+        key = (reading.source, mark)
+        if reading.free >= mark.bytes(reading.limit):
+            self.below.pop(key, None)
+            return False
+        return now - self.below.setdefault(key, now) >= mark.seconds
+
+    def _watch(self) -> None:
+        while not self.done.wait(NEAR_POLL_SECONDS if self.near else POLL_SECONDS):
+            self.look()
+
+
+class MemoryStop(TrainerCallback):
+    """Guard the host memory of a run on one rank, as a context manager.
+
+    Args:
+        rank: Rank of this process.
+        leave: Ends this process at once with an error, from any thread.
+    """
+
+    def __init__(self, rank: int, leave: Callable[[MemoryShort], Any]) -> None:
+        self.rank, self.leave = rank, leave
+        self.guard = Guard(HostMemory.find(), self.end_at_once)
+        self.trainer: RecipeTrainer | None = None
+        self.engine_bytes: dict[str, int] = {}
+        self.begun = False
+
+    def __enter__(self) -> MemoryStop:
+        self.guard.thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.done.set()
-        self.thread.join()
+        self.guard.done.set()
+        self.guard.thread.join()
 
-    def look(self) -> None:
-        """Read once, and end if it is time to. Any thread may call it. Cost: about 0.1 ms."""
-        alarm = None
-        with self.lock:
-            now = self.clock()
-            for reading in self.memory.read():
-                history = self.histories.setdefault(reading.source, History(reading))
-                alarm = alarm or history.note(now, reading)
-            alarm = None if self.ended else alarm
-            self.ended = self.ended or alarm is not None
-        if alarm is not None:
-            self.end(alarm)
+    def attach(self, trainer: RecipeTrainer) -> None:
+        """Follow the steps of a Trainer, and count what its engine holds."""
+        self.trainer = trainer
+        trainer.add_callback(self)
 
-    def begin(self) -> None:
-        """Forget what was seen: the first step begins."""
-        with self.lock:
-            self.histories.clear()
+    @property
+    def asked(self) -> bool:
+        """Whether this rank asks to save and end."""
+        return self.guard.low is not None
 
-    def step_ended(self) -> Alarm | None:
-        """Return an alarm if the run should save a checkpoint and end; to be called at each step's end."""
-        self.look()
-        with self.lock:
-            now = self.clock()
-            alarms = [alarm for history in self.histories.values() if (alarm := history.step_ended(now)) is not None]
-        return min(alarms, key=lambda alarm: alarm.reading.share, default=None)
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forget the memory use before the first step."""
+        if not self.begun:
+            self.begun, self.guard.low = True, None
 
-    def pause_seconds(self) -> float:
-        """Return the time until the next look: short when memory is."""
-        with self.lock:
-            near = any(history.near for history in self.histories.values())
-        return NEAR_POLL_SECONDS if near else POLL_SECONDS
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count what the engine holds: the guard's thread must not walk through it while it changes."""
+        assert self.trainer is not None
+        self.engine_bytes = host_bytes(self.trainer.units, self.trainer.sharded_optimizer)
 
-    def _watch(self) -> None:
-        while not self.done.wait(self.pause_seconds()):
-            self.look()
+    def leave_if_asked(self) -> None:
+        """End the process with an error if the guard of any rank asked for the end of training. A collective.
+
+        The process group is not torn down, which would keep the memory for some seconds more.
+        """
+        trainer, low = self.trainer, self.guard.low
+        assert trainer is not None
+        texts = trainer.all_ranks(None if low is None else self._text(low, SAVE))
+        text = next((each for each in texts if each is not None), None)
+        if text is None:
+            return
+        trainer.end()
+        self.leave(MemoryShort(text, resumable=self._saved is not None))
+
+    def end_at_once(self, reading: Reading) -> None:
+        """End the process; called in the guard's thread."""
+        self.leave(MemoryShort(self._text(reading, END), resumable=self._saved is not None))
+
+    @property
+    def _saved(self) -> str | None:
+        """Name of the last checkpoint of this process. Older ones do not count: a restart would end there for ever."""
+        return self.trainer.checkpoints.published if self.trainer is not None else None
+
+    def _text(self, reading: Reading, mark: Mark) -> str:
+        whose = reading.source if reading.source == MACHINE else f"the cgroup {reading.source}"
+        least = f"less than {_mib(mark.bytes(reading.limit))} were free for {mark.seconds} s"
+        sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.engine_bytes.items() if size)
+        saved = f"--resume auto continues from {self._saved}" if self._saved else "no checkpoint was saved since it began"
+        return (
+            f"host memory is nearly used up on {socket.gethostname()}, rank {self.rank}: {least}. The limit of {whose} is "
+            f"{_mib(reading.limit)}: {_mib(reading.used)} are used, {_mib(reading.free)} are free.\n"
+            f"The run {'saved and ended' if mark == SAVE else 'was ended at once'}; {saved}.\n"
+            f"The engine of this rank holds {sizes or 'nothing yet'}. The rest is Python, torch, data and other processes.\n"
+            "Set memory.nvme_dir to move state and gradients to disk, lower engine.micro_batch or data.sequence_tokens, or "
+            "train an adapter."
+        )
+
+
+def host_bytes(units: ShardedModel | None, optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    """Return the bytes of host memory that the engine holds on this rank, by kind.
+
+    Args:
+        units: The sharded model, or None before it is sharded.
+        optimizer: Its optimizer, or None before there is one.
+    """
+    if units is None:
+        return {}
+    counted, arenas = units.state_bytes(), units.tiers.arenas
+    counted["state"] = optimizer.state_bytes() if optimizer is not None else 0
+    on_cpu = units.comm.device.type == "cpu"
+    found = {}
+    for kind in ("parameters", "gradients", "state"):
+        if on_cpu and units.tiers.tier(kind) != NVME:
+            found[kind] = counted[kind]
+        else:
+            found[kind] = arenas[kind].requested_bytes if kind in arenas else 0
+    found["slots"] = counted["slots"] if on_cpu else 0
+    found["staging"] = counted["staging"] + (optimizer.updater.staging_bytes if optimizer is not None else 0)
+    found["activations"] = units.transfer.activations.host_bytes
+    return found
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.0f} MiB"

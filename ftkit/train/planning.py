@@ -1,11 +1,7 @@
-"""From a recipe to its plan: on the box that is here, or on one that is known by name.
+"""The plan of a recipe, for this machine or for a hardware profile.
 
-The model is built on the meta device from its configuration alone: no weights, no GPU, no rank. What the recipe grants
-(`memory:`) wins over what the box has. `ftkit plan`, `--dry-run` and every rank of a run come through `ask_model`, so
-what is shown is what is done.
-
-It refuses what does not fit (`DoesNotFit`), and what the loader refuses. What it costs: the imports of torch and
-transformers, and a module tree.
+`ftkit plan`, `--dry-run` and the ranks of a run all call `ask_model`: the printed plan is the executed plan. The model is
+built on the meta device from its configuration alone.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import torch
 
 from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import AUTO_MICRO_BATCH_TOKENS, Recipe, split_batch
+from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.blocks import divisible, find_blocks
@@ -26,7 +23,7 @@ from ftkit.hf.kernels.fuse import unusable
 from ftkit.hf.kernels.head import HeadLoss, proven_head_loss
 from ftkit.hf.load.config import read_config
 from ftkit.hf.load.model import load_model
-from ftkit.hf.memory.shape import disk_free, limits_here
+from ftkit.hf.memory.shape import common_limits, disk_free, limits_here
 from ftkit.hf.sharding import model_shape
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.architectures import architectures
@@ -39,123 +36,114 @@ from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.spec.update_rules import rule_of
-from ftkit.train.arguments import engine_settings, lora_config
+from ftkit.train.arguments import checkpoints_kept, engine_settings, lora_config
 
-BYTES_A_TOKEN = 4
-"""Of a file of rows: English text has about 4 characters a token in vocabularies of 32k and more, JSON's keys among them."""
+BYTES_PER_TOKEN = 4
+"""Bytes of a data file per token: about 4 characters of English text, JSON keys included."""
 
 
 def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
     """Return the plan of a recipe.
 
     Args:
-        recipe: the facts.
-        ranks: processes of the whole run.
-        box: profile of the box to plan for; None: this machine, on which all ranks run.
+        recipe: The recipe.
+        ranks: Number of processes of the whole run.
+        box: Hardware profile to plan for. None plans for this machine.
 
     Raises:
-        DoesNotFit: with numbers and ways out. UserError: if there is no such model, or the box lacks its dtype.
+        DoesNotFit: No strategy fits the memory.
+        UserError: The model cannot be built, or the hardware lacks the dtype.
     """
     return ask(recipe, ranks, box).plan()
 
 
 def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
-    """Return what the plan of a recipe is made of; raises `UserError` as `plan_recipe`."""
+    """Return the planner's input for a recipe. Arguments and errors are those of `plan_recipe`."""
     model = model_of(recipe)
     if box is None:
         return ask_here(recipe, model, ranks)
-    wanted = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
-    if wanted == "bf16" and box.dtype == "fp16":
+    dtype = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
+    if dtype == "bf16" and box.dtype == "fp16":
         raise UserError(f"train.dtype: the GPUs of {box.name} have no bf16 (they would emulate it); use auto, fp16 or fp32")
-    return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype=wanted)
+    return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype=dtype)
 
 
-def ask_here(recipe: Recipe, model: Any, ranks: int) -> Asked:
-    """Return what the plan of a recipe on this machine is made of, for a model that is built; raises as `plan_recipe`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = limits_here(engine_settings(recipe), device, ranks)
-    limits = replace(limits, disk_bytes=disk_room(recipe))
-    return ask_model(recipe, model, ranks, limits, box_here(recipe))
+def ask_here(recipe: Recipe, model: Any, ranks: int, comm: Communicator | None = None) -> Asked:
+    """Return the planner's input for this machine. With `comm` a collective: all ranks get the same."""
+    settings, box = engine_settings(recipe), box_here(recipe)
+    if comm is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        limits = limits_here(settings, device, ranks)
+    else:
+        limits, box = common_limits(settings, comm), comm.same(box)
+    return ask_model(recipe, model, ranks, replace(limits, disk_bytes=disk_room(recipe)), box)
 
 
 def box_here(recipe: Recipe) -> Box | None:
-    """Return the profile by whose rates a recipe is planned on this machine: what it names, or the one with the same GPUs.
-
-    Raises:
-        UserError: if it names one that is not there.
-    """
+    """Return the hardware profile that the recipe names, or else the one with the GPUs of this machine."""
     if recipe.box != "auto":
         return find_box(recipe.box, "box")
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return box_with(names)
+    return box_with([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """How long one pass over a recipe's rows takes.
-
-    Args:
-        tokens: tokens of all rows, guessed from the bytes of their file.
-        seconds: time for these tokens at the plan's tokens a second.
-    """
+    """One pass over a recipe's rows: tokens, estimated from the size of the data file, and seconds at the planned speed."""
 
     tokens: int
     seconds: float
 
     def __str__(self) -> str:
-        days = self.seconds / 86400
-        size = f"{self.tokens / 1e6:,.1f}M" if self.tokens >= 1e5 else f"{self.tokens:,}"
-        hours = f"{self.seconds / 3600:.1f} h" if days > 1 / 24 else f"{self.seconds:.0f} s"
-        time = f"{days:.1f} days" if days >= 1 else hours
-        return f"{time} for about {size} tokens ({BYTES_A_TOKEN} bytes of the file each)"
+        hours = self.seconds / 3600
+        time = f"{hours / 24:.1f} days" if hours >= 24 else f"{hours:.1f} h" if hours > 1 else f"{self.seconds:.0f} s"
+        return f"{time} for about {self.tokens:,} tokens ({BYTES_PER_TOKEN} bytes of the file each)"
 
     def as_dict(self) -> dict[str, float]:
-        """Return it as an object for JSON."""
+        """Return an object for JSON."""
         return {"tokens": self.tokens, "seconds": self.seconds, "days": self.seconds / 86400}
 
 
 def epoch_of(recipe: Recipe, plan: Plan) -> Epoch | None:
-    """Return how long an epoch takes; None where no rates are known, or the rows do not lie in one file here."""
+    """Return the duration of an epoch. None without rates, or if the rows are not one local file."""
     path = recipe.data.path
     if plan.speed is None or path is None or not Path(path).is_file():
         return None
-    tokens = Path(path).stat().st_size // BYTES_A_TOKEN
+    tokens = Path(path).stat().st_size // BYTES_PER_TOKEN
     return Epoch(tokens, tokens / plan.speed.tokens_per_s)
 
 
 def disk_room(recipe: Recipe) -> int:
-    """Return the bytes of disk for a run's checkpoints and model: what is free, and what they take already."""
-    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).held_bytes()
+    """Return the bytes of disk for checkpoints and model: free bytes, and those that an earlier run in the folder uses."""
+    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).disk_bytes()
 
 
 def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None) -> Asked:
-    """Return what a recipe's plan is made of, for a model that was built on the meta device.
+    """Return the planner's input for a model on the meta device.
 
     Args:
-        recipe: the facts.
-        model: the model, on meta.
-        ranks: processes of the whole run.
-        limits: memory that may be used.
-        box: profile whose rates the plan takes; None: no rates are known.
-        dtype: compute dtype; None takes the recipe's on this machine.
+        recipe: The recipe.
+        model: The model of the recipe.
+        ranks: Number of processes of the whole run.
+        limits: Memory that may be used.
+        box: Hardware profile with the rates. None plans without seconds.
+        dtype: Compute dtype. None takes the recipe's on this machine.
     """
     strategy = engine_settings(recipe).strategy
     if recipe.data.packing and not limits.cpu:
-        use_packed_attention(model)  # as the run does: it keeps other tensors
+        use_packed_attention(model)  # the run does so, and it saves other tensors
     micro_batch, accumulation = split_batch(recipe, ranks)
-    chosen = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
-    sequence_tokens = recipe.data.sequence_tokens
-    named: Any = dtype or strategy.dtype
-    computes = DTYPES[named]
+    forced = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
+    name: Any = dtype or strategy.dtype
+    blocks, sequence_tokens = find_blocks(model), recipe.data.sequence_tokens
     shape = replace(
-        model_shape(model, find_blocks(model), ranks, computes, sequence_tokens, cpu=limits.cpu),
+        model_shape(model, blocks, ranks, DTYPES[name], sequence_tokens, cpu=limits.cpu),
         fresh=recipe.model.name is None,
-        chunked_loss=_makes_loss_by_chunks(recipe, model, computes),
-        checkpoints=(recipe.output.keep or 1) + (recipe.eval is not None) if recipe.output.save_every_steps else None,
+        chunked_loss=_has_chunked_loss(recipe, model, DTYPES[name]),
+        checkpoints=checkpoints_kept(recipe) or 1 if recipe.output.save_every_steps else None,
         rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum),
     )
-    wanted = replace(strategy, dtype=named, micro_batch=micro_batch if chosen else AUTO, accumulation=AUTO)
-    if strategy.accumulate_in == AUTO and not divisible(find_blocks(model)):
+    wanted = replace(strategy, dtype=name, micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)
+    if strategy.accumulate_in == AUTO and not divisible(blocks):
         wanted = replace(wanted, accumulate_in=STEP)
     return Asked(
         shape,
@@ -163,15 +151,12 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box |
         wanted,
         sequences=micro_batch * accumulation,
         preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
-        rates=_rates(recipe, box, ranks, cpu=limits.cpu),
+        rates=_rates(box, ranks, cpu=limits.cpu),
     )
 
 
-def _makes_loss_by_chunks(recipe: Recipe, model: Any, dtype: torch.dtype | None) -> bool:
-    """Whether a run of this recipe never has all logits: its Trainer wants losses only, as nothing here asks for metrics.
-
-    A box elsewhere is taken to have what fused kernels need; on this one it is looked for.
-    """
+def _has_chunked_loss(recipe: Recipe, model: Any, dtype: torch.dtype | None) -> bool:
+    """Whether the run computes its loss by chunks, without whole logits. Other machines are assumed to have a compiler."""
     if recipe.engine.kernels != AUTO or recipe.train.label_smoothing:
         return False
     if torch.cuda.is_available() and unusable(torch.device("cuda")) is not None:
@@ -179,86 +164,46 @@ def _makes_loss_by_chunks(recipe: Recipe, model: Any, dtype: torch.dtype | None)
     return isinstance(proven_head_loss(model, dtype or torch.float32, torch.device("cpu")), HeadLoss)
 
 
-def _rates(recipe: Recipe, box: Box | None, ranks: int, *, cpu: bool) -> Rates | None:
-    """Return the rates of a rank; None where none are known, or where they are of GPUs and the ranks are not.
-
-    Raises:
-        UserError: if the recipe names a box that is too small for the ranks, and says nothing of a network.
-    """
-    if box is None or not box.rates or (box.gpus == 0) != cpu:
-        return None
-    rates = box.rates_of_a_rank(ranks)
-    if rates is None and recipe.box == box.name:
-        raise UserError(
-            f"box: {box.name} has {box.gpus} GPUs and no network, {ranks} ranks need one: name a profile of several boxes "
-            "(16xv100), or set box to auto"
-        )
-    return rates
+def _rates(box: Box | None, ranks: int, *, cpu: bool) -> Rates | None:
+    """Return the rates of one rank. None if unknown, or if the profile has GPUs and the ranks do not."""
+    return box.rates_of_a_rank(ranks) if box is not None and (box.gpus == 0) == cpu else None
 
 
 def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
-    """Return what may be used on a box that is known by its profile: what the recipe grants, else what it has."""
-    memory = recipe.memory
-    cpu = box.gpus == 0
-    host = box.host_bytes
-    if memory.host_gib is not None:
-        host = int(memory.host_gib * GIB)
-    elif host is None:
-        without_drive = memory.model_copy(update={"nvme_dir": None, "nvme_gib": None})
-        host = limits_here(EngineSettings(memory=without_drive), torch.device("cpu"), ranks).host_bytes
-    device = int(memory.device_gib * GIB) if memory.device_gib is not None else box.device_bytes
+    """Return the memory of a hardware profile. A number in the recipe's `memory:` replaces the profile's."""
+    memory, cpu = recipe.memory, box.gpus == 0
+    granted = {DEVICE: None if cpu else memory.device_gib, HOST: memory.host_gib, NVME: memory.nvme_gib}
     nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
     if cpu and memory.nvme_dir is not None:
         nvme = disk_free(memory.nvme_dir)
-    if memory.nvme_gib is not None:  # the drive of a box that is not this one
-        nvme = int(memory.nvme_gib * GIB)
-    profile = f"the profile {box.name}"
-    names = {
-        DEVICE: "memory.device_gib" if memory.device_gib is not None else profile,
-        HOST: "memory.host_gib" if memory.host_gib is not None else profile,
-        NVME: profile if memory.nvme_gib is None else "memory.nvme_gib",
-    }
-    own = min(ranks, box.gpus) if box.gpus else ranks
-    return Limits(None if cpu else device, host, nvme, ranks_per_node=own, cpu=cpu, names=tuple(names.items()))
+    host = box.host_bytes
+    if host is None:  # the profile of CPU ranks: the memory of this machine
+        host = limits_here(EngineSettings(), torch.device("cpu"), ranks).host_bytes
+    own = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
+    device, host, nvme = (own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items())
+    names = ((tier, f"the profile {box.name}" if gib is None else f"memory.{tier}_gib") for tier, gib in granted.items())
+    return Limits(device, host, nvme, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
 
 
-def model_of(recipe: Recipe) -> Any:
-    """Build a recipe's model on the meta device from its configuration alone, which for some hub names is packaged.
-
-    Raises:
-        UserError: if there is no configuration, or the loader refuses it.
-    """
-    told = recipe.model
-    if told.name is None:
-        return build(recipe, None, told.config)
-    known = None if told.revision is not None or Path(told.name).is_dir() else architectures().get(told.name)
-    if known is not None:
-        return build(recipe, None, known.config)
-    read = read_config(told.name, None, told.revision, trust_remote_code=told.trust_remote_code)
-    return build(recipe, None, read)
-
-
-def build(recipe: Recipe, name: str | None, config: Any) -> Any:
-    """Build a model, the recipe's adapter included; without a name on the meta device.
+def model_of(recipe: Recipe, *, weights: bool = False) -> Any:
+    """Build a recipe's model with its adapter, on the meta device.
 
     Args:
-        recipe: the facts.
-        name: folder or hub id with weights, or None.
-        config: the configuration, where it is not the folder's.
+        recipe: The recipe.
+        weights: Find the weights, which are read when the model is sharded. Otherwise the configuration is enough, which
+            is packaged with ftkit for some hub models.
 
     Raises:
         UserError: See `ftkit.hf.load.model.load_model`.
     """
-    try:
-        return load_model(
-            name,
-            task=recipe.task,
-            revision=recipe.model.revision,
-            config=config,
-            trust_remote_code=recipe.model.trust_remote_code,
-            adapter=lora_config(recipe.adapter, recipe.task),
-        )
-    except (ValueError, TypeError) as error:
-        if recipe.adapter is None or isinstance(error, UserError):
-            raise
-        raise UserError(f"adapter: PEFT refuses it for this model: {error}") from error
+    model = recipe.model
+    name, remote = model.name, model.trust_remote_code
+    config: Any = model.config
+    if name is not None and not weights:
+        known = architectures().get(name) if model.revision is None and not Path(name).is_dir() else None
+        config = known.config if known else read_config(name, None, model.revision, trust_remote_code=remote)
+        name = None
+    adapter = lora_config(recipe.adapter, recipe.task)
+    return load_model(
+        name, task=recipe.task, revision=model.revision, config=config, trust_remote_code=remote, adapter=adapter
+    )

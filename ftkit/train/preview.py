@@ -21,7 +21,7 @@ from ftkit.data.report import Checks, Warned, stops_of
 from ftkit.errors import UserError
 from ftkit.hf.load.model import generation_config
 from ftkit.report import data_page, data_screen
-from ftkit.train.run_rows import load_tokenizer, prepare_rows
+from ftkit.train.build import load_tokenizer, prepare_rows
 
 ROWS_SHOWN = 3
 WARNINGS_SHOWN = 4

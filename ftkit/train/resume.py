@@ -1,89 +1,145 @@
-"""Which checkpoint a run goes on from: the newest that is whole, after every byte of it was compared with its checksum.
+"""Where a run begins: the checkpoint to resume from, and a comparison with the run that saved it.
 
-The ranks divide the reading. What is passed over is said, with the reason; a checkpoint that the user named is used or
-refused. One that is whole and belongs to another run, by the recipe and the checksum of the rows that it notes, is refused
-as well. What it costs: one read of each checkpoint that is tried.
+A checkpoint notes the recipe, the checksum of the rows and the day that they belong to (chat templates may write the
+date). It counts steps: with other rows, a resumed run would skip some and repeat others.
+
+Cost: one read of each checkpoint that is tried. The ranks share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ftkit.config.continuation import compare
 from ftkit.config.recipe import Recipe
 from ftkit.engine.checkpoint.loading import check_checkpoint
-from ftkit.engine.checkpoint.manifest import MANIFEST, read_manifest
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, read_manifest
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import check_folder
-from ftkit.output.ownership import ENGINE_FOLDER
 
-RECIPE, ROWS = "recipe", "rows"
-"""Keys under which a checkpoint notes what was trained on."""
+RECIPE, ROWS, DAY = "recipe", "rows", "day"
+FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "eval.share", "optimizer.name")
+"""Keys that decide which tensors are trained, and on which samples."""
+FREE = ("output", "memory", "engine", "ranks", "box", "show", "data.cache_dir", "data.workers", "model.trust_remote_code")
+FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Args:
+        day: Day that the rows belong to, as YYYY-MM-DD.
+        checkpoint: Checkpoint to resume from. None begins at the first step.
+        rows: Checksum of the rows that the checkpoint was trained on. None if it notes none.
+    """
+
+    day: str
+    checkpoint: str | None = None
+    rows: str | None = None
+
+    def check_rows(self, digest: str) -> None:
+        """Raise UserError if the rows of this run are not those of the checkpoint."""
+        if self.rows is not None and self.rows != digest:
+            raise UserError(
+                f"--resume: {self.checkpoint} was trained on other rows: the checksum of their tokens was {self.rows:.40}, "
+                f"now it is {digest}. Put data, tokenizer and chat template back, or start a new run in another output.dir"
+            )
+
+
+def choose(checkpoints: Sequence[str], recipe: Recipe, comm: Communicator | None, say: Callable[[str], None]) -> Start:
+    """Return where a run begins, the same on all ranks. A collective. Arguments and errors: `first_whole` and `compare`."""
+    today = date.today().isoformat()
+    if comm is not None:
+        checkpoints, today = comm.same((list(checkpoints), today))
+    path = first_whole(checkpoints, comm, say)
+    if path is None:
+        return Start(today)
+    found = read_manifest(Path(path) / ENGINE_FOLDER)["extra"]
+    before = found.get(RECIPE)
+    if before and (changed := compare(recipe, before, path)):
+        say(changed)
+    return Start(found.get(DAY) or today, path, found.get(ROWS))
+
+
+def noted(recipe: Recipe, digest: str, day: str | None) -> dict[str, Any]:
+    """Return the notes of a run's checkpoints: its recipe, and checksum and day of its rows."""
+    return {RECIPE: recipe.model_dump(mode="json"), ROWS: digest, DAY: day}
 
 
 def first_whole(checkpoints: Sequence[str], comm: Communicator | None, say: Callable[[str], None]) -> str | None:
-    """Return the first of some checkpoints that is whole, or None if there are none at all. A collective.
+    """Return the first checkpoint that is whole, or None if the list is empty. A collective.
 
     Args:
-        checkpoints: folders, in the order in which they are tried; the same on all ranks.
-        comm: the ranks; None: this process checks alone.
-        say: shows a line to the user.
+        checkpoints: Folders, in the order in which they are tried. The same on all ranks.
+        comm: The ranks. None checks in this process alone.
+        say: Shows a line to the user.
 
     Raises:
-        UserError: if none of them is whole; says what is wrong with each.
+        UserError: No checkpoint is whole. The text has the reason for each.
     """
     problems: list[str] = []
     for path in checkpoints:
         own = _problem(Path(path), comm)
-        told = [problem for problem in (comm.all(own) if comm else [own]) if problem is not None]
-        if not told:
+        found = next((each for each in (comm.all(own) if comm else [own]) if each is not None), None)
+        if found is None:
             for problem in problems:
                 say(f"passed over: {problem}")
             return path
-        problems.append(told[0])
+        problems.append(found)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
+        listed = "\n  ".join(problems)
         raise UserError(
-            f"--resume: of the checkpoints asked for none is whole:\n{listed}\nname another with --resume PATH, let "
-            "--resume auto find the newest that is, or start anew with --overwrite, which removes them all"
+            f"--resume: of the checkpoints asked for none is whole:\n  {listed}\nname another with --resume PATH, or start "
+            "anew with --overwrite, which removes them all"
         )
     return None
 
 
-def noted(recipe: Recipe, digest: str) -> dict[str, Any]:
-    """Return what the checkpoints of a run note of it: its recipe, and the checksum of its rows as tokens."""
-    return {RECIPE: recipe.model_dump(mode="json"), ROWS: digest}
-
-
-def check_noted(checkpoint: str, recipe: Recipe, digest: str) -> None:
-    """Raise UserError if a checkpoint belongs to a run with another recipe, in what a step is made of, or other rows.
-
-    It notes how many steps were done; counted on other rows, some would be skipped and others seen twice. What an earlier
-    version of ftkit saved notes neither and is not compared, nor rows that one prepared.
-    """
-    folder = Path(checkpoint) / ENGINE_FOLDER
-    told = read_manifest(folder)["extra"]
-    before, rows = told.get(RECIPE), told.get(ROWS)
-    if isinstance(before, dict):
-        compare(recipe, before, str(folder / MANIFEST))
-    if rows and digest and rows != digest:
-        raise UserError(
-            f"--resume: {checkpoint} was trained on other rows: the checksum of their tokens was {rows!s:.40}, now it is "
-            f"{digest}. Put data, tokenizer and chat template back to continue that run, or start a new one: without "
-            "--resume, with --set output.dir=PATH"
-        )
-
-
 def _problem(path: Path, comm: Communicator | None) -> str | None:
-    """Return what is wrong with this rank's share of a checkpoint."""
+    """Return the fault of this rank's share of a checkpoint, or None."""
+    rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
     try:
-        rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
         if rank == 0:
             check_folder(path)
         check_checkpoint(path / ENGINE_FOLDER, rank, world_size)
     except UserError as error:
         return str(error)
     return None
+
+
+def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
+    """Compare a recipe with the one that a checkpoint notes, and return one sentence with the keys that changed, or "".
+
+    Args:
+        recipe: The recipe.
+        before: The noted recipe. Keys that an earlier version of ftkit did not know are not compared.
+        where: The checkpoint.
+
+    Raises:
+        UserError: A key of `FIXED` changed.
+    """
+    changes = [each for each in _changes(before, recipe.model_dump(mode="json")) if not each[0].startswith(FREE)]
+    if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(FIXED)]:
+        listed = "\n".join(fixed)
+        raise UserError(
+            f"--resume: the recipe has changed in keys that define a step:\n{listed}\n"
+            "set it back, or start a new run in another output.dir"
+        )
+    ignored = " (ignored: it comes from the checkpoint)"
+    listed = ", ".join(f"{key} {old} -> {new}{ignored * (key in FROM_CHECKPOINT)}" for key, old, new in changes)
+    return f"changed since the checkpoint was saved: {listed}" if listed else ""
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield key, old and new value for each key of both recipes that changed. Of `eval`, only the share is compared."""
+    before, now = ({**each, "eval": {"share": (each.get("eval") or {}).get("share")}} for each in (before, now))
+    for section in [each for each in now if each in before]:
+        old, new = before[section], now[section]
+        both = isinstance(old, dict) and isinstance(new, dict)
+        pairs = [(f"{section}.{key}", old[key], new[key]) for key in new if key in old] if both else [(section, old, new)]
+        yield from (each for each in pairs if each[1] != each[2])

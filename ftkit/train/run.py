@@ -1,13 +1,9 @@
-"""The job of one rank: rows, model, training, and what is left of it in the run's folder.
+"""The run of one rank: make the parts, train, evaluate, and write the run's folder.
 
-`run` is what the launcher calls in every rank; a `Job` is the same for ranks that live on. It prepares the data before the
-ranks wait for each other, loads the model without a whole copy anywhere, evaluates and answers the recipe's questions,
-trains, does both again, and writes the folder (`run_folder`). Rank 0 alone writes and speaks. A run that was asked to end,
-by the user or by the memory guard (`memory_stop`), saves a checkpoint and returns; it exports no model, because it is not
-done.
+`ftkit finetune` calls `run` in every rank. A notebook makes a `Job`, whose model stays in memory. Rank 0 alone prints and
+writes. A run that is asked to end, by the user or by the memory guard, saves a checkpoint and writes no model.
 
-It refuses what the recipe, the data and the loader refuse, before the first step. What it costs: two evaluations that
-a bare training would not make.
+Cost: an evaluation before the first step and one after the last, where the recipe has held-out rows.
 """
 
 from __future__ import annotations
@@ -15,9 +11,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,54 +21,47 @@ import datasets
 from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
-from transformers import PrinterCallback, TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
-from ftkit.data.prepare import Collator, check_isolation
-from ftkit.data.report import stops_of
+from ftkit.data.packing import check_isolation
+from ftkit.data.prepare import Prepared
 from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.generate.generation import generate
-from ftkit.hf.kernels.attention import use_packed_attention
-from ftkit.hf.memory.shape import common_limits
 from ftkit.launch.ranks import Stop
-from ftkit.output.run_folder import RunFolder, step_of, write_json
+from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
-from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
-from ftkit.train.arguments import compute_dtype, engine_settings, training_arguments
-from ftkit.train.build import decoder_inputs, make_parts, positions_of
-from ftkit.train.callbacks import Bar, EndOnRequest, LookAtFp16, MetricsLog, ProgressBar, TellFused
-from ftkit.train.divergence_callback import DivergenceWatch
-from ftkit.train.memory_stop import MemoryStop
-from ftkit.train.notices import notices
-from ftkit.train.planning import ask_here, ask_model, box_here, disk_room
-from ftkit.train.questions import Question
-from ftkit.train.resume import check_noted, first_whole, noted
-from ftkit.train.run_rows import Rows
+from ftkit.train.arguments import compute_dtype, training_arguments
+from ftkit.train.build import Parts, make_parts, make_trainer, notices
+from ftkit.train.callbacks import Bar, EndOnRequest, FindOverflows, MetricsLog, ProgressBar, Question, ShowFused
+from ftkit.train.divergence import DivergenceWatch
+from ftkit.train.memory_guard import MemoryStop
+from ftkit.train.planning import ask_here
+from ftkit.train.resume import choose
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
-from ftkit.train.trainer import RecipeTrainer, WholeSteps
 
 
 def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[str, Any]:
-    """Fine-tune as a recipe says, as one of the ranks of the run, and leave the ranks' process group.
+    """Fine-tune as one of the ranks, and leave the process group.
 
     Args:
         stop: Says whether the user asked this rank to end.
-        recipe: The facts.
-        checkpoints: Folders to continue from, in the order in which they are tried; none to start from the beginning.
-        ranks: Processes of the whole run.
+        recipe: The recipe.
+        checkpoints: Folders to resume from, in the order in which they are tried. None begins at the first step.
+        ranks: Number of processes of the whole run.
 
     Returns:
-        What summary.json holds; `stopped`, with a sentence, if the run was ended on request.
+        The content of summary.json, or `stopped` with a sentence if the run was asked to end.
 
     Raises:
-        UserError: The recipe, the data or the model cannot be used. Where host memory runs out the process ends with
-            `MemoryShort` and does not return.
+        UserError: The run cannot begin, or it could not save the checkpoint that it was asked for.
+        Diverged: The loss or the weights are not finite.
     """
     job = Job(stop, recipe, ranks)
     summary = job.run(checkpoints, unless_over=True)
@@ -83,19 +72,19 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
 
 
 class Job:
-    """One run of a recipe, as one of its ranks; what it made stays at hand for whoever lives on after it.
+    """One run of a recipe, as one of its ranks.
 
     Args:
         stop: Says whether the user asked this rank to end.
-        recipe: The facts.
-        ranks: Processes of the whole run.
-        bar: Makes what shows the steps, from the console that it may write to.
+        recipe: The recipe.
+        ranks: Number of processes of the whole run.
+        bar: Makes the progress bar for a console.
 
     Attributes:
-        trainer: The run's Trainer, which holds the model; None until it is made.
-        tokenizer: The model's tokenizer; None until it is made.
-        rows: The prepared rows; None until they are made.
-        plan: How memory is used; None until it is made.
+        trainer: The Trainer, which has the model. None until it is made.
+        tokenizer: The model's tokenizer. None until it is made.
+        rows: The prepared rows. None until they are made.
+        plan: How memory is used. None until it is made.
     """
 
     def __init__(self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar) -> None:
@@ -103,343 +92,184 @@ class Job:
         self.folder = RunFolder(Path(recipe.output.dir))
         self.trainer: Any = None
         self.tokenizer: Any = None
-        self.rows: Rows | None = None
+        self.rows: Prepared | None = None
         self.plan: Plan | None = None
-        self.asked: list[Question] = []
-        self.checkpoint: str | None = None  # that it goes on from
-        self.before: TrainerState | None = None  # of that checkpoint
 
     def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
-        """Train, and leave the run's folder; all ranks take part.
+        """Train and write the run's folder. A collective. Arguments, result and errors are those of `run`.
 
         Args:
-            checkpoints: See `run` of this module.
-            unless_over: Do not train where an earlier run with the same recipe made all its steps and left its model. No
-                weights are loaded then.
+            checkpoints: As for `run`.
+            unless_over: Return the summary of an earlier run with this recipe that made all steps, and read no weights.
 
         Returns:
-            As `run`; where it was ended on request also `saved`: whether there is a checkpoint of its last step.
-
-        Raises:
-            UserError: As `run`.
+            As `run`. With `stopped` also `saved`: whether the last step has a checkpoint.
         """
-        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory, ExitStack() as stack:
-            plan = self._build(checkpoints)
-            if unless_over and (summary := self._summary_if_over()) is not None:
+        with MemoryStop(self.stop.rank, self.stop.leave) as memory:
+            parts = self._build(checkpoints)
+            if unless_over and (summary := self._summary_if_over(parts)) is not None:
                 return summary
-            return self._train(plan, memory, stack)
+            return self._train(parts, memory)
 
     def restore(self, checkpoints: list[str]) -> int:
-        """Bring the first whole one of some checkpoints into memory, train nothing and write nothing; returns its step.
-
-        Raises:
-            UserError: As `run`.
-        """
-        with MemoryStop(self.folder, self.stop.rank, self.stop.leave) as memory:
-            plan = self._build(checkpoints)
+        """Load the first whole checkpoint, train nothing, write nothing, and return its step. A collective."""
+        with MemoryStop(self.stop.rank, self.stop.leave) as memory:
+            parts = self._build(checkpoints)
             memory.attach(self.trainer)
-            self.trainer.add_callback(LookAtFp16(self.trainer, plan))
+            self.trainer.add_callback(FindOverflows(self.trainer, parts.plan))
             self.trainer.args.eval_on_start = False
-            self.trainer.restore(self.checkpoint)
+            self.trainer.restore(parts.start.checkpoint)
             return self.trainer.state.global_step
 
-    def _build(self, checkpoints: list[str]) -> Plan:
-        """Make the model, the rows and the Trainer, and find what to go on from."""
+    def _build(self, checkpoints: list[str]) -> Parts:
+        """Make the parts and the Trainer."""
         recipe = self.recipe
         if not sys.stderr.isatty():
-            datasets.disable_progress_bars()  # a bar in a log file is a line a tick
-        GradientState().dataloader_references = [None]  # of a run of this process that was cut off
+            datasets.disable_progress_bars()  # in a log file each tick would be a line
+        GradientState().dataloader_references = [None]  # an interrupted run of this process leaves its own
         arguments = training_arguments(recipe, self.ranks)
-        parts = make_parts(recipe, self.ranks, lambda model: follow_plan(recipe, model, arguments, self.ranks))
-        tokenizer, plan, rows = self.tokenizer, self.plan, self.rows = parts.tokenizer, parts.plan, parts.rows
-        self.asked = parts.asked
-        quiet = arguments.process_index > 0
-        say = self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=quiet)
-        [checkpoints] = broadcast_object_list([checkpoints])  # ranks of an outer job have each looked for themselves
-        comm = Communicator(arguments.device)
-        checkpoint = self.checkpoint = first_whole(checkpoints, comm, lambda line: say.print(literal(line)))
-        if checkpoint is not None:
-            check_noted(checkpoint, recipe, rows.prepared.report.digest)
-            say.print(literal(f"resuming from {checkpoint}"))
-        arguments.eval_on_start = rows.held_out is not None and checkpoint is None
-        say.print(literal(str(rows.prepared.report)))
-        batches = decided(plan.strategy.accumulation)
-        say.print(literal(f"plan: {plan.strategy}, {batches} a step" if batches > 1 else f"plan: {plan.strategy}"))
-        self.trainer = make_trainer(recipe, rows, tokenizer, parts.model, arguments, plan)
-        if checkpoint is not None:
-            self.trainer.damaged = set(map(Path, checkpoints[: checkpoints.index(checkpoint)]))
-        return plan
+        self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=arguments.process_index > 0)
+        comm, tell = Communicator(arguments.device), self._tell
+        parts = make_parts(
+            recipe,
+            self.ranks,
+            lambda model: ask_here(recipe, model, self.ranks, comm).plan(),
+            lambda: choose(checkpoints, recipe, comm, tell),
+        )
+        self.tokenizer, self.plan, self.rows = parts.tokenizer, parts.plan, parts.rows
+        arguments.eval_on_start = parts.rows.held_out is not None and parts.start.checkpoint is None
+        if parts.start.checkpoint is not None:
+            tell(f"resuming from {parts.start.checkpoint}")
+        tell(parts.rows.report)
+        tell(f"plan: {parts.plan.strategy}; micro-batches of a step: {decided(parts.plan.strategy.accumulation)}")
+        self.trainer = make_trainer(recipe, parts.rows, parts.tokenizer, parts.model, arguments, parts.plan)
+        return parts
 
-    def _summary_if_over(self) -> dict[str, Any] | None:
-        """Return what a run left that has nothing more to do, and say so; None for one that goes on. A collective."""
-        folder, order = self.folder, self.trainer.order
+    def _summary_if_over(self, parts: Parts) -> dict[str, Any] | None:
+        """Return the summary of an earlier run that has nothing more to do, or None. A collective."""
+        folder, order, checkpoint = self.folder, self.trainer.order, parts.start.checkpoint
         steps = steps_of(self.recipe, len(order.order), order.step_sequences)
-        last = folder.path / f"checkpoint-{steps}"
-        found = folder.read_summary(self.recipe.dump()) if self.checkpoint else {}
-        whole = bool(found) and found.get("problem") is None and found.get("steps") == steps
-        over = whole and Path(self.checkpoint or "").resolve() == last.resolve()
+        found = folder.read_summary(self.recipe.dump())
+        last = checkpoint is not None and Path(checkpoint).resolve() == (folder.path / f"checkpoint-{steps}").resolve()
+        over = last and found.get("steps") == steps and found.get("problem") is None
         [summary] = broadcast_object_list([found if over else None])
         if summary is not None:
-            said = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
-            self.say.print(literal(f"{said}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew"))
+            text = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
+            self._tell(f"{text}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew")
         return summary
 
-    def _train(self, plan: Plan, memory: MemoryStop, stack: ExitStack) -> dict[str, Any]:
-        """Do the work of `run`, once everything is made; what is to be told of an error's end is entered into `stack`."""
-        recipe, trainer, say, folder = self.recipe, self.trainer, self.say, self.folder
-        self._say_notices()
+    def _train(self, parts: Parts, memory: MemoryStop) -> dict[str, Any]:
+        """Train with the parts, and finish the run."""
+        recipe, trainer, folder, say = self.recipe, self.trainer, self.folder, self.say
+        checkpoint = parts.start.checkpoint
         if trainer.is_world_process_zero():
+            for line in notices(recipe, parts, trainer.order):
+                self._tell(line)
             folder.write_recipe(recipe.dump())
-        shown = ShowAnswers(self.asked, self.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
-        memory.attach(trainer)
-        first: list[TrainerCallback] = [LookAtFp16(trainer, plan)]
-        first += [shown] if self.asked and self.checkpoint is None else []
+            folder.summary.unlink(missing_ok=True)  # it belongs to the model beside it
+        self.before = state_of(checkpoint)  # retention may remove the checkpoint
+        shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
-        end = add_callbacks(
-            trainer, recipe, folder, lambda: self.stop.asked or memory.asked, say, first, watch, self.bar(say)
-        )
-        report = RunReport(
-            folder,
-            trainer.is_world_process_zero(),
-            report_facts(recipe, plan, self.checkpoint),
-            lambda: trainer.units,
-            shown.known,
-            lambda: len(watch.found),
-            say,
-        )
-        trainer.add_callback(report)
-        stack.enter_context(report)
-        if trainer.is_world_process_zero():
-            folder.summary.unlink(missing_ok=True)  # a summary belongs to the model beside it
-        self.before = state_of(self.checkpoint)  # now: training may remove it
-        began = time.perf_counter()
-        self._make_steps(watch, plan, began)
-        if end.ended_at_step is not None:
-            memory.leave_if_asked()
-            return self._stopped(end.ended_at_step, report)
-        return self._finish(watch, plan, time.perf_counter() - began, shown, report)
-
-    def _say_notices(self) -> None:
-        """Say what a user should know before the first step."""
-        trainer, rows = self.trainer, self.rows
-        assert rows is not None
-        stops = stops_of(getattr(trainer.model, "generation_config", None))
-        faults = [] if self.say.quiet else rows.warnings(self.tokenizer, stops)
-        order, step_sequences = trainer.order.order, trainer.order.step_sequences
-        known, left_out, report = positions_of(trainer.model), rows.left_out(order), rows.prepared.report
-        longest = self.tokenizer.model_max_length
-        for line in notices(self.recipe, report, len(order), step_sequences, faults, known, longest, self.asked, left_out):
-            self.say.print(literal(line))
-
-    def _make_steps(self, watch: DivergenceWatch, plan: Plan, began: float) -> None:
-        """Train until the steps are made, or somebody ended them; after a divergence again from where the policy says.
-
-        Raises:
-            Diverged: if there is no way back. The summary of what was made is there then.
-        """
-        trainer, folder, checkpoint = self.trainer, self.folder, self.checkpoint
-        while True:
-            self._take_line(checkpoint)
+        end = EndOnRequest(lambda: self.stop.asked or memory.asked, trainer.any_rank, trainer.checkpoints.finish)
+        facts = {
+            "resumed_from": None if checkpoint is None else Path(checkpoint).name,
+            "device": device_name(),
+            "dtype": compute_dtype(recipe.train.dtype),
+            "versions": versions(),
+            "plan": parts.plan.as_dict(),
+            "simulated": simulated(parts.plan.speed),
+        }
+        writes, events = trainer.is_world_process_zero(), lambda: len(watch.found)
+        report = RunReport(folder, writes, facts, lambda: trainer.units, shown.records, events, say)
+        bar = self.bar(say)
+        log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, events)
+        memory.attach(trainer)
+        first: list[TrainerCallback] = [CheckPacking(trainer.data_collator)] if recipe.data.packing else []
+        first += [ShowFused(say), FindOverflows(trainer, parts.plan)]
+        first += [shown] if parts.questions and checkpoint is None else []
+        for callback in (*first, bar, log, end, watch, report):  # `watch` may take back the saves that others ask for
+            trainer.add_callback(callback)
+        with report:
+            began = time.perf_counter()
             trainer.train(resume_from_checkpoint=checkpoint)
-            if watch.ended_by is None:
-                return
-            try:
-                checkpoint = watch.way_back()
-            except Diverged as error:
-                summary = self._summary(plan, time.perf_counter() - began)
-                if trainer.is_world_process_zero():
-                    write_json(folder.summary, {**summary, "problem": str(error), "answers": []})
-                raise
-            trainer.args.eval_on_start = False
+            if end.ended_at_step is not None:
+                memory.leave_if_asked()
+                return self._stopped(end.ended_at_step, report)
+            return self._finish(watch, shown, report, time.perf_counter() - began)
 
     def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
-        """Return what is left of a run that was asked to end after `step`."""
+        """Return the result of a run that was asked to end after `step`."""
         problem = self.trainer.checkpoints.problem
-        report.end(f"ended at step {step}, because it was asked to" if problem is None else f"ended at step {step}")
-        if problem is not None:
-            return {"stopped": f"ended at step {step}, without a checkpoint of it: {problem}", "saved": False}
-        return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it", "saved": True}
+        saved = "with a checkpoint; --resume auto continues from it"
+        report.end(f"ended at step {step}, because it was asked to")
+        how = saved if problem is None else f"without a checkpoint of it: {problem}"
+        return {"stopped": f"ended at step {step} {how}", "saved": problem is None}
 
-    def _finish(
-        self, watch: DivergenceWatch, plan: Plan, seconds: float, shown: ShowAnswers, report: RunReport
-    ) -> dict[str, Any]:
-        """Evaluate, judge, write the model and answer the questions of a run that made its steps; return its summary.
+    def _finish(self, watch: DivergenceWatch, shown: ShowAnswers, report: RunReport, seconds: float) -> dict[str, Any]:
+        """Evaluate, write the model, answer the questions, and write and return the summary.
 
         Raises:
-            Diverged: for a run that failed, once its summary is written.
+            Diverged: The run failed. The summary has the reason.
         """
-        trainer, say, folder = self.trainer, self.say, self.folder
-        made = [path for path in folder.checkpoints() if step_of(path) <= trainer.state.global_step]
-        done = [path for path in made if path not in trainer.damaged]
-        if done and trainer.is_world_process_zero():  # a run that was killed may have left one too many
-            trainer.retire_checkpoints(done[-1])
-        problem = self._judged(watch)
-        refused = self._write_model()
-        if refused is not None:
-            problem = f"{problem or 'training failed'}: {refused}"
-        after = [""] * len(self.asked)
-        if self.asked and refused is None:
-            try:
-                after = shown.answers(trainer.model)
-            except UserError as error:  # of weights that 16 bits do not hold: the run has a model and a summary all the same
-                problem = problem or f"the questions of show could not be answered: {error}"
-        summary = self._summary(plan, seconds) | {"problem": problem, "model_written": refused is None}
+        trainer, folder = self.trainer, self.folder
+        problem, written = (str(watch.ended_by), False) if watch.ended_by else self._outcome(watch)
+        answers = shown.records(shown.answers(trainer.model) if written and shown.asked else None)
+        dtype = compute_dtype(self.recipe.train.dtype)
+        summary = summarise(trainer, folder, seconds, dtype, trainer.plan, self.before)
+        summary |= {"problem": problem, "model_written": written, "answers": answers}
         if trainer.is_world_process_zero():
-            write_json(folder.summary, {**summary, "answers": shown.records(after)})
-            report.end()
-            show_answers(say, shown.records(after))
-            show_summary(say, summary, folder)
+            write_json(folder.summary, summary)
+            show_answers(self.say, answers)
+            show_summary(self.say, summary, folder)
         if problem is not None:
             raise Diverged(f"{problem}. {self._advice()}")
+        report.end()
         return summary
 
-    def _judged(self, watch: DivergenceWatch) -> str | None:
-        """Return the problem if the loss of the last step, or of the held-out rows at the end, is not finite."""
-        assert self.rows is not None
-        held_out = self.trainer.evaluate()["eval_loss"] if self.rows.held_out is not None else 0.0
-        if (last := watch.broken_loss(self.trainer.state.global_step)) is not None:
-            return f"training failed: the loss of the last step is {last}"
-        if not math.isfinite(held_out):
-            return f"training failed: the loss of the held-out rows at the end is {held_out}"
-        return None
-
-    def _write_model(self) -> str | None:
-        """Write the model. If its weights are not finite, write none and return the reason. A collective."""
-        trainer, folder = self.trainer, self.folder
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=False)
-        refused = None
+    def _outcome(self, watch: DivergenceWatch) -> tuple[str | None, bool]:
+        """Evaluate, and write the model. Return the problem, if there is one, and whether the model was written."""
+        trainer, problem = self.trainer, None
+        held_out = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
+        if (last := watch.broken_loss(trainer.state.global_step)) is not None:
+            problem = f"training failed: the loss of the last step is {last}"
+        elif not math.isfinite(held_out):
+            problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         try:
-            trainer.save_model(str(folder.model))
+            trainer.save_model(str(self.folder.model))
         except UserError as error:
-            # The rank that met such a weight has the class of the error, others only its text.
+            # The rank with a weight that is not finite raises NotFinite, the others an error with its text.
             if not trainer.any_rank(isinstance(error, NotFinite)):
                 raise
-            refused = str(error)
-        if trainer.is_world_process_zero():
-            folder.list_model(whole=True)
-            if refused is not None and not any(folder.model.iterdir()):
-                folder.model.rmdir()
-        return refused
+            with suppress(OSError):  # another rank was faster
+                self.folder.model.rmdir()
+            return f"{problem or 'training failed'}: {error}", False
+        return problem, True
 
-    def _summary(self, plan: Plan, seconds: float) -> dict[str, Any]:
-        dtype = compute_dtype(self.recipe.train.dtype)
-        return summarise(self.trainer, self.folder, seconds, dtype, plan, self.before)
-
-    def _take_line(self, checkpoint: str | None) -> None:
-        """Note that a line of checkpoints is trained from here on, and say which ones are left. A collective."""
-        folder, trainer, known = self.folder, self.trainer, self.folder.newest_first()
-        before = state_of(checkpoint)
-        if trainer.is_world_process_zero():
-            trainer.line = folder.go_on_from(Path(checkpoint) if checkpoint else None, before.global_step if before else 0)
-        [trainer.line] = broadcast_object_list([trainer.line])
-        left = folder.left()
-        trainer.damaged |= set(left)
-        for path in [path for path in known[::-1] if path in left]:
-            told = f"{path}: --resume auto passes it over from now on: the run goes back to step {left[path]}"
-            self.say.print(literal(told))
+    def _tell(self, text: object) -> None:
+        """Print text without markup, on rank 0."""
+        self.say.print(literal(str(text)))
 
     def _advice(self) -> str:
-        """Return what to do about a run that failed."""
+        """Return the advice for a run that failed."""
         last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
-        told = [f"{divergences} names the steps."] if divergences.exists() else []
-        told += ["There is no checkpoint to go back to." if last is None else f"The last checkpoint is {last.name}."]
-        ways = ["Lower optimizer.lr"]
-        ways += ["set train.on_divergence to skip or rollback"] if self.recipe.train.on_divergence == "continue" else []
-        return " ".join([*told, f"{', '.join(ways)}, or look at the data of the last steps"])
+        advice = f"{divergences} names the steps. " if divergences.exists() else ""
+        advice += f"--resume auto continues from {last.name}. " if last else "There is no checkpoint to resume from. "
+        return f"{advice}Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"
 
 
-def follow_plan(recipe: Recipe, model: Any, arguments: Any, ranks: int) -> Plan:
-    """Plan the run, the same on all ranks, and put its micro-batches into the Trainer's arguments.
-
-    Raises:
-        DoesNotFit: With numbers and ways out, before anything is allocated.
-    """
-    comm = Communicator(arguments.device)
-    limits = common_limits(engine_settings(recipe), comm)
-    limits = replace(limits, disk_bytes=disk_room(recipe))
-    box = comm.same(box_here(recipe))  # boxes of several kinds choose by the first one's rates, all of them
-    plan = ask_model(recipe, model, ranks, limits, box).plan()
-    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = decided(plan.strategy.micro_batch)
-    arguments.gradient_accumulation_steps = decided(plan.strategy.accumulation)
-    return plan
-
-
-def report_facts(recipe: Recipe, plan: Plan, checkpoint: str | None) -> dict[str, Any]:
-    """Return what the report tells of a run before its first step."""
-    return {
-        "resumed_from": None if checkpoint is None else Path(checkpoint).name,
-        "device": device_name(),
-        "dtype": compute_dtype(recipe.train.dtype),
-        "versions": versions(),
-        "plan": plan.as_dict(),
-        "simulated": simulated(plan.speed),
-    }
-
-
-def make_trainer(
-    recipe: Recipe,
-    rows: Rows,
-    tokenizer: Any,
-    model: Any,
-    arguments: Any,
-    plan: Plan | None,
-    *,
-    kind: type[RecipeTrainer] = RecipeTrainer,
-) -> Any:
-    """Put the model, the rows, the plan and the recipe's wishes into a Trainer of some kind; None: a stock model's."""
-    micro_batch, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
-    boundaries = recipe.data.packing and arguments.ftkit is not None and use_packed_attention(model)
-    trainer = kind(
-        model=model,
-        args=arguments,
-        train_dataset=rows.train,
-        eval_dataset=rows.held_out,
-        processing_class=tokenizer,
-        data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs(recipe, model), boundaries=boundaries),
-        order=rows.prepared.order(recipe.train.seed),
-        step_sequences=micro_batch * accumulation * arguments.world_size,
-        metrics=recipe.eval.metrics if recipe.eval else (),
-        seq2seq=recipe.task == "seq2seq",
-        per_example=RunFolder(Path(recipe.output.dir)).per_example,
-        keep=recipe.output.keep,
-        noted=noted(recipe, rows.prepared.report.digest),
-        plan=plan,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def add_callbacks(
-    trainer: RecipeTrainer,
-    recipe: Recipe,
-    folder: RunFolder,
-    end_asked: Callable[[], bool],
-    say: Console,
-    first: list[TrainerCallback],
-    watch: DivergenceWatch,
-    bar: Bar,
-) -> EndOnRequest:
-    """Add what a run tells while it trains; returns the one that knows whether it was ended on request."""
-    end = EndOnRequest(end_asked, trainer.any_rank, trainer.checkpoints.finish)
-    if recipe.data.packing:
-        trainer.add_callback(CheckPacking())
-    log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
-    for callback in (TellFused(say), *first, bar, log, end, watch):  # the last may take back that others want to save
-        trainer.add_callback(callback)
-    return end
-
-
-ISOLATION_NUMEL = 1 << 30
-"""Parameters of a model that a dry run still asks, on the CPU, whether packed samples stay apart."""
-
-
+@dataclass
 class CheckPacking(TrainerCallback):
-    """Ask the model, once it is in place, whether packed samples stay apart."""
+    """Check, with the model in place, that packed samples do not see each other.
+
+    Args:
+        collate: The run's collator.
+    """
+
+    collate: Callable[[list[dict]], dict[str, Any]]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Refuse a family whose samples see each other."""
-        check_isolation(model)
+        """Raise UserError if they do."""
+        check_isolation(model, self.collate)
 
 
 @dataclass
@@ -450,7 +280,7 @@ class ShowAnswers(TrainerCallback):
         asked: The questions.
         tokenizer: The model's tokenizer.
         max_new_tokens: Most tokens of an answer.
-        before: The answers of the model as it came; filled when training begins.
+        before: The answers before the first step. Filled when training begins.
     """
 
     asked: list[Question]
@@ -459,74 +289,18 @@ class ShowAnswers(TrainerCallback):
     before: list[str] = field(default_factory=list)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Answer with the model as it came; after a rollback it is no longer that."""
-        self.before = self.before or self.answers(model)
+        """Answer with the model as it was loaded."""
+        self.before = self.answers(model)
 
     def answers(self, model: Any) -> list[str]:
-        """Answer every question; all ranks of a sharded model take part."""
-        return generate(
-            model,
-            self.tokenizer,
-            [each.turns for each in self.asked],
-            max_new_tokens=self.max_new_tokens,
-            separator=[each.glue for each in self.asked],
-        )
+        """Answer every question. A collective."""
+        turns, separators = [each.turns for each in self.asked], [each.separator for each in self.asked]
+        return generate(model, self.tokenizer, turns, max_new_tokens=self.max_new_tokens, separator=separators)
 
-    def known(self) -> list[dict[str, str]]:
-        """Return what is known while the run goes on: `records` without the answers after it."""
-        return self.records([""] * len(self.asked))
-
-    def records(self, after: list[str]) -> list[dict[str, str]]:
-        """Return question, expected answer, and the answers before and after, one dictionary a question."""
-        before = self.before or [""] * len(self.asked)
+    def records(self, after: list[str] | None = None) -> list[dict[str, str]]:
+        """Return question, expected answer, and the answers before and after, one dictionary per question."""
+        none = [""] * len(self.asked)
         return [
             {"question": each.text, "expected": each.expected, "before": first, "after": last}
-            for each, first, last in zip(self.asked, before, after)
+            for each, first, last in zip(self.asked, self.before or none, after or none)
         ]
-
-
-def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> None:
-    """Do everything up to the first step that needs no ranks, and say what would be run.
-
-    Args:
-        recipe: The facts.
-        ranks: Processes of the whole run.
-        checkpoints: Checkpoints that the run would try to go on from, in this order.
-
-    Raises:
-        UserError: As `run` would.
-    """
-    say = Console(soft_wrap=True, highlight=False, emoji=False)
-    parts = make_parts(recipe, ranks, lambda model: ask_here(recipe, model, ranks).plan())
-    tokenizer, model, plan, rows = parts.tokenizer, parts.model, parts.plan, parts.rows
-    micro_batch, accumulation = decided(plan.strategy.micro_batch), decided(plan.strategy.accumulation)
-    step_sequences = micro_batch * accumulation * ranks
-    order = rows.prepared.order(recipe.train.seed)
-    epoch_steps = len(WholeSteps(order, step_sequences)) // step_sequences
-    steps = steps_of(recipe, len(order), step_sequences)
-    checkpoint = first_whole([str(each) for each in checkpoints], None, lambda line: say.print(literal(line)))
-    if checkpoint is not None:
-        check_noted(checkpoint, recipe, rows.prepared.report.digest)
-        say.print(literal(f"would resume from {checkpoint}"))
-    numel = sum(each.numel() for each in model.parameters())
-    if recipe.data.packing and recipe.model.name is not None and numel <= ISOLATION_NUMEL:
-        use_packed_attention(model)
-        check_isolation(model)
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    dtype = compute_dtype(recipe.train.dtype)
-    say.print(literal(recipe.dump()))
-    say.print(literal(str(rows.prepared.report)))
-    say.print(f"held out: {counted(len(rows.held_out) if rows.held_out is not None else 0, 'row')}")
-    say.print(f"model: {numel:,} parameters, {trained:,} of them trained, {dtype}")
-    show_plan(say, plan)
-    say.print(
-        f"step: {recipe.train.batch_tokens:,} tokens = {counted(ranks, 'rank')} x {counted(micro_batch, 'sequence')} x "
-        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
-    )
-    say.print(f"steps: {steps:,}, {epoch_steps:,} an epoch of {len(rows.train):,} sequences")
-    faults = rows.warnings(tokenizer, stops_of(getattr(model, "generation_config", None)))
-    positions, longest = positions_of(model), tokenizer.model_max_length
-    left_out, report = rows.left_out(order), rows.prepared.report
-    for line in notices(recipe, report, len(order), step_sequences, faults, positions, longest, parts.asked, left_out):
-        say.print(literal(line))
-    say.print("nothing was trained (--dry-run)")

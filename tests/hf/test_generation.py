@@ -457,7 +457,7 @@ def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
     adapter = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
-    with pytest.raises(RankFailure, match="is an adapter, and several ranks load whole models only"):
+    with pytest.raises(RankFailure, match="contains an adapter, and a whole model is needed"):
         world2.run(from_the_command_line, str(tmp_path))
 
 

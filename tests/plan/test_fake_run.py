@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
-from benchmarks.fake_run import FakeCommunicator, FakeTiers, build, fake_run, train
+from benchmarks.fake_run import FakeCommunicator, FakeTiers, build, fake_run, main, train
 from benchmarks.meter import Meter
-from ftkit.cli import app as cli
 from ftkit.config.recipe import packaged
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.engine.memory.tiers import Tiers
@@ -102,14 +102,19 @@ def test_collectives_fill_nothing_and_host_memory_is_none():
     assert [FakeCommunicator(CPU, 8).any(flag) for flag in (True, False)] == [True, False]
 
 
+def command(name, capsys):
+    """Return the exit code and the output of the command for a recipe."""
+    with mock.patch("sys.argv", ["fake_run", name, "8xv100-16gb"]), pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code, json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_the_command_prints_both_and_says_whether_they_agree(capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", "llama-2-13b-full-8xv100-16gb", "--hardware", "8xv100-16gb", "--fake-run", "--json"])
-    assert not caught.value.code
-    told = json.loads(capsys.readouterr().out)
-    assert told["fake_run"]["agrees"]
-    assert abs(told["fake_run"]["share"]["host"] - 1) < 0.01
+    code, found = command("llama-2-13b-full-8xv100-16gb", capsys)
+    assert not code
+    assert found["agrees"]
+    assert abs(found["share"]["host"] - 1) < 0.01
 
 
 OF_EACH_KIND = ("falcon3-10b-full", "gemma-3-12b-lora", "gpt-10b-full", "t5-11b-lora", "llama-2-13b-long")
@@ -120,10 +125,8 @@ OF_EACH_KIND = ("falcon3-10b-full", "gemma-3-12b-lora", "gpt-10b-full", "t5-11b-
 def test_full_size_recipes(name, capsys):
     """Issue 6: device and host peaks within 5 % of the plan. All of them: `make dry-runs`."""
     assert name in packaged()
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["plan", name, "--hardware", "8xv100-16gb", "--fake-run", "--json"])
-    found = json.loads(capsys.readouterr().out)["fake_run"]
-    assert not caught.value.code, found["share"]
+    code, found = command(name, capsys)
+    assert not code, found["share"]
 
 
 def test_what_autograd_keeps_is_that_of_the_engine_and_not_of_torchs_checkpoints():

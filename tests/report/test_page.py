@@ -127,7 +127,8 @@ def test_a_run_that_failed(tmp_path):
 
 
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
-    folder = run_folder(tmp_path / "run", metrics=lines(5), report={"status": "going on", "steps": 10, "plan": PLAN})
+    standing = {"status": "going on", "steps": 10, "plan": PLAN}
+    folder = run_folder(tmp_path / "run", metrics=lines(5), report=standing, recipe="# Written by ftkit.\n")
     live = check(render(Reader(RunFolder(folder)).read()))
     assert 'class="status busy">going on<' in live
     assert '<meta http-equiv="refresh" content="5">' in live
@@ -136,7 +137,7 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
         assert "going on<" in refresh(folder).read_text()
     text = check(refresh(folder).read_text())
     assert "ended early<" in text
-    assert "no process holds its folder" in text
+    assert "no process has its folder locked" in text
     assert 'http-equiv="refresh"' not in text
     note_end(RunFolder(folder), "rank 1 died <SIGKILL>")
     assert "rank 1 died &lt;SIGKILL&gt;" in (folder / "report.html").read_text()
@@ -175,7 +176,6 @@ def test_hostile_files_neither_crash_it_nor_get_into_it(tmp_path_factory, metric
         summary={**summary, "plan": plan} if summary else summary,
         report=standing,
         trace=events,
-        guard=trace,
         recipe=HOSTILE,
         divergences=json.dumps({"step": trace, "reason": HOSTILE}) + "\n" + json.dumps(trace),
     )
@@ -238,7 +238,7 @@ def test_special_files_of_a_stranger_are_not_opened(tmp_path):
     (tmp_path / "secret").write_text("a secret")
     (folder / "summary.json").symlink_to(tmp_path / "secret")
     (folder / "recipe.yaml").symlink_to(tmp_path / "secret")
-    os.mkfifo(folder / "guard.json")
+    os.mkfifo(folder / "report.json")
     os.mkfifo(folder / ".lock")
     metrics = [{"step": -1e308, "loss": 1.0}, {"step": 1e308, "loss": 2.0}, {"step": 1, "loss": 3.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))

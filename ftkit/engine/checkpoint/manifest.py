@@ -23,6 +23,8 @@ from ftkit.errors import UserError
 
 FORMAT = 2
 MANIFEST = LISTING
+ENGINE_FOLDER = "ftkit"
+"""Subfolder of a Trainer's checkpoint with the engine's files."""
 SUFFIX = ".safetensors"
 WEIGHT_KINDS = ("master", "weights")
 """Kinds of the files that have the weights, the exact ones first."""

@@ -20,7 +20,7 @@ from peft.utils import CONFIG_NAME as ADAPTER_CONFIG
 from transformers.utils.logging import tqdm
 
 from ftkit.engine.checkpoint.export import cut, publish
-from ftkit.engine.checkpoint.manifest import BUFFERS, read_manifest
+from ftkit.engine.checkpoint.manifest import BUFFERS, ENGINE_FOLDER, read_manifest
 from ftkit.engine.checkpoint.reader import open_files
 from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile, create_file
 from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents
@@ -29,7 +29,6 @@ from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.load.model import load_model
 from ftkit.hf.save.model import SHARD_BYTES, hub_names
-from ftkit.output.ownership import ENGINE_FOLDER
 
 CONFIG = "config.json"
 NOT_COPIED = ("trainer_state.json", CONTENTS, ADAPTER_CONFIG, "README.md")

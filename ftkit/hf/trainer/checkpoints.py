@@ -32,14 +32,13 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ftkit.engine.checkpoint.durable import all_ranks, make_folder, rank_zero, sync_folder, sync_tree, text_of
 from ftkit.engine.checkpoint.loading import load_checkpoint
-from ftkit.engine.checkpoint.manifest import MANIFEST
+from ftkit.engine.checkpoint.manifest import ENGINE_FOLDER, MANIFEST
 from ftkit.engine.checkpoint.saving import Saving
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_contents, write_contents
 from ftkit.errors import UserError
 from ftkit.hf.load.model import find_weights, load_adapter, load_weights
 from ftkit.hf.save.model import check_savable, save_arguments, save_config, save_model
-from ftkit.output.ownership import ENGINE_FOLDER
-from ftkit.output.replacing import UNFINISHED, remove_unfinished, replace
+from ftkit.output.run_folder import UNFINISHED, RunFolder, publish, remove_unfinished, retire
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,14 @@ class RunCheckpoints:
 
     Attributes:
         problem: Why the last checkpoint could not be written; None if it was.
+        published: Name of the last complete checkpoint of this process.
         writing: Folder that replaces the run's folder while the Trainer writes its files.
         push_later: Whether the checkpoint is uploaded when it is published.
     """
 
     trainer: Any
     problem: str | None = None
+    published: str | None = None
     writing: Path | None = None
     push_later: bool = False
     unfinished: Unfinished | None = None
@@ -146,14 +147,15 @@ class RunCheckpoints:
                 return
             with rank_zero(self.trainer.units.comm) as first:
                 if first:
-                    publish(unfinished.temporary, unfinished.final)
+                    complete(unfinished.temporary, unfinished.final)
         except UserError as error:
             self._give_up(unfinished, str(error))
             return
-        self.unfinished = self.problem = None
+        self.unfinished, self.problem, self.published = None, None, unfinished.final.name
         if self.trainer.units.comm.rank == 0:
             try:
-                self.trainer.retire_checkpoints(unfinished.final)
+                state = self.trainer.state
+                rotate(unfinished.final, self.trainer.args.save_total_limit, state.best_model_checkpoint)
             except OSError as error:
                 logger.warning("an older checkpoint could not be removed: %s", error)
         if self.push_later:
@@ -256,13 +258,26 @@ def is_read_at_once(trainer: Any) -> bool:
     )
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """List a checkpoint's files and rename it, durably. A user's files in an earlier folder of that name stay."""
+def complete(temporary: Path, final: Path) -> None:
+    """List a checkpoint's files and rename it, durably. It replaces a checkpoint of that name."""
     write_contents(temporary, apart=(ENGINE_FOLDER,))
     sync_tree(temporary)
-    replace(temporary, final)
+    publish(temporary, final)
     sync_folder(final.parent)
     remove_unfinished(final.parent)
+
+
+def rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    """Remove the checkpoints beyond `save_total_limit` that were written first.
+
+    As transformers' `rotate_checkpoints`, it keeps the newest and the best. That function orders checkpoints by step if all
+    were written within a second, and then removes the newest one after a resume from an earlier step.
+    """
+    there = RunFolder(newest.parent).checkpoints()
+    others = [path for path in there if path.name not in (newest.name, Path(best or "").name)]
+    if limit:
+        for path in others[: max(0, len(there) - limit)]:
+            retire(path)
 
 
 # --- reading

@@ -23,7 +23,6 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from ftkit.config.engine import EngineSettings
 from ftkit.engine.optim.optimizer import ShardedOptimizer
@@ -373,11 +372,6 @@ class TrainerMixin(_Beside):
             if comm.world_size > 1:  # of the steps since the last log, each rank has its own share
                 self._tr_loss = comm.sum(self._tr_loss.float().clone()) / comm.world_size
         return super()._finalize_training(trial, *args, **kwargs)
-
-    def retire_checkpoints(self, newest: Path) -> None:
-        """Remove the oldest checkpoints beyond `save_total_limit`. Rank 0 calls it when `newest` is published."""
-        best = self.state.best_model_checkpoint
-        rotate_checkpoints(str(newest.parent), self.args.save_total_limit, best, use_mtime=True)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save the model from all ranks: a Hugging Face folder, or beside a sharded checkpoint only the small files."""

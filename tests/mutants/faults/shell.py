@@ -6,11 +6,53 @@ OWN = "tests/test_own_files.py"
 
 FAULTS = (
     fault(
-        "a foreign checkpoint folder is rotated away",
+        "a folder of a user's is taken for a run",
         "ftkit/output/run_folder.py",
-        "foreign += [path for path in checkpoints if not ownership.is_our_checkpoint(path)]",
+        "if set(found) - {VERIFY} and not self._is_marked():",
+        "if False:",
+        f"{OWN}::test_a_folder_that_is_no_run_is_refused",
+    ),
+    fault(
+        "--overwrite removes the model that the run reads",
+        "ftkit/output/run_folder.py",
+        "            self._refuse_inputs(inputs)\n",
         "",
-        f"{OWN}::test_a_file_that_no_run_wrote_stops_the_run",
+        f"{OWN}::test_overwrite_does_not_remove_what_the_run_reads",
+    ),
+    fault(
+        "after --overwrite a folder is no run until its recipe is written",
+        "ftkit/output/run_folder.py",
+        "        files = (self.metrics,",
+        "        files = (self.recipe, self.metrics,",
+        f"{OWN}::test_overwrite_removes_what_a_run_wrote_and_nothing_else",
+    ),
+    fault(
+        "a checkpoint that a kill put aside is removed",
+        "ftkit/output/run_folder.py",
+        "        if final.exists():\n            shutil.rmtree(path",
+        "        if True:\n            shutil.rmtree(path",
+        f"{OWN}::test_a_checkpoint_replaces_one_of_its_name",
+    ),
+    fault(
+        "a checkpoint is removed under its name",
+        "ftkit/output/run_folder.py",
+        "    checkpoint.rename(hidden)\n    shutil.rmtree(hidden,",
+        "    shutil.rmtree(checkpoint,",
+        f"{OWN}::test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it",
+    ),
+    fault(
+        "the newest checkpoint is that of the highest step",
+        "ftkit/output/run_folder.py",
+        "key=lambda path: (written_at(path), step_of(path))",
+        "key=step_of",
+        f"{OWN}::test_checkpoints_are_ordered_by_when_they_were_written",
+    ),
+    fault(
+        "the checkpoint that was just written is removed after a resume",
+        "ftkit/hf/trainer/checkpoints.py",
+        "path.name not in (newest.name, ",
+        "path.name not in (",
+        f"{OWN}::test_after_a_resume_from_an_older_step_the_newest_and_the_best_stay",
     ),
     fault(
         "a refused export leaves its files",
@@ -49,9 +91,23 @@ FAULTS = (
     ),
     fault(
         "a dry run looks at no checkpoint",
-        "ftkit/train/run.py",
-        "checkpoint = first_whole([str(each) for each in checkpoints], alone,",
-        "checkpoint = first_whole([], alone,",
+        "ftkit/train/dry_run.py",
+        "tried = [str(each) for each in checkpoints]",
+        "tried = []",
         "tests/test_dry_run_refuses.py::test_a_checkpoint_that_is_none_or_another_runs",
+    ),
+    fault(
+        "with one checkpoint to keep, the newest one is removed at the end",
+        "ftkit/train/arguments.py",
+        "return max(keep, 2) if keep and recipe.eval else keep",
+        "return keep",
+        "tests/test_finetune.py::test_the_last_checkpoints_and_the_best_are_kept",
+    ),
+    fault(
+        "a resumed run prepares its rows for today",
+        "ftkit/train/resume.py",
+        "return Start(found.get(DAY) or today, path, found.get(ROWS))",
+        "return Start(today, path, found.get(ROWS))",
+        "tests/test_hostile_checkpoints.py::test_the_day_of_the_rows_is_the_checkpoints",
     ),
 )
