@@ -40,6 +40,9 @@ test-all: setup  ## the slow tests: full products and long fault tests, about ha
 mutants: setup  ## plant the committed faults whose file differs from SINCE=REF (without it: all); each must turn a test red
 	$(BIN)/python -m tests.mutants $(if $(SINCE),--since $(SINCE))
 
+kills: setup  ## kill a tiny run at 20 seeded times, resume it on the same and on other ranks, compare the weights (20 minutes)
+	$(BIN)/python -m tests.kills
+
 ci:  ## run .ci/run on a fresh clone of HEAD with a new environment (LOAD=2: beside two busy processes); writes runs/ci-passed
 	@LOAD=$(LOAD) bash .ci/fresh
 
@@ -133,5 +136,5 @@ bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on
 bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
-.PHONY: census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-collectives bench-checkpoints bench-cap bench-offload \
+.PHONY: kills census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-collectives bench-checkpoints bench-cap bench-offload \
 	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels

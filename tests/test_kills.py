@@ -10,16 +10,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,7 +29,7 @@ from ftkit.output.run_folder import RunFolder
 from ftkit.train.callbacks import EndOnRequest
 from ftkit.train.resume import first_whole
 from tests.jobs import job, losses, recipe, resumed_job
-from tests.worlds import PATIENCE, RankFailure
+from tests.worlds import RankFailure
 
 IN_SAVES: dict[str, tuple[Any, str]] = {
     "a save begins": (trainer.TrainerMixin, "_save_checkpoint"),
@@ -175,32 +171,3 @@ def test_a_killed_run_goes_on(phase, home, unharmed, worlds):
             assert float((weights[name] - value).norm()) <= 1e-5 * float(value.norm()), name
     left = [path.name for path in folder.iterdir() if "checkpoint" in path.name]
     assert sorted(left) == ["checkpoint-10", "checkpoint-8"], "no debris"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("appears", ["checkpoint-2", ".checkpoint-4.writing"])
-def test_the_command_and_all_its_processes_are_killed(appears, home, unharmed):
-    """The launcher and its ranks are killed. The folder's lock is released and the run resumes."""
-    folder = home / f"command-{appears}"
-    path = home / f"command-{appears}.yaml"
-    path.write_text(text_of(home, folder.name, "device"))
-    command = [str(Path(sys.executable).with_name("ftkit")), "finetune", str(path), "--nproc", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120 * PATIENCE
-    while not any((folder / name).exists() for name in (appears, "checkpoint-4")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    everyone = [process.pid, *(each.pid for each in psutil.Process(process.pid).children(recursive=True))]
-    for pid in everyone:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(60 * PATIENCE)
-    (folder / "summary.json").unlink(missing_ok=True)  # the run may have ended before the kill
-    done = subprocess.run(
-        [*command, "--resume", "auto"], capture_output=True, text=True, check=False, timeout=120 * PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    expected = unharmed["device"][1]
-    weights = load_file(folder / "model" / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())

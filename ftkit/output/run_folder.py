@@ -322,7 +322,7 @@ def retire(checkpoint: Path) -> None:
     """Remove a checkpoint. After a kill, no part of it has its name."""
     hidden = checkpoint.with_name(f".{checkpoint.name}{UNFINISHED}")
     checkpoint.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _discard(hidden)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -330,10 +330,18 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob(f".checkpoint-*{ASIDE}"):
         final = folder / path.name[1:].removesuffix(ASIDE)
         if final.exists():
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
         else:
             path.rename(final)
     for path in folder.glob(f".checkpoint-*{UNFINISHED}"):
+        _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or a link to one, as far as that is possible."""
+    if path.is_symlink():
+        path.unlink()
+    else:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainingArguments
 import ftkit
 from ftkit.errors import UserError
 from ftkit.hf.save.model import save_arguments
-from ftkit.hf.trainer.checkpoints import check_folder, load_scheduler, publish
+from ftkit.hf.trainer.checkpoints import check_folder, complete, load_scheduler
 from tests.hf import runs
 from tests.hf.runs import Run
 
@@ -495,7 +495,7 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     final.symlink_to(other)
-    publish(folder, final)
+    complete(folder, final)
     assert (other / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "elsewhere"]
     assert not final.is_symlink()
@@ -507,8 +507,8 @@ def test_a_publication_that_was_broken_off_goes_on(tmp_path):
     (folder / "a.txt").write_text("a")
     broken = mock.patch("ftkit.hf.trainer.checkpoints.sync_tree", side_effect=KeyboardInterrupt)
     with broken, pytest.raises(KeyboardInterrupt):
-        publish(folder, final)
-    publish(folder, final)
+        complete(folder, final)
+    complete(folder, final)
     assert (final / "a.txt").read_text() == "a"
 
 

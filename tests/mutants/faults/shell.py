@@ -29,15 +29,15 @@ FAULTS = (
     fault(
         "a checkpoint that a kill put aside is removed",
         "ftkit/output/run_folder.py",
-        "        if final.exists():\n            shutil.rmtree(path",
-        "        if True:\n            shutil.rmtree(path",
+        "        if final.exists():\n            _discard(path",
+        "        if True:\n            _discard(path",
         f"{OWN}::test_a_checkpoint_replaces_one_of_its_name",
     ),
     fault(
         "a checkpoint is removed under its name",
         "ftkit/output/run_folder.py",
-        "    checkpoint.rename(hidden)\n    shutil.rmtree(hidden,",
-        "    shutil.rmtree(checkpoint,",
+        "    checkpoint.rename(hidden)\n    _discard(hidden)",
+        "    _discard(checkpoint)",
         f"{OWN}::test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it",
     ),
     fault(
