@@ -34,9 +34,8 @@ from rich.console import Console
 from ftkit.cli.recipe_list import planned_of, show_recipes
 from ftkit.config.recipe import Recipe, find, load, packaged, text_of
 from ftkit.config.wording import counted
-from ftkit.errors import UNEXPECTED, EndedEarly, UserError
+from ftkit.errors import UNEXPECTED, EndedEarly, RankError, StoppedError, UserError
 from ftkit.launch.external import outer_job
-from ftkit.launch.supervisor import RankError, StoppedError
 from ftkit.output.ownership import refuse_foreign_page
 from ftkit.output.run_folder import RunFolder, write
 from ftkit.plan.choice import Plan
@@ -119,14 +118,13 @@ def finetune(
 def _train(
     facts: Recipe, folder: RunFolder, ranks: int, resume: str | None, *, overwrite: bool, restarts: int, joined: bool
 ) -> None:
-    """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
+    """Find what to continue from, and run. After a rank died, resume from the newest checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
     checkpoints = checkpoints_to_try(facts, folder, resume, overwrite=overwrite, first=first, say=_say)
     from ftkit.launch import ranks as launch  # here, see the top of this file
     from ftkit.report.page import note_end
 
-    before = folder.identities()
-    given = checkpoints
+    given, before = checkpoints, folder.newest_first()
     while True:
         arguments = (facts, [str(each) for each in checkpoints], ranks)
         try:
@@ -141,11 +139,8 @@ def _train(
             if not isinstance(error, RankError) or not restarts or error.asked:
                 raise
             restarts -= 1
-            # What was saved since the start, then what the user said.
-            now = folder.identities()
-            checkpoints = [path for path in folder.newest_first() if before.get(path) != now.get(path)]
-            left = folder.left() if resume == "auto" else {}  # by a rollback meanwhile
-            checkpoints += [path for path in given if path not in left]
+            saved = folder.newest_first()
+            checkpoints = given if saved == before else saved  # with --resume PATH, later checkpoints may be there before
             _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
         raise EndedEarly(result["stopped"])
