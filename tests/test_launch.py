@@ -337,7 +337,7 @@ def finetune(home, name, tmp_path):
     path = home / f"{name}.yaml"
     path.write_text(recipe(home, name, eval=None, output={"dir": str(home / name), "save_every_steps": 2}))
     more = ["--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
-    return Command([sys.executable, "-m", "ftkit.cli.app", "finetune", str(path), "--nproc", "2", *more], tmp_path)
+    return Command([str(Path(sys.executable).with_name("ftkit")), "finetune", str(path), "--nproc", "2", *more], tmp_path)
 
 
 @pytest.mark.slow
