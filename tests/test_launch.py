@@ -103,7 +103,7 @@ def wait_for_the_end(stop, folder, obey):
     """Make steps until a rank is asked to end, raises, or loses its connection. Rank 0 has a child process."""
     rank = join_world()
     if rank == 0:
-        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sh", "-c", "trap '' INT TERM; exec sleep 1000"])  # Ctrl-C reaches it, too
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     while True:
         asked = torch.tensor(float(stop.asked and obey))

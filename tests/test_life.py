@@ -80,8 +80,9 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(home, tmp_path):
     facts = parse(recipe(home, "life", output={"dir": str(tmp_path / "run"), "save_every_steps": 4}), "recipe.yaml")
     error = RankError(1, "died")
     error.asked = True
-    with mock.patch.object(launch, "start", side_effect=error), pytest.raises(RankError):
+    with mock.patch.object(launch, "start", side_effect=error) as start, pytest.raises(RankError):
         cli._train(facts, RunFolder(tmp_path / "run"), 2, None, overwrite=False, restarts=3, joined=False)
+    assert start.call_count == 1
 
 
 @pytest.mark.slow
