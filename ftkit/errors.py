@@ -1,11 +1,11 @@
-"""The errors a user is meant to read.
+"""Errors whose text is shown to the user, and exit codes.
 
-Whatever is wrong with what the user gave (a recipe, a row, a folder, a machine too small) is a `UserError`: the door
-prints its text on one screen and exits with its code, which is 2. Everything else is a fault of the program; the door puts
-its traceback into a file. It is a `ValueError`, so that code which uses ftkit as a library catches it without knowing this
-file. Three kinds have codes of their own: `MemoryShort` and `EndedEarly`, because a script may start such a run again, and
-`Diverged`. What it costs: the one who raises must write the whole message (what was found, what was needed, what to change),
-because nobody downstream adds to it.
+A `UserError` means that the user can correct the input: a recipe, a row, a folder, a machine that is too small. The command
+prints its text and exits with its code. It is a `ValueError`, so code that uses ftkit as a library can catch it without this
+module. `RankError` and `StoppedError` end a run that a rank or the user ended. Any other error is a fault of ftkit: the
+command writes its traceback to a file.
+
+An error's text states what was found, what was needed and what to change. No caller adds to it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from typing import Any
 
 RESUME_ME = 75
-"""Exit code of a run that ended early, by wish or by the memory guard, and goes on with --resume: sysexits' EX_TEMPFAIL."""
+"""Exit code of a run that ended early, on request or by the memory guard, with a checkpoint: sysexits' EX_TEMPFAIL."""
 NOTHING_SAVED = 71
 """Exit code of a run that the memory guard ended before it had saved anything: sysexits' EX_OSERR."""
 
 DIVERGED = 65
 """Exit code of a run that ended because its loss went wrong: sysexits' EX_DATAERR."""
 UNEXPECTED = 70
-"""Exit code of a command that met a fault of ftkit: sysexits' EX_SOFTWARE."""
+"""Exit code of a command that failed on a fault of ftkit: sysexits' EX_SOFTWARE."""
 
 
 class UserError(ValueError):
-    """Input that the user can put right; the text says what was found, what was needed and what to change."""
+    """Input that the user can correct; the text says what was found, what was needed and what to change."""
 
     exit_code = 2
 
@@ -53,7 +53,7 @@ class EndedEarly(UserError):
 
 
 class Diverged(UserError):
-    """The loss went wrong: the recipe says to end there, or the run ended with a loss that is not finite."""
+    """The loss diverged: the recipe says to stop then, or the last loss of the run is not finite."""
 
     exit_code = DIVERGED
 
@@ -65,3 +65,23 @@ def refusal(text: str, exit_code: int) -> UserError:
     if exit_code in (RESUME_ME, NOTHING_SAVED):
         return MemoryShort(text, exit_code == RESUME_ME)
     return UserError(text)
+
+
+class RankError(RuntimeError):
+    """A rank failed; the text names it and shows its error.
+
+    Args:
+        rank: The rank that failed first.
+        text: Text for the user.
+    """
+
+    asked = False
+    """Whether the user had asked the run to end before."""
+
+    def __init__(self, rank: int, text: str):
+        self.rank = rank
+        super().__init__(text)
+
+
+class StoppedError(RuntimeError):
+    """The user ended the run at once, by a second signal."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import ftkit
 from ftkit.cli import app as cli
 from ftkit.errors import UNEXPECTED
+from ftkit.launch.ranks import ENDING
 from ftkit.output.run_folder import RunFolder
 from tests.tiny import make_base, make_tokenizer, write_rows
 from tests.worlds import PATIENCE, free_port
@@ -157,7 +158,7 @@ def as_a_rank(monkeypatch):
     variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ENDING}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,10 +1,11 @@
 """Ranks that work, raise, are killed or asked to end, and ranks that join an outer job.
 
-The workers use torch only. They are passed by name, because a spawned process imports this file.
+Ranks find their functions by name and import this file.
 """
 
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ftkit.errors import RESUME_ME, MemoryShort, UserError
+from ftkit.errors import RESUME_ME, MemoryShort, RankError, UserError
 from ftkit.launch import ranks as launch
-from ftkit.launch import supervisor as watch
 from ftkit.launch.external import first_host, outer_job, threads_per_rank
-from ftkit.launch.supervisor import Failure, RankError, StoppedError, explain
+from ftkit.launch.ranks import ENDING, Failure, counted_signals, explain
+from tests.jobs import ranks_of, recipe
 from tests.worlds import PATIENCE
 
 HERE = __name__
@@ -71,21 +72,9 @@ def work(stop, number):
     return {"total": total.item(), "asked": stop.asked, **seen}
 
 
-def raise_on_rank_1(stop):
-    if join_world() == 1:
-        raise KeyError("the row that is not there")
-    dist.all_reduce(torch.ones(1))
-
-
 def refuse_on_rank_1(stop):
     if join_world() == 1:
         raise UserError("data.jsonl:3: the row has no text")
-    dist.all_reduce(torch.ones(1))
-
-
-def die_on_rank_1(stop, number):
-    if join_world() == 1:
-        os.kill(os.getpid(), number)
     dist.all_reduce(torch.ones(1))
 
 
@@ -111,31 +100,21 @@ def leave_on_rank_1(stop):
 
 
 def wait_for_the_end(stop, folder, obey):
+    """Make steps until a rank is asked to end, raises, or loses its connection. Rank 0 has a child process."""
     rank = join_world()
+    if rank == 0:
+        subprocess.Popen(["sh", "-c", "trap '' INT TERM; exec sleep 1000"])  # Ctrl-C reaches it, too
     (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     while True:
         asked = torch.tensor(float(stop.asked and obey))
         dist.all_reduce(asked)
         if asked.item() > 0:
-            return f"saved by {rank}"
-        time.sleep(0.05)
-
-
-def when_ready(folder, action, ranks=2):
-    """Start a thread that calls `action` when all ranks work."""
-
-    def act():
-        wait_for_ranks(folder, ranks)
-        action()
-
-    threading.Thread(target=act, daemon=True).start()
-
-
-def wait_for_ranks(folder, ranks=2):
-    paths = [Path(folder) / f"pid-{rank}" for rank in range(ranks)]
-    deadline = time.monotonic() + 60 * PATIENCE
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline
+            (Path(folder) / f"checkpoint-{rank}").touch()
+            for child in psutil.Process().children():
+                child.kill()
+            return {"stopped": "ended with a checkpoint"}
+        if (Path(folder) / "raise").exists() and rank == 1:
+            raise KeyError("the row that is not there")
         time.sleep(0.05)
 
 
@@ -148,17 +127,6 @@ def test_ranks_work_together_and_rank_0_answers(monkeypatch):
     assert "GOMP_SPINCOUNT" not in os.environ
     assert result["listens"] == ["0100007F"], "the store listens on 127.0.0.1 alone"
     assert not children()
-
-
-def test_an_exception_is_told_once_with_its_rank_and_traceback():
-    with pytest.raises(RankError) as caught:
-        start(raise_on_rank_1)
-    text = str(caught.value)
-    assert caught.value.rank == 1
-    assert "rank 1" in text
-    assert "KeyError: 'the row that is not there'" in text
-    assert "in raise_on_rank_1" in text
-    assert len(text.splitlines()) < 25
 
 
 @pytest.mark.slow
@@ -175,57 +143,47 @@ def test_a_rank_leaves_with_its_report_from_any_thread():
     assert not children()
 
 
-def test_a_killed_rank_is_named_and_the_others_end():
-    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL") as caught:
-        start(die_on_rank_1, signal.SIGKILL)
-    assert caught.value.rank == 1
-    assert not children()
-
-
 @pytest.mark.slow
 def test_a_rank_that_leaves_without_a_word_is_named():
     with pytest.raises(RankError, match=r"rank 1 .*exit code 0 before its work was done"):
         start(leave_on_rank_1)
 
 
-@pytest.mark.slow
-def test_one_ctrl_c_lets_the_ranks_end_cleanly(tmp_path):
-    said = []
-    when_ready(tmp_path, lambda: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.getsignal(signal.SIGINT)
-    assert start(wait_for_the_end, str(tmp_path), True, say=said.append) == "saved by 0"
-    assert signal.getsignal(signal.SIGINT) is before
-    assert len(said) == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_are_counted_and_handlers_restored(number):
     found = signal.signal(number, signal.SIG_DFL)  # it may be ignored here: under nohup
     try:
-        with watch.counted_signals() as asked:
+        with counted_signals() as heard:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
-        assert asked.times == 2
+        assert heard == [number, number]
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, found)
 
 
-@pytest.mark.slow
-def test_a_second_signal_kills(tmp_path):
-    def interrupt(*words):
-        os.kill(os.getpid(), signal.SIGINT)
-
-    when_ready(tmp_path, interrupt)
-    with pytest.raises(StoppedError):
-        start(wait_for_the_end, str(tmp_path), False, say=interrupt)
-    assert not children()
-
-
 LAUNCHER = """
-import os, sys
-from ftkit.launch import ranks as local
-print(local.start("tests.test_launch:wait_for_the_end", (sys.argv[1], True), 2, environ=os.environ))
+import os, signal, sys
+from ftkit.cli import app
+from ftkit.errors import EndedEarly
+from ftkit.launch import ranks as launch
+
+folder, obey, early = sys.argv[1:]
+start_processes = launch.start_processes
+
+def start_and_signal(*arguments, **options):
+    context = start_processes(*arguments, **options)
+    if early:
+        os.kill(os.getpid() if early == "SIGKILL" else 0, signal.Signals[early])  # 0: the process group
+    return context
+
+def command(*arguments, **options):
+    entry = ("tests.test_launch:wait_for_the_end", (folder, obey == "obey"), 2)
+    raise EndedEarly(launch.start(*entry, environ=os.environ, say=app._say)["stopped"])
+
+if __name__ == "__main__":
+    launch.start_processes, app.app = start_and_signal, command
+    app.main([])
 """
 
 
@@ -239,29 +197,174 @@ def running(session):
     return found
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("how", ["launcher killed", "group asked to end"])
-def test_no_process_outlives_the_launcher(how, tmp_path):
-    """The kernel kills the launcher alone when memory is short. Slurm and systemd signal all processes of a job."""
-    command, root, printed = [sys.executable, "-c", LAUNCHER, str(tmp_path)], Path(__file__).parents[1], tmp_path / "printed"
-    with printed.open("w") as file:
-        launcher = subprocess.Popen(command, cwd=root, stdout=file, stderr=file, start_new_session=True)
-    try:
-        wait_for_ranks(tmp_path)
-        if how == "launcher killed":
-            os.kill(launcher.pid, signal.SIGKILL)
-        else:
-            os.killpg(launcher.pid, signal.SIGTERM)
-        code = launcher.wait(60 * PATIENCE)
-        deadline = time.monotonic() + 60 * PATIENCE
-        while running(launcher.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert running(launcher.pid) == []
-    finally:
+class Command:
+    """A launcher in a session of its own.
+
+    Args:
+        command: Program and arguments.
+        folder: Folder for what it prints.
+    """
+
+    def __init__(self, command, folder):
+        self.path = folder / "printed"
+        with self.path.open("w") as file:
+            root = Path(__file__).parents[1]
+            self.process = subprocess.Popen(command, cwd=root, stdout=file, stderr=file, start_new_session=True)
+        self.pid = self.process.pid
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         with suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-    expected = (-signal.SIGKILL, "") if how == "launcher killed" else (0, "saved by 0\n")
-    assert (code, printed.read_text()) == expected
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def printed(self):
+        return self.path.read_text()
+
+    def until(self, reached):
+        """Wait until `reached()`."""
+        deadline = time.monotonic() + 90 * PATIENCE
+        while not reached():
+            assert self.process.poll() is None, self.printed
+            assert time.monotonic() < deadline, self.printed
+            time.sleep(0.02)
+
+    def end(self):
+        """Wait for the end of all processes, and return the exit code."""
+        code = self.process.wait(90 * PATIENCE)
+        deadline = time.monotonic() + 60 * PATIENCE
+        while running(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running(self.pid) == []
+        return code
+
+
+def launcher(folder, *, obey=True, early=""):
+    return Command([sys.executable, "-c", LAUNCHER, str(folder), "obey" if obey else "refuse", early], folder)
+
+
+def saved(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+ENDING_NOW = "ending after this step, with a checkpoint; Ctrl-C again ends at once and loses it"
+
+
+@pytest.mark.ranks
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("event", ["Ctrl-C", "SIGTERM", "SIGUSR1", "group SIGTERM"])
+def test_a_run_that_is_asked_to_end_saves_and_ends_with_75(event, tmp_path):
+    """A terminal sends Ctrl-C to all processes. Slurm and systemd can send their signals to all processes, too."""
+    with launcher(tmp_path) as run:
+        run.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        number = signal.SIGINT if event == "Ctrl-C" else signal.Signals[event.split()[-1]]
+        (os.killpg if event in ("Ctrl-C", "group SIGTERM") else os.kill)(run.pid, number)
+        code = run.end()
+    assert code == RESUME_ME, run.printed
+    assert saved(tmp_path) == ["checkpoint-0", "checkpoint-1"]
+    assert run.printed.splitlines() == [ENDING_NOW, "ftkit: ended with a checkpoint"]
+
+
+@pytest.mark.ranks
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_ranks_listen_is_not_lost(number, tmp_path):
+    """The signal reaches the launcher and the ranks right after they were started."""
+    with launcher(tmp_path, early=number.name) as run:
+        code = run.end()
+    assert code == RESUME_ME, run.printed
+    assert saved(tmp_path) == ["checkpoint-0", "checkpoint-1"]
+
+
+@pytest.mark.ranks
+def test_a_second_ctrl_c_ends_at_once_with_130(tmp_path):
+    with launcher(tmp_path, obey=False) as run:
+        run.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        os.killpg(run.pid, signal.SIGINT)
+        run.until(lambda: ENDING_NOW in run.printed)
+        run.process.send_signal(signal.SIGINT)
+        code = run.end()  # also the ranks' children have ended
+    assert code == 130, run.printed
+    assert saved(tmp_path) == []
+    assert "ftkit: the run was ended at once; resume with --resume auto if checkpoints were saved" in run.printed
+
+
+@pytest.mark.ranks
+def test_a_rank_that_raises_is_shown_and_ends_the_run_with_1(tmp_path):
+    with launcher(tmp_path) as run:
+        run.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        (tmp_path / "raise").touch()
+        code = run.end()
+    assert code == 1, run.printed
+    pid = (tmp_path / "pid-1").read_text()
+    assert f"ftkit: rank 1 (pid {pid}) raised KeyError: 'the row that is not there'" in run.printed
+    assert "in wait_for_the_end" in run.printed
+    assert "The other ranks were ended; resume with --resume auto" in run.printed
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_is_named_and_ends_the_run_with_1(tmp_path):
+    with launcher(tmp_path) as run:
+        run.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        pid = int((tmp_path / "pid-1").read_text())
+        os.kill(pid, signal.SIGKILL)
+        code = run.end()
+    assert code == 1, run.printed
+    assert f"ftkit: rank 1 (pid {pid}) was killed by SIGKILL (the kernel does that when host memory runs out)" in run.printed
+    assert "Traceback" not in run.printed
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("early", ["", "SIGKILL"])
+def test_no_rank_outlives_the_launcher(early, tmp_path):
+    """The kernel kills the launcher alone when host memory runs out, also while the ranks import torch."""
+    with launcher(tmp_path, early=early) as run:
+        if not early:
+            run.until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+            run.process.kill()
+        assert run.end() == -signal.SIGKILL
+    assert saved(tmp_path) == ([] if early else ["checkpoint-0", "checkpoint-1"])
+
+
+def finetune(home, name, tmp_path):
+    """Start the real command on two ranks; it makes steps until it is ended."""
+    path = home / f"{name}.yaml"
+    path.write_text(recipe(home, name, eval=None, output={"dir": str(home / name), "save_every_steps": 2}))
+    more = ["--set", "train.max_steps=100000", "--set", "optimizer.schedule=constant"]
+    return Command([str(Path(sys.executable).with_name("ftkit")), "finetune", str(path), "--nproc", "2", *more], tmp_path)
+
+
+@pytest.mark.slow
+def test_finetune_saves_after_the_step_at_the_first_ctrl_c(home, tmp_path):
+    with finetune(home, "first", tmp_path) as run:
+        run.until((home / "first" / "checkpoint-2").exists)
+        os.killpg(run.pid, signal.SIGINT)
+        code = run.end()
+    assert code == RESUME_ME, run.printed
+    assert ENDING_NOW in run.printed
+    (step,) = re.findall(r"ftkit: ended at step (\d+) with a checkpoint; --resume auto continues from it", run.printed)
+    assert (home / "first" / f"checkpoint-{step}" / "contents.json").exists()
+
+
+@pytest.mark.slow
+def test_finetune_ends_at_once_at_the_second_ctrl_c(home, tmp_path):
+    with finetune(home, "second", tmp_path) as run:
+        run.until((home / "second" / "checkpoint-2").exists)
+        for pid in ranks_of(run.pid):
+            os.kill(pid, signal.SIGSTOP)  # so that the run cannot end between the two signals
+        os.kill(run.pid, signal.SIGINT)
+        run.until(lambda: ENDING_NOW in run.printed)
+        os.kill(run.pid, signal.SIGINT)
+        code = run.end()
+    assert code == 130, run.printed
+    assert "ftkit: the run was ended at once" in run.printed
+    assert (home / "second" / "checkpoint-2").exists(), "what was saved before stays"
 
 
 def note_ignored_signals(stop, folder):
@@ -278,21 +381,20 @@ def test_a_rank_ignores_signals_after_its_work(tmp_path):
     start(note_ignored_signals, str(tmp_path))
     for rank in range(2):
         ignored = int((tmp_path / f"ignored-{rank}").read_text(), 16)
-        assert all(ignored >> (number - 1) & 1 for number in watch.ENDING)
+        assert all(ignored >> (number - 1) & 1 for number in ENDING)
 
 
 def test_the_cause_goes_before_its_consequences():
     lost = Failure(1, "RuntimeError: [1.2.3.4] Connection closed by peer", "Traceback\n", time_ns=1)
-    own = Failure(1, "IndexError: 7", "Traceback\n", time_ns=2)
-    killed = Failure(-9)
+    early, late = (Failure(1, f"IndexError: {time}", "Traceback\n", time_ns=time) for time in (2, 4))
+    refused, killed, aborted, left = Failure(2, refusal="no text", time_ns=3), Failure(-9), Failure(-6), Failure(3)
     pids = {0: 10, 1: 11, 2: 12}
-    assert explain({0: lost, 1: own, 2: killed}, pids).rank == 2
-    assert "--resume auto if checkpoints were saved" in str(explain({2: killed}, pids))
-    assert explain({0: lost, 1: own}, pids).rank == 1
-    assert explain({0: lost, 1: Failure(3)}, pids).rank == 1
-    assert explain({0: Failure(-6), 1: own}, pids).rank == 1
-    assert explain({0: Failure(-6, own.message), 2: killed}, pids).rank == 2
-    assert isinstance(explain({0: lost, 1: Failure(2, refusal="no text", time_ns=3)}, pids), UserError)
+    assert isinstance(explain({0: lost, 1: killed, 2: refused}, pids), UserError)
+    assert explain({0: lost, 1: early, 2: killed}, pids).rank == 2
+    assert explain({0: late, 1: early, 2: lost}, pids).rank == 1
+    assert explain({0: aborted, 1: early}, pids).rank == 1
+    assert explain({0: lost, 1: left}, pids).rank == 1
+    assert "ended with exit code 3 before its work was done" in str(explain({1: left}, pids))
 
 
 def test_threads_soon_wait_asleep_unless_the_user_said():
@@ -302,7 +404,7 @@ def test_threads_soon_wait_asleep_unless_the_user_said():
 
 
 def test_more_ranks_than_gpus_are_refused():
-    launch.check_ranks(4, 0)
+    launch.check_ranks(400, 0)
     launch.check_ranks(2, 2)
     with pytest.raises(UserError, match=r"3 ranks .* 2 usable GPUs.*--nproc 2"):
         launch.check_ranks(3, 2)
@@ -313,7 +415,10 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 def test_torchrun_is_joined():
     assert outer_job({}) is None
-    assert outer_job({**TORCHRUN, "MASTER_PORT": "1"}) == {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    joined = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    assert outer_job({**TORCHRUN, "MASTER_PORT": "1"}) == joined
+    with pytest.raises(UserError, match=r"cannot be used .*'two'.*unset RANK"):
+        outer_job({**TORCHRUN, "MASTER_PORT": "1", "WORLD_SIZE": "two"})
     with pytest.raises(UserError, match="MASTER_PORT is not"):
         outer_job(TORCHRUN)
 
@@ -330,8 +435,9 @@ SLURM = {
     "SLURM_NTASKS": "6",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "2",
-    "SLURM_TASKS_PER_NODE": "2(x3)",
-    "SLURM_JOB_NODELIST": "gpu[03-05],login1",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[03-05],login1",
 }
 
 
@@ -347,19 +453,16 @@ def test_slurm_is_joined():
     assert outer_job({**SLURM, "MASTER_ADDR": "b", "MASTER_PORT": "7"})["MASTER_ADDR"] == "b"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"SLURM_TASKS_PER_NODE": "2(x1)"}, {"SLURM_PROCID": "6"}, {"SLURM_NTASKS": "9" * 5000}, {"SLURM_NTASKS": "2(x3)"}],
-)
-def test_slurm_variables_that_do_not_fit_are_refused(wrong):
-    with pytest.raises(UserError, match="do not fit together"):
-        outer_job({**SLURM, **wrong})
+@pytest.mark.parametrize(("name", "value"), [("SLURM_NODEID", "3"), ("SLURM_PROCID", "x"), ("SLURM_STEP_NODELIST", None)])
+def test_slurm_variables_that_do_not_fit_are_refused(name, value):
+    wrong = {key: each for key, each in {**SLURM, name: value}.items() if each is not None}
+    with pytest.raises(UserError, match=r"outer job's variables cannot be used .*unset RANK, WORLD_SIZE and SLURM_PROCID"):
+        outer_job(wrong)
 
 
 def test_a_slurm_batch_script_starts_its_own_ranks():
-    batch = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
-    assert outer_job(batch) is None
-    assert outer_job({**SLURM, "SLURM_NTASKS": "1"}) is None
+    assert outer_job({key: value for key, value in SLURM.items() if "STEP" not in key}) is None
+    assert outer_job({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(

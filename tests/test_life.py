@@ -17,9 +17,8 @@ import pytest
 from ftkit.cli import app as cli
 from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.saving import save_checkpoint
-from ftkit.errors import RESUME_ME
+from ftkit.errors import RESUME_ME, RankError
 from ftkit.launch import ranks as launch
-from ftkit.launch.supervisor import RankError
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.spec.strategy import Strategy
 from ftkit.train.callbacks import EndOnRequest
@@ -73,7 +72,8 @@ def test_a_restart_goes_on_from_what_was_saved_since_or_from_what_the_user_said(
     folder.path.mkdir()
     folder.write_recipe("")
     given = started(facts, folder, str(named), [None, lambda: checkpoint(folder.path, 4), None], restarts=2)
-    assert given == [[str(named)], [str(named)], [str(folder.path / "checkpoint-4"), str(named)]]
+    assert given == [[str(named)], [str(named)], [str(folder.path / "checkpoint-4")]]
+    checkpoint(folder.path, 8)
     given = started(facts, folder, str(folder.path / "checkpoint-4"), [None, None])
     assert given == [[str(folder.path / "checkpoint-4")]] * 2, "later ones were passed over by the user"
 
@@ -82,8 +82,9 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(home, tmp_path):
     facts = parse(recipe(home, "life", output={"dir": str(tmp_path / "run"), "save_every_steps": 4}), "recipe.yaml")
     error = RankError(1, "died")
     error.asked = True
-    with mock.patch.object(launch, "start", side_effect=error), pytest.raises(RankError):
+    with mock.patch.object(launch, "start", side_effect=error) as start, pytest.raises(RankError):
         cli._train(facts, RunFolder(tmp_path / "run"), 2, None, overwrite=False, restarts=3, joined=False)
+    assert start.call_count == 1
 
 
 @pytest.mark.slow

@@ -34,9 +34,8 @@ from rich.console import Console
 from ftkit.cli.recipe_list import planned_of, show_recipes
 from ftkit.config.recipe import Recipe, find, load, packaged
 from ftkit.config.wording import counted
-from ftkit.errors import UNEXPECTED, EndedEarly, UserError
+from ftkit.errors import UNEXPECTED, EndedEarly, RankError, StoppedError, UserError
 from ftkit.launch.external import outer_job
-from ftkit.launch.supervisor import RankError, StoppedError
 from ftkit.output.run_folder import VERIFY, RunFolder, check_target, write, written_at
 from ftkit.plan.choice import Plan
 from ftkit.plan.hardware import box as find_box
@@ -117,7 +116,7 @@ def finetune(
 def _train(
     facts: Recipe, folder: RunFolder, ranks: int, resume: str | None, *, overwrite: bool, restarts: int, joined: bool
 ) -> None:
-    """Find what to continue from and run; after a rank died go on from the newest whole checkpoint, `restarts` times."""
+    """Find what to continue from, and run. After a rank died, resume from the newest checkpoint, `restarts` times."""
     first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
     checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
     if resume == "auto" and not checkpoints and first:

@@ -1,108 +1,131 @@
-"""Starts the ranks of one node, or joins an outer job as one of its ranks.
+"""Start the ranks of this node, wait for them, and name the cause if one fails.
 
-The ranks are processes of torch's elastic launcher (`torch.distributed.elastic.multiprocessing`, the layer its agent
-stands on), which meet at a store that this process holds on the loopback, so no port is guessed. `watch` looks after
-them: when one fails the others are ended and *its* error is raised, and one that no longer answers is named. Ctrl-C,
-SIGTERM and SIGUSR1 reach the ranks once, as SIGINT, and mean "save and end at the next step"; the second one kills.
+`start` calls a function in new processes, one per rank. They meet at a store that the launcher serves on the loopback. Each
+rank sends its result or its failure through a pipe. `join` calls the function in this process, as a rank of an outer job.
 
-It refuses to restart ranks (a run resumes from its checkpoint, by the user's word) and knows nothing of training. What
-it costs: torch imported once more, in the process that only waits.
+[Note: signals]
+
+    1. The launcher counts SIGINT, SIGTERM, SIGUSR1 and SIGHUP. It forwards the first one to the ranks, as SIGINT, which sets
+       `Stop.asked`; the work reads it after each step. At the second one the launcher kills the ranks.
+    2. Ranks start with these signals blocked, so that a signal is pending until a rank has set its handlers.
+    3. Ctrl-C in a terminal, Slurm and systemd signal the ranks, too. `Stop.asked` is set twice then, which changes nothing.
+    4. `start_processes` makes the kernel send SIGINT to the ranks when the launcher dies.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
-import logging
 import os
+import pickle
+import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from pathlib import Path
+from dataclasses import dataclass
+from multiprocessing import Pipe, resource_tracker
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-import torch
+import psutil
 import torch.distributed as dist
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.multiprocessing import start_processes
 
 from ftkit.engine.memory.affinity import OWN_THREADS
-from ftkit.errors import UserError
+from ftkit.errors import RankError, StoppedError, UserError, refusal
 from ftkit.launch.external import threads_per_rank
-from ftkit.launch.supervisor import BEAT_SECONDS, POLL_SECONDS, RankError, Watch, counted_signals
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to end."""
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 1.5
+"""Time for the other ranks to send their failures after the first one, so that the cause can be chosen among all."""
+RESUME = "resume with --resume auto if checkpoints were saved (output.save_every_steps)"
+LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|broken pipe|socket|remote process|NCCL communicator|"
+    r"ncclRemoteError|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed.
+
+    Args:
+        exit_code: Exit code; if negative, the number of the signal that killed the rank.
+        message: `Type: text` of the exception, if one was raised.
+        traceback: Traceback of the exception.
+        refusal: Text of a `UserError`, if one was raised.
+        time_ns: Time of the exception, nanoseconds since the epoch.
+    """
+
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+    refusal: str = ""
+    time_ns: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure of a rank that raised an error."""
+        if isinstance(error, UserError):
+            return cls(error.exit_code, refusal=str(error), time_ns=time.time_ns())
+        return cls(1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), time_ns=time.time_ns())
 
 
 @dataclass
 class Stop:
-    """Whether the user asked this rank to end, read at each step; and how it ends at once with an error of its own.
+    """The user's request to end, as one rank sees it.
 
     Args:
-        asked: Whether the user asked.
-        rank: The rank of this process.
-        refused: File in which the launcher looks for the error; None under an outer launcher, where stderr is for that.
-        listened: Signals that this process takes as the wish to end.
+        asked: Whether the user asked. Read it after each step.
+        rank: Rank of this process.
+        launcher: Pipe to the launcher; None in an outer job.
     """
 
     asked: bool = False
     rank: int = 0
-    refused: Path | None = None
-    listened: list[signal.Signals] = field(default_factory=list)
+    launcher: Connection | None = None
 
-    def listen(self, *numbers: signal.Signals) -> None:
-        """Take these signals as the wish to end, from now on; SIGHUP only where `nohup` has not silenced it."""
-
-        def ask(number: int, frame: Any) -> None:
-            self.asked = True
-
-        for number in numbers:
+    def listen(self) -> None:
+        """Take the signals of `ENDING` as the request, except SIGHUP if `nohup` silenced it."""
+        for number in ENDING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, ask)
-                self.listened.append(number)
+                signal.signal(number, self._ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
 
     def done(self) -> None:
-        """Take no signal as a wish to end any more: the work is done, and this process only leaves."""
-        for number in self.listened:  # not the default: Python restores that for handlers of its own when it ends
+        """Ignore the signals of `ENDING`: the work is done. Python would restore the default action when it exits."""
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
-    def leave(self, error: UserError) -> NoReturn:
-        """End this process at once, from any thread, with an error for the user.
+    def leave(self, error: BaseException) -> NoReturn:
+        """End this process at once, from any thread, with the processes that it started, and show the error to the user.
 
-        Nothing is torn down: another thread may be in the middle of anything, and other ranks still hold the group.
+        Nothing is torn down: other threads may be in the middle of anything, and other ranks still use the process group.
         """
-        if self.refused is not None:
-            self.refused.write_text(str(error), encoding="utf-8", errors="backslashreplace")
-        else:  # past Python's buffers, whose locks another thread may hold; one rank tells the whole story
-            told = str(error) if self.rank == 0 else str(error).partition("\n")[0]
-            os.write(2, f"ftkit (rank {self.rank}): {told}\n".encode(errors="backslashreplace"))
-        os._exit(error.exit_code)
-
-
-MOST_CPU_RANKS = 256
-"""Most ranks on a node without a GPU: each imports torch, which takes 300 MiB."""
+        with suppress(OSError):
+            if self.launcher is not None:
+                self.launcher.send_bytes(pickle.dumps(Failure.of(error)))
+            else:  # not through sys.stderr, whose lock another thread may have; the whole text once
+                text = str(error) if self.rank == 0 else str(error).partition("\n")[0]
+                os.write(2, f"ftkit (rank {self.rank}): {text}\n".encode(errors="backslashreplace"))
+        _kill_children(os.getpid())
+        os._exit(error.exit_code if isinstance(error, UserError) else 1)
 
 
 def check_ranks(ranks: int, gpus: int) -> None:
-    """Refuse more ranks than GPUs, before anything is started.
-
-    Args:
-        ranks: Processes of this node.
-        gpus: Usable GPUs; with 0 the ranks run on the CPU, at most `MOST_CPU_RANKS`.
-
-    Raises:
-        UserError: Two ranks would share a GPU, or there are too many for a CPU.
-    """
-    if not gpus and ranks > MOST_CPU_RANKS:
-        raise UserError(
-            f"{ranks} ranks were asked for and this node has no usable GPU: at most {MOST_CPU_RANKS} share its cores; lower "
-            "--nproc or ranks"
-        )
+    """Refuse more ranks than usable GPUs, before anything is started. Without a GPU, ranks run on the CPU."""
     if gpus and ranks > gpus:
         raise UserError(
             f"{ranks} ranks were asked for and this node has {gpus} usable GPU{'s' * (gpus > 1)}: a rank needs a GPU of "
@@ -111,19 +134,10 @@ def check_ranks(ranks: int, gpus: int) -> None:
 
 
 def join(entry: str, args: tuple[Any, ...], rank: int) -> Any:
-    """Run the work of one rank in this process, under an outer launcher.
-
-    Args:
-        entry: `module:function`; it is called as `function(stop, *args)`.
-        args: Arguments of the function, beside `stop`.
-        rank: The rank of this process.
-
-    Returns:
-        What it returns.
-    """
+    """Call the function of `start` in this process, as one rank of an outer job, and return its result."""
     stop = Stop(rank=rank)
-    stop.listen(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    return _work(entry, args, stop)
+    stop.listen()
+    return record(_work)(entry, args, stop)  # torchrun shows the error that `record` writes
 
 
 def start(
@@ -134,201 +148,227 @@ def start(
     environ: Mapping[str, str],
     say: Callable[[str], None] = lambda text: None,
 ) -> Any:
-    """Start the ranks of this node, wait for all of them, and return what rank 0 returned.
+    """Start the ranks of this node, wait for all of them, and return the result of rank 0.
 
     Args:
-        entry: `module:function`, called in each rank as `function(stop, *args)`. A name, so that this process need not
-            import what the ranks import.
-        args: Arguments of the function, beside `stop`; they are pickled.
+        entry: `module:function`, called in each rank as `function(stop, *args)`. The launcher does not import the module.
+        args: Arguments of the function after `stop`; they are pickled.
         ranks: Number of processes.
-        environ: The environment; what the user set in it about threads and interfaces is left alone.
+        environ: The environment. The user's own settings of threads and interfaces stay.
         say: Shows a line to the user.
 
     Raises:
         UserError: A rank refused the user's input.
-        RankError: A rank died, raised, or stopped answering.
+        RankError: A rank raised another error, was killed, or ended before its work was done.
         StoppedError: The user ended the run at once.
 
-    Cost: the other ranks are gone at most a few seconds after the first failed; a stopped rank is named within 30 s.
+    Cost: The other ranks are gone a few seconds after the first one failed.
     """
     threads = None if "OMP_NUM_THREADS" in environ else threads_per_rank(ranks)
-    with tempfile.TemporaryDirectory(prefix="ftkit-ranks-") as name, _quiet_launcher(), counted_signals() as asked:
-        folder = Path(name)
-        _start_resource_tracker()
+    with counted_signals() as heard:
         store = loopback_store()
-        with _deaf_to_interrupts():
-            context = start_processes(
-                name="rank",
-                entrypoint=_rank,
-                args={rank: (entry, args, rank, folder, threads) for rank in range(ranks)},
-                envs={rank: environment(rank, ranks, store.port, threads, environ) for rank in range(ranks)},
-                logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-                start_method="spawn",
-            )
-        watch = Watch(context, folder, ranks, say, asked)
+        readers, writers = zip(*(Pipe(duplex=False) for _ in range(ranks)))
+        with _inherited(environment(0, ranks, store.port, threads, environ)):
+            job = (entry, args, writers, os.getpid())
+            processes = start_processes(_rank, job, ranks, join=False, start_method="spawn").processes
         try:
-            return watch.wait()
+            return _wait(processes, readers, say, heard)
         except RankError as error:
-            error.asked = asked.times > 0
+            error.asked = bool(heard)
             raise
         finally:
-            watch.kill()
-            context.close(signal.SIGKILL, timeout=10)
+            _kill(processes)
 
 
-def loopback_store() -> TCPStore:
-    """Return a store that this machine alone can reach: left to itself it listens on every interface, to anyone.
-
-    (Ranks exchange pickles through it.)
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(socket.SOMAXCONN)
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _start_resource_tracker() -> None:
-    """Start multiprocessing's tracker without its complaint about locks of ranks that were ended, which it removes."""
-    sys.warnoptions.append("ignore:resource_tracker")
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.pop()
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Ignore SIGINT while ranks are started: they inherit that, so none dies of Ctrl-C before it listens for it.
-
-    The launcher would install handlers that raise; it is asked to leave those signals to `counted_signals`.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-    try:
-        with _inherited({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", **waiting(os.environ)}):
-            yield
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let processes that are started in the body have these variables from their first instruction on."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
-
-
-def waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return how threads of an operation wait for each other, unless the user said: some microseconds awake, then asleep.
-
-    By default they spin for milliseconds, and on a node with other work the one that is waited for then gets no core: small
-    steps of one rank on two cores took 105 to 190 s beside two other processes instead of some 20. Alone they lose a tenth.
-    """
-    said = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    return {} if any(name in environ for name in said) else {"GOMP_SPINCOUNT": "3000"}
-
-
-def environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one rank of this node, beside those of `environ`.
-
-    Args:
-        rank: Rank of the process that gets the variables.
-        ranks: Number of processes.
-        port: Port of the store on the loopback.
-        threads: CPU threads of a rank; None where the user said how many.
-        environ: The environment; what the user set in it stays.
-    """
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "ftkit",
-    }
-    variables |= waiting(environ)
-    if threads is not None:
-        variables |= {"OMP_NUM_THREADS": str(threads), OWN_THREADS: str(threads)}
-    if "GLOO_SOCKET_IFNAME" not in environ and os.path.exists("/sys/class/net/lo"):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # one node: a host name that resolves nowhere must not matter
-    return variables
-
-
-def _rank(entry: str, args: tuple[Any, ...], rank: int, folder: Path, threads: int | None) -> Any:
-    """Be one rank: answer once a second, listen for the wish to end, do the work."""
-    launcher = os.getppid()
-    stop = Stop(rank=rank, refused=folder / f"rank-{rank}.refused")
-    # Slurm and systemd send theirs to all processes of a step or a service.
-    stop.listen(signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM)
-    threading.Thread(target=_beat, args=(folder / f"rank-{rank}.beat",), daemon=True).start()
-    if threads is not None:  # torch came with the launcher's own import, before OMP_NUM_THREADS was set in here
-        torch.set_num_threads(threads)
+def _rank(rank: int, entry: str, args: tuple[Any, ...], writers: Sequence[Connection], launcher: int) -> None:
+    """Be one rank: listen for the request to end, do the work, and send the result or the failure."""
+    faulthandler.enable()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    stop = Stop(rank=rank, launcher=writers[rank])
+    stop.listen()
+    if os.getppid() != launcher:  # it died before torch asked the kernel to signal that
+        os._exit(1)
     try:
         result = _work(entry, args, stop)
+        writers[rank].send_bytes(pickle.dumps(result if rank == 0 else None))
     except BaseException as error:
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        if isinstance(error, UserError):
-            stop.leave(error)
-        # The error is on file. A regular exit would tear down a process group that the others still hold, and abort.
-        os._exit(1)
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
-    return result
-
-
-def _end_with(launcher: int) -> None:
-    """End this process when the launcher has died: torch waits without limit for the launcher to read the result.
-
-    The kernel sends the death signal when the launcher's main thread ends. `getppid` changes when its last thread ends.
-    """
-    while os.getppid() == launcher:
-        time.sleep(POLL_SECONDS)
-    os._exit(1)
+        stop.leave(error)
 
 
 def _work(entry: str, args: tuple[Any, ...], stop: Stop) -> Any:
-    """Call the entry, write its error where the launcher looks for it, and leave the process group if it ended well."""
+    """Call the entry, and leave the process group if it returned."""
     module, _, function = entry.partition(":")
-    result = record(getattr(importlib.import_module(module), function))(stop, *args)
+    result = getattr(importlib.import_module(module), function)(stop, *args)
     stop.done()
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
 
 
-def _beat(path: Path) -> None:
+def _wait(processes: Sequence[Any], readers: Sequence[Connection], say: Callable[[str], None], heard: list[int]) -> Any:
+    """Wait for the end of all ranks; see `start`."""
+    words: dict[int, Any] = {}  # the last word of each rank: its result or a `Failure`
+    forwarded, deadline = False, float("inf")
     while True:
-        try:
-            path.touch()
-        except OSError:  # the folder is gone: the launcher has ended
-            return
-        time.sleep(BEAT_SECONDS)
+        codes = [process.exitcode for process in processes]
+        for rank, reader in enumerate(readers):
+            with suppress(EOFError):
+                while reader.poll():
+                    words[rank] = pickle.loads(reader.recv_bytes())
+        failures = {}
+        for rank, code in enumerate(codes):
+            if code is not None and (code != 0 or rank not in words):
+                word = words.get(rank)
+                failures[rank] = word if isinstance(word, Failure) else Failure(code)
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if None not in codes or time.monotonic() > deadline:
+                raise explain(failures, {rank: process.pid for rank, process in enumerate(processes)})
+        elif None not in codes:
+            return words[0]
+        elif len(heard) > 1:
+            raise StoppedError(f"the run was ended at once; {RESUME}")
+        elif heard and not forwarded:
+            forwarded = True
+            say("ending after this step, with a checkpoint; Ctrl-C again ends at once and loses it")
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
+        wait([process.sentinel for process in processes if process.is_alive()], POLL_SECONDS)
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    """End every rank at once, with the processes that it started."""
+    for process in processes:
+        if process.is_alive():  # else its number may belong to another process by now
+            _kill_children(process.pid)
+            process.kill()
+    for process in processes:
+        process.join(timeout=10)  # a process that waits for a device or a network drive ends late
+
+
+def _kill_children(pid: int) -> None:
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+
+
+def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: str = RESUME) -> Exception:
+    """Choose the rank whose failure is the cause, and return the error to raise.
+
+    A `UserError` comes first, then a rank that was killed, then the earliest error that is not a lost connection.
+
+    Args:
+        failures: Failures by rank.
+        pids: Process numbers by rank.
+        way_out: What the user can do.
+    """
+
+    def order(rank: int) -> tuple[int, int, int]:
+        failure = failures[rank]
+        if failure.refusal:
+            kind = 0
+        elif failure.message:
+            kind = 4 if LOST_CONNECTION.search(failure.message) else 2
+        else:  # torch aborts a rank that waits for one that is gone: such a rank is not the cause
+            kind = 1 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 3
+        return kind, failure.time_ns, rank
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
+    if failure.refusal:
+        return refusal(failure.refusal, failure.exit_code)
+    if failure.message:
+        tail = failure.traceback.rstrip().splitlines()[-12:]
+        story = "\n".join([f"raised {failure.message}", "", *tail, "", ""])
+    elif failure.exit_code < 0:
+        hint = " (the kernel does that when host memory runs out)" if failure.exit_code == -signal.SIGKILL else ""
+        story = f"was killed by {signal_name(-failure.exit_code)}{hint}. "
+    else:
+        story = f"ended with exit code {failure.exit_code} before its work was done. "
+    return RankError(rank, f"rank {rank} (pid {pids[rank]}) {story}The other ranks were ended; {way_out}.")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 @contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher's own log of a failure off the screen; the cause is shown once, by us."""
-    names = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
+def counted_signals(numbers: Sequence[signal.Signals] = ENDING) -> Iterator[list[int]]:
+    """Collect signals in a list instead of dying of them, except SIGHUP if `nohup` silenced it; restore the handlers."""
+    heard: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
+        yield heard
+        return
+    known = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in known}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one rank of this node, to be added to `environ`.
+
+    Args:
+        rank: Rank of the process.
+        ranks: Number of processes.
+        port: Port of the store on the loopback.
+        threads: CPU threads of a rank; None if the user set the number.
+        environ: The environment. The user's own settings in it stay.
+    """
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store and serves none
+        "TORCHELASTIC_RUN_ID": "ftkit",
+    }
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environ):
+        # Threads of an operation spin for milliseconds by default while they wait for each other. On a node with other work
+        # the thread that they wait for then gets no core: small steps of one rank on two cores took 105 to 190 s beside two
+        # other processes, instead of some 20. Alone, a rank loses a tenth.
+        variables["GOMP_SPINCOUNT"] = "3000"
+    if threads is not None:
+        variables |= {"OMP_NUM_THREADS": str(threads), OWN_THREADS: str(threads)}
+    if "GLOO_SOCKET_IFNAME" not in environ and os.path.exists("/sys/class/net/lo"):
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that resolves nowhere must not matter on one node
+    return variables
+
+
+def loopback_store() -> dist.TCPStore:
+    """Return a store on 127.0.0.1. By default it would listen on every interface, and ranks exchange pickles through it."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+@contextmanager
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give variables and blocked signals to processes that are started in the body, before they import torch."""
+    # The resource tracker would warn of semaphores of killed ranks, which it removes. Its start unblocks signals.
+    sys.warnoptions.append("ignore:resource_tracker")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before):
-            logger.disabled = disabled
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)

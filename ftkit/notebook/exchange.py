@@ -17,29 +17,33 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+import psutil
+
 from ftkit.errors import UserError, refusal
-from ftkit.launch.supervisor import (
-    BEAT_SECONDS,
-    GRACE_SECONDS,
-    LOST_CONNECTION,
-    SILENT_SECONDS,
-    STOPPED_SECONDS,
-    Asked,
-    Failure,
-    counted_signals,
-    explain,
-    state_of,
-)
+from ftkit.launch.ranks import GRACE_SECONDS, LOST_CONNECTION, POLL_SECONDS, Failure, counted_signals, explain
 from ftkit.notebook.channel import Message
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook
 from ftkit.notebook.hang import Frame, Hangs
 
-POLL_SECONDS = 0.1
+BEAT_SECONDS = 1.0
+"""Between two questions where the ranks are."""
+STOPPED_SECONDS = 15.0
+"""Silence after which a rank whose process is stopped is ended."""
+SILENT_SECONDS = 120.0
+"""Silence after which any rank is ended: one call may hold the interpreter for long."""
 AFTER_FAILURE_SECONDS = 5.0
 """That a rank may wait for one that has raised or was interrupted: nobody will come."""
 TAIL_LINES = 6
 """Of what a dead worker wrote past Python, that its error shows."""
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process in psutil's words, or `gone`."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
 
 
 class View(Protocol):
@@ -281,11 +285,11 @@ class Exchange:
 
     # --- the user
 
-    def _hear(self, signals: Asked) -> None:
+    def _hear(self, signals: list[int]) -> None:
         """Hand an interrupt to the ranks; the second one ends them."""
-        if signals.times == self.interrupts:
+        if len(signals) == self.interrupts:
             return
-        self.interrupts = signals.times
+        self.interrupts = len(signals)
         if self.interrupts > 1:
             self.crew.kill()
             raise Interrupted(f"the ranks were ended at once; {self.way_out()}.")

@@ -6,8 +6,7 @@ others. What a rank refused stays a `UserError`.
 
 from __future__ import annotations
 
-from ftkit.errors import UserError
-from ftkit.launch.supervisor import RankError
+from ftkit.errors import RankError, UserError
 
 OPTIONS = {
     "--resume auto": 'resume="auto"',

@@ -26,8 +26,7 @@ import torch
 from ftkit.config.recipe import Recipe, load, parse
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
-from ftkit.launch.ranks import check_ranks
-from ftkit.launch.supervisor import signal_name
+from ftkit.launch.ranks import check_ranks, signal_name
 from ftkit.notebook.crew import Crew
 from ftkit.notebook.exchange import Exchange, View
 from ftkit.notebook.failures import Interrupted, RankFailed, Refused, in_notebook

@@ -144,13 +144,14 @@ def _stop(channel: Channel, rank: int) -> Any:
     from ftkit.launch.ranks import Stop  # here, as in `_join`
 
     class WorkerStop(Stop):
-        """A `Stop` whose last word goes to the kernel."""
+        """A `Stop` that sends its last error to the kernel."""
 
-        def leave(self, error: UserError) -> NoReturn:
-            """End this process at once, from any thread, with an error for the user."""
+        def leave(self, error: BaseException) -> NoReturn:
+            """End this process at once, from any thread, and show the error to the user."""
+            code = error.exit_code if isinstance(error, UserError) else 1
             with suppress(OSError):
-                channel.send({"left": str(error), "exit_code": error.exit_code})
-            os._exit(error.exit_code)
+                channel.send({"left": str(error), "exit_code": code})
+            os._exit(code)
 
     return WorkerStop(rank=rank)
 
