@@ -199,9 +199,9 @@ def test_what_may_change_is_said_in_one_sentence(home, newest):
 
 def test_the_day_of_the_rows_is_the_checkpoints(home, newest, monkeypatch):
     facts = parse(recipe(home, "run"), "recipe.yaml")
-    notes = {"recipe": facts.model_dump(mode="json"), "rows": "digest", "day": "2026-11-28"}
+    notes = {"recipe": facts.model_dump(mode="json"), "rows": "digest", "day": "2026-01-05"}
     monkeypatch.setattr("ftkit.train.resume.read_manifest", lambda folder: {"extra": notes})
-    assert choose([str(newest)], facts, None, print) == Start("2026-11-28", str(newest), "digest")
+    assert choose([str(newest)], facts, None, print) == Start("2026-01-05", str(newest), "digest")
     notes["day"] = None
     assert choose([str(newest)], facts, None, print).day == Start(date.today().isoformat()).day
     monkeypatch.setattr("ftkit.train.resume.read_manifest", lambda folder: {"extra": {}})
