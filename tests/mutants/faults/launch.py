@@ -45,8 +45,8 @@ FAULTS = (
     fault(
         "a restart resumes from a checkpoint that --resume PATH passed over",
         "ftkit/cli/app.py",
-        "checkpoints = given if saved == before else saved",
-        "checkpoints = saved",
+        "if written_at(path) > last), *given]",
+        "), *given]",
         LIFE + "test_a_restart_goes_on_from_what_was_saved_since_or_from_what_the_user_said",
     ),
     fault(
