@@ -72,7 +72,7 @@ def test_a_restart_goes_on_from_what_was_saved_since_or_from_what_the_user_said(
     folder.path.mkdir()
     folder.write_recipe("")
     given = started(facts, folder, str(named), [None, lambda: checkpoint(folder.path, 4), None], restarts=2)
-    assert given == [[str(named)], [str(named)], [str(folder.path / "checkpoint-4")]]
+    assert given == [[str(named)], [str(named)], [str(folder.path / "checkpoint-4"), str(named)]]
     checkpoint(folder.path, 8)
     given = started(facts, folder, str(folder.path / "checkpoint-4"), [None, None])
     assert given == [[str(folder.path / "checkpoint-4")]] * 2, "later ones were passed over by the user"

@@ -92,6 +92,8 @@ class Axis:
 
     def share(self, value: float) -> float:
         """Return where a number lies: 0 at the low end, 1 at the high one; what lies outside is at the nearer end."""
+        if self.low == self.high:  # steps that a file made as small as 1e-82
+            return 0.0
         if self.log:
             value = min(max(value, self.low), self.high)
             found = math.log(value / self.low) / math.log(self.high / self.low)
