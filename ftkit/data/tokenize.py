@@ -35,6 +35,11 @@ SAMPLE_COLUMNS = datasets.Features(
     }
 )
 """Columns of a sample. Those of its row are in the first sample: found, end, unused, and pieces, the number of samples."""
+NO_TOKENS: dict[str, Any] = {
+    **{"input_ids": [], "labels": [], "place": "", "problem": "", "unused": "", "end": -1},
+    **dict.fromkeys(("tokens", "trained_tokens", "cut_tokens", "found", "pieces", "digest"), 0),
+}
+"""The sample of a row that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Tokenize:
     Args:
         template: How conversations become tokens.
         checks: How samples are checked for warnings.
-        format_name: A name of `ftkit.data.formats.FORMATS`.
+        format_name: A name of `ftkit.data.formats.COLUMNS`.
         settings: The recipe's `data` section.
         task: causal-lm | seq2seq.
     """
@@ -71,7 +76,7 @@ class Tokenize:
                     raise BadRowError(problem)
                 samples += [{**made, "place": place} for made in self.samples(record)]
             except BadRowError as error:
-                samples.append({**_sample([], [], 0), "place": place, "problem": f"{place}: {error}"})
+                samples.append({**NO_TOKENS, "place": place, "problem": f"{place}: {error}"})
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
         return {column: [sample[column] for sample in samples] for column in SAMPLE_COLUMNS}
@@ -92,7 +97,8 @@ class Tokenize:
         """Return the samples of a row for a causal model."""
         most, is_text = self.settings.sequence_tokens, isinstance(content, str)
         learn_all = self.settings.loss_on == "all"
-        encoded = self._encoded(content, learn_all)
+        encode = self.template
+        encoded = encode.text(content) if isinstance(content, str) else encode.conversation(content, learn_all=learn_all)
         ids, labels = encoded.ids, labels_of(encoded)
         if all(label == IGNORED_LABEL for label in labels[1:]):
             raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
@@ -104,13 +110,7 @@ class Tokenize:
         made = [self._cut(ids[start:stop], labels[start:stop]) | {"digest": digest} for start, stop in pairwise(edges)]
         found, end = self.checks.of_row(encoded, content, most, answers=not learn_all)
         made[0] |= {"found": found & ~CUT if split else found, "end": end}
-        made[0]["cut_tokens"] += len(ids) - edges[-1]
         return made
-
-    def _encoded(self, content: Conversation | str, learn_all: bool) -> Encoded:
-        if isinstance(content, str):
-            return self.template.text(content)
-        return self.template.conversation(content, learn_all=learn_all)
 
     def _cut(self, ids: list[int], labels: list[int]) -> dict:
         """Return one sample of a causal model, cut to its length.
@@ -156,15 +156,10 @@ def labels_of(encoded: Encoded) -> list[int]:
 
 
 def edges_of(tokens: int, most: int) -> list[int]:
-    """Return where a text is split: its samples are between consecutive edges, each of 2 tokens at least.
-
-    Args:
-        tokens: Tokens of the text.
-        most: Most tokens of a sample; with 2, a last token may be left after the last edge.
-    """
+    """Return where a text is split: samples of at most `most` tokens are between consecutive edges."""
     edges = [*range(0, tokens, most), tokens]
-    if tokens > most and tokens - edges[-2] == 1:  # nothing predicts a token that is alone
-        edges = [*edges[:-2], tokens - 2, tokens] if most > 2 else edges[:-1]
+    if tokens > most and tokens - edges[-2] == 1:
+        edges[-2] -= 1  # nothing predicts a token that is alone
     return edges
 
 
@@ -178,14 +173,4 @@ def _sample(ids: list[int], labels: list[int], cut_tokens: int) -> dict[str, Any
     """Return the columns of one sample except its place and checksum; nothing is known of its row."""
     trained_tokens = sum(label != IGNORED_LABEL for label in labels)
     counts = {"tokens": len(ids), "trained_tokens": trained_tokens, "cut_tokens": cut_tokens}
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        **counts,
-        "found": 0,
-        "end": -1,
-        "pieces": 0,
-        "digest": 0,
-        "problem": "",
-        "unused": "",
-    }
+    return {**NO_TOKENS, "input_ids": ids, "labels": labels, **counts}

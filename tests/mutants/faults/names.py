@@ -57,8 +57,8 @@ FAULTS = (
     _fault(
         "arguments of a call that are JSON text are encoded twice",
         "ftkit/data/formats.py",
-        '_object(value) if key == "arguments"',
-        'value if key == "arguments"',
+        'with_arguments(rest["tool_calls"], _object)',
+        'rest["tool_calls"]',
         "tests/data/test_formats.py::test_arguments_and_tools_as_json_text_give_the_text_of_objects",
     ),
     _fault(
