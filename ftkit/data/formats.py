@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ftkit.data.sources import NOT_JSON
 from ftkit.errors import UserError
 
 COLUMNS = {
@@ -73,32 +72,23 @@ class Conversation:
 
 
 def parse_record(record: str) -> dict:
-    """Parse the JSON text of a row.
-
-    Raises:
-        BadRowError: The text is not JSON, or not an object.
-    """
+    """Parse the JSON text of a row."""
     try:
         row = json.loads(record)
     except json.JSONDecodeError as error:
         raise BadRowError(f"broken JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"broken JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRowError(f"expected an object with columns; found {type(row).__name__}")
     return row
 
 
 def detect(rows: list[dict], label: str, wanted: str = "auto") -> str:
-    """Return the format of a source from the columns of its first rows.
+    """Return the format that fits most of the first rows of a source.
 
     Args:
-        rows: The first rows that can be parsed.
+        rows: Parsed rows.
         label: The source, for the message.
         wanted: A name of `COLUMNS`, or auto.
-
-    Returns:
-        The name of the format that fits most of the rows.
 
     Raises:
         UserError: No row has the columns of the format asked for, or of any format.
@@ -140,7 +130,7 @@ def read_row(row: dict, format_name: str, *, tool_calls: bool = True) -> Convers
         extra = _text(row.get("input") or row.get("context") or "", "`input` or `context`", may_be_empty=True)
         asked += f"\n\n{extra}" if extra.strip() else ""
     turns = [
-        *_history(row.get("history")),
+        *_history(row),
         {"role": "user", "content": asked},
         {"role": "assistant", "content": _text(row[answer], f"`{answer}`")},
     ]
@@ -155,18 +145,9 @@ def unused_columns(row: dict, format_name: str) -> list[str]:
 
 
 def turn_of(turn: object, where: str, *, tool_calls: bool = True) -> dict:
-    """Read one turn; keys besides role and content are kept for the chat template, empty ones dropped.
-
-    Args:
-        turn: A dictionary with role and content, or with from and value.
-        where: The turn, for messages.
-        tool_calls: See `read_row`.
-
-    Raises:
-        BadRowError: The role is unknown, or the content is not text.
-    """
+    """Read one turn; keys besides role and content are kept for the chat template, empty ones dropped."""
     if not isinstance(turn, dict):
-        raise BadRowError(f"{where} must be an object with role and content; found {_kind(turn)}")
+        raise BadRowError(f"{where} must be an object with role and content; found {turn!r:.60}")
     said = turn.get("role", turn.get("from"))
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
@@ -178,7 +159,10 @@ def turn_of(turn: object, where: str, *, tool_calls: bool = True) -> dict:
     if "tool_calls" in rest:
         rest["tool_calls"] = with_arguments(rest["tool_calls"], _object)
     if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadRowError(f"{where} has a part that is not text; only text can be trained on")
+        content = "".join(parts)
     if content is None and "tool_calls" in rest:
         content = ""
     may_be_empty = role in ("system", "tool") or "tool_calls" in rest
@@ -207,7 +191,7 @@ def _chat(row: dict, column: str, *, tool_calls: bool) -> Conversation:
     """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
     turns = row[column]
     if not isinstance(turns, list):
-        raise BadRowError(f"`{column}` must be a list of turns; found {_kind(turns)}")
+        raise BadRowError(f"`{column}` must be a list of turns; found {turns!r:.60}")
     read = [turn_of(turn, f"`{column}`, turn {number}", tool_calls=tool_calls) for number, turn in enumerate(turns, 1)]
     answers = [number for number, turn in enumerate(read) if turn["role"] == "assistant"]
     if not answers:
@@ -239,16 +223,14 @@ def _with_system(row: dict, turns: list[dict]) -> list[dict]:
     return turns
 
 
-def _history(pairs: object) -> list[dict]:
-    """Read earlier questions and answers: a list of pairs."""
-    if pairs and not isinstance(pairs, list):
-        raise BadRowError(f"`history` must be a list of pairs; found {_kind(pairs)}")
+def _history(row: dict) -> list[dict]:
+    """Read the earlier questions and answers of a row: a list of pairs."""
     turns = []
-    for number, pair in enumerate(pairs or [], 1):
+    for pair in row.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRowError(f"`history`, pair {number}: must be a list of a question and an answer")
-        turns.append({"role": "user", "content": _text(pair[0], f"the question of `history`, pair {number}")})
-        turns.append({"role": "assistant", "content": _text(pair[1], f"the answer of `history`, pair {number}")})
+            raise BadRowError("`history` must be a list of pairs of a question and an answer")
+        turns.append({"role": "user", "content": _text(pair[0], "a question of `history`")})
+        turns.append({"role": "assistant", "content": _text(pair[1], "an answer of `history`")})
     return turns
 
 
@@ -256,7 +238,7 @@ def _tools(row: dict) -> list | None:
     """Read the tools of a row: a list, or JSON text of one; each an object, or JSON text of one."""
     tools = _object(row.get("tools"))
     if tools and not isinstance(tools, list):
-        raise BadRowError(f"`tools` must be a list, or JSON text of one; found {_kind(tools)}")
+        raise BadRowError(f"`tools` must be a list, or JSON text of one; found {tools!r:.60}")
     return [_object(tool) for tool in tools] if tools else None
 
 
@@ -274,34 +256,15 @@ def _object(value: Any) -> Any:
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
             return json.loads(value)
-        except (ValueError, RecursionError):
+        except ValueError:
             return value
     return value
 
 
-def _part(part: object, where: str) -> str:
-    """Read one part of a content that is a list; only text can be trained on."""
-    if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-        found = part.get("type") if isinstance(part, dict) else _kind(part)
-        raise BadRowError(f"{where} has a part of type {found!r}; only text can be trained on")
-    return part["text"]
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value for a message."""
-    if isinstance(value, dict) and NOT_JSON in value:
-        return str(value[NOT_JSON])
-    return "nothing" if value is None else type(value).__name__
-
-
 def _text(value: object, name: str, *, may_be_empty: bool = False) -> str:
-    """Return a value that must be text.
-
-    Raises:
-        BadRowError: It is of another type, blank, or not valid Unicode (half a surrogate pair).
-    """
+    """Return a value that must be text, and valid Unicode (not half a surrogate pair)."""
     if not isinstance(value, str):
-        raise BadRowError(f"{name} must be text; found {_kind(value)}")
+        raise BadRowError(f"{name} must be text; found {value!r:.60}")
     if not value.strip() and not may_be_empty:
         raise BadRowError(f"{name} is empty")
     try:

@@ -32,25 +32,16 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"
 SUFFIXES = (*JSON_LINES, ".json", *TABLES)
 COMPRESSED = (".gz", ".bz2", ".zst")
 """Suffixes of JSON files that are decompressed while they are read."""
-NOT_JSON = "not JSON"
-"""Key of the object that stands for a value without a JSON form; its value names the type."""
 READ_ERRORS = (OSError, ValueError, pyarrow.ArrowException, DatasetsError)
 """Errors that damaged files raise while they are read."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source, not yet parsed.
+    """One row of a source, not yet parsed."""
 
-    Args:
-        place: `file:line`, or `file, row n` where a row is not a line (n counts from 1).
-        record: The row as JSON text; empty if `problem` is set.
-        problem: Why the row cannot be read, or "".
-    """
-
-    place: str
-    record: str
-    problem: str = ""
+    place: str  # `file:line`, or `file, row n` where a row is not a line (n counts from 1)
+    record: str  # the row as JSON text
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -89,11 +80,7 @@ def digest(source: Source) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or the data files of a folder by name; hidden files and subfolders are not read.
-
-    Raises:
-        UserError: There is no file that can be read.
-    """
+    """Return a file, or the data files of a folder by name; hidden files and subfolders are not read."""
     needed = f"{', '.join(SUFFIXES)}, the JSON files also with {', '.join(COMPRESSED)}"
     if path.is_dir():
         found = [each for each in sorted(path.iterdir()) if each.is_file() and _kind(each) and not each.name.startswith(".")]
@@ -106,11 +93,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _load(source: Source) -> datasets.Dataset | None:
-    """Load a hub data set, or a folder that `save_to_disk` wrote; None for other files.
-
-    Raises:
-        UserError: It is not found, not reachable, has no such split or configuration, has several, or needs its own code.
-    """
+    """Load a hub data set, or a folder that `save_to_disk` wrote; None for other files."""
     path = Path(source.path or "")
     try:
         if source.path is None:
@@ -167,8 +150,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_json(record: object) -> str:
-    """Return a record as JSON text; see `NOT_JSON`."""
-    return json.dumps(record, default=lambda value: {NOT_JSON: type(value).__name__})
+    """Return a record as JSON text; a value that JSON lacks becomes an object with the name of its type."""
+    return json.dumps(record, default=lambda value: {"not JSON": type(value).__name__})
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
@@ -176,20 +159,16 @@ def _json_lines(file: Path) -> Iterator[Row]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip():
-                continue
             try:
-                yield Row(f"{file}:{number}", line.decode().strip())
+                record = line.decode().strip()
             except UnicodeDecodeError as error:
-                yield Row(f"{file}:{number}", "", f"is not UTF-8 at byte {error.start + 1} of the line")
+                raise UserError(f"{file}:{number}: is not UTF-8 at byte {error.start + 1} of the line") from error
+            if record:
+                yield Row(f"{file}:{number}", record)
 
 
 def _json_list(file: Path) -> Iterator[Row]:
-    """Yield the rows of a JSON file: a list, or lines of objects as in JSONL.
-
-    Raises:
-        UserError: The list is not JSON (with line and column).
-    """
+    """Yield the rows of a JSON file: a list, or lines of objects as in JSONL."""
     with _open(file) as stream:
         text = stream.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):

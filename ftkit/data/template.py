@@ -6,14 +6,11 @@ come from one of three places, by the tokenizer:
     marked   its chat template has `{% generation %}` marks
     prefix   its chat template has none: the conversation is rendered up to each answer (with the header that asks for one)
              and through it; the text in between is the answer, with its end-of-turn token
-    plain    it has no chat template: `{bos}{question}{separator}{answer}{eos}`, again for each further turn, bos in
-             front only
+    plain    it has no chat template: `{bos}{question}{separator}{answer}{eos}{question}{separator}{answer}{eos}…`
 
-Two habits of templates are known: some drop the reasoning of earlier turns (Qwen3), so an answer is found by its text and by
-the ending that it has as the last turn; some write eos after the last turn only (Phi-3).
-
-A template may write today's date (`strftime_now`). The date is that of the `day` of a `Template`, so that the same rows give
-the same tokens on another day.
+Some templates drop the reasoning of earlier turns (Qwen3): an answer is found by its text and by the ending that it has as
+the last turn. Some write eos after the last turn only (Phi-3). Some write today's date (`strftime_now`): it is the `day` of
+the `Template`, so that the same rows give the same tokens on another day.
 
 Cost: `prefix` renders a conversation of n answers 2n + 1 times.
 """
@@ -41,42 +38,25 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation or a text as tokens.
-
-    Args:
-        ids: Token ids, T of them.
-        answers: Spans [start, stop) of `ids` that count in the loss.
-    """
+    """A conversation or a text as tokens."""
 
     ids: list[int]
-    answers: list[Span]
+    answers: list[Span]  # spans [start, stop) of `ids` that count in the loss
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a tokenizer turns conversations into tokens.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        kind: marked | prefix | plain.
-        lead: Special tokens that the tokenizer puts before a text (bos, or none).
-        tail: Special tokens that end an answer or a text (eos).
-        day: The day that the chat template writes, YYYY-MM-DD; "" if it writes none.
-    """
+    """How a tokenizer turns conversations into tokens."""
 
     tokenizer: Any
-    kind: str
-    lead: tuple[int, ...]
-    tail: tuple[int, ...]
-    day: str = ""
+    kind: str  # marked | prefix | plain
+    lead: tuple[int, ...]  # special tokens that the tokenizer puts before a text (bos, or none)
+    tail: tuple[int, ...]  # special tokens that end an answer or a text (eos)
+    day: str = ""  # the day that the chat template writes, YYYY-MM-DD; "" if it writes none
 
     @classmethod
     def of(cls, tokenizer: Any, day: str | None = None) -> Template:
-        """Return the template of a tokenizer.
-
-        Args:
-            tokenizer: A Hugging Face tokenizer.
-            day: The day that the chat template writes, YYYY-MM-DD; None is today.
+        """Return the template of a tokenizer; without a `day`, it writes today's date.
 
         Raises:
             UserError: The tokenizer has neither a chat template nor an end-of-sequence token.
@@ -87,10 +67,7 @@ class Template:
         if tokenizer.eos_token_id is not None:
             tail = (tokenizer.eos_token_id,)
         if tokenizer.chat_template:
-            try:
-                source = tokenizer.get_chat_template()
-            except ValueError as error:  # several templates and none named "default"
-                raise UserError(f"tokenizer {name_of(tokenizer)}: {error}") from error
+            source = tokenizer.get_chat_template()
             kind = "marked" if GENERATION_MARK.search(source) else "prefix"
             return cls(tokenizer, kind, lead, tail, (day or date.today().isoformat()) if "strftime_now" in source else "")
         if not tail:
@@ -135,9 +112,6 @@ class Template:
         Args:
             conversation: Turns, the last of them to be answered.
             seq2seq: Whether they are for the encoder of an encoder-decoder model.
-
-        Raises:
-            BadRowError: The template refuses the turns.
         """
         if self.kind != "plain":
             with self._refusals():
@@ -147,14 +121,7 @@ class Template:
         return self._plain(conversation, learn_all=False).ids
 
     def pair(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """Return the encoder's tokens and the label tokens for an encoder-decoder model.
-
-        Args:
-            conversation: Its last turn is the answer.
-
-        Raises:
-            BadRowError: The conversation does not end with an answer, or nothing precedes it.
-        """
+        """Return the encoder's tokens and the label tokens (of the last answer) for an encoder-decoder model."""
         *before, last = conversation.turns
         if last["role"] != "assistant" or not before:
             raise BadRowError("must end with an answer to something, for an encoder-decoder model")
@@ -180,14 +147,8 @@ class Template:
     def _tokens_of(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
         """Return the tokens of a text, and the spans of tokens that are in spans of characters.
 
-        Raises:
-            BadRowError: Without marks, a token reaches across the edge of a span. A mark has the tokens that it overlaps, as
-                in transformers.
+        A mark has all tokens that it overlaps, as in transformers. Without marks, such tokens are refused.
         """
-        if not self.tokenizer.is_fast:
-            raise UserError(
-                f"tokenizer {name_of(self.tokenizer)}: answers are found by character offsets, which need a fast tokenizer"
-            )
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Blank tokens may have no width.
         offsets = [(min(start, stop - 1), stop) for start, stop in encoded["offset_mapping"]]
@@ -197,8 +158,7 @@ class Template:
             if not inside:
                 continue
             if self.kind == "prefix" and (offsets[inside[0]][0] < first or offsets[inside[-1]][1] > last):
-                edge = first if offsets[inside[0]][0] < first else last
-                raise BadRowError(f"has a token across the edge of an answer (near {text[max(edge - 20, 0) : edge + 10]!r})")
+                raise BadRowError(f"has a token across the edge of an answer ({text[first:last]!r:.60})")
             joins = found and found[-1][1] == inside[0]  # two marks of one answer
             found.append((found.pop()[0] if joins else inside[0], inside[-1] + 1))
         return encoded["input_ids"], found
@@ -229,11 +189,7 @@ class Template:
         return whole, spans
 
     def _end_of_answer(self, conversation: Conversation, number: int, whole: str, asked: str) -> int:
-        """Return where answer `number` ends in the whole text, with its end-of-turn token.
-
-        Raises:
-            UserError: The template renders the conversation up to the answer differently from the whole.
-        """
+        """Return where answer `number` ends in the whole text, with its end-of-turn token."""
         through = self._render(conversation, number + 1)
         if not (whole.startswith(asked) and through.startswith(asked)):
             raise self._refusal(f"asks for turn {number + 1} differently from how it renders it")
@@ -314,11 +270,7 @@ def name_of(tokenizer: Any) -> str:
 
 
 def _learned(conversation: Conversation, answers: list[Span], length: int, learn_all: bool) -> list[Span]:
-    """Return the spans that count in the loss, given those of the answers in a text of some length.
-
-    Raises:
-        BadRowError: An answer is muted, and it is unclear which span is its own.
-    """
+    """Return the spans that count in the loss, given those of the answers in a text of some length."""
     if not conversation.muted:
         return [(0, length)] if learn_all else answers
     numbers = [number for number, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]

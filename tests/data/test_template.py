@@ -68,7 +68,7 @@ def test_a_token_across_the_edge_of_an_answer_is_refused(ready, tokenizer_of):
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     turns = [{"role": turn["role"], "content": "the " + turn["content"]} for turn in TWO_ANSWERS]
-    with pytest.raises(UserError, match=r"rows.jsonl:1: has a token across the edge of an answer \(near"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: has a token across the edge of an answer \('the sat"):
         ready([{"messages": turns}], tokenizer)
 
 
