@@ -76,7 +76,7 @@ optimizer:
     assert found == [
         "r.yaml:1: output: is missing",
         "r.yaml:3: model.revison: unknown key (did you mean 'revision'?)",
-        "r.yaml:4: data.sequence_tokens: found -1, needs greater than or equal to 2",
+        "r.yaml:4: data.sequence_tokens: found -1, needs greater than or equal to 3",
         "r.yaml:4: data.packing: found 'maybe', needs true or false",
         "r.yaml:5: trian: unknown key (did you mean 'train'?)",
         "r.yaml:7: optimizer.lr: found 'fast', needs a number",

@@ -64,7 +64,7 @@ ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing)
 ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
 Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
 CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Length = Annotated[int, BeforeValidator(_number), Field(ge=2)]  # one token predicts nothing
+Length = Annotated[int, BeforeValidator(_number), Field(ge=3)]  # a split text then has no piece of a single token
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**32)]  # the range of numpy's seeds
 Real = Annotated[float, BeforeValidator(_number)]
 Positive = Annotated[Real, Field(gt=0)]

@@ -15,23 +15,31 @@ The format follows from the columns, never from values. A row that does not fit 
 
 from __future__ import annotations
 
-import difflib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ftkit.data.sources import NOT_JSON
 from ftkit.errors import UserError
 
-FORMATS = {
-    "messages": "messages",
-    "sharegpt": "conversations",
-    "alpaca": "instruction and output",
-    "prompt": "prompt and completion, prompt and response, or question and answer",
-    "text": "text",
+COLUMNS = {
+    "messages": (("messages",),),
+    "sharegpt": (("conversations",), ("conversation",)),
+    "alpaca": (("instruction", "output"), ("instruction", "response")),
+    "prompt": (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+    "text": (("text",),),
 }
-TURNS = {"messages": ("messages",), "sharegpt": ("conversations", "conversation")}
-PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+"""Columns that a row of each format needs, in any of these combinations."""
+OPTIONAL = {
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", "context", "system", "tools", "history"),
+    "prompt": ("system", "tools", "history"),
+    "text": (),
+}
+"""Further columns that are read if a row has them."""
+OWN_KEYS = ("role", "from", "content", "value", "weight", "train")
+"""Keys of a turn that are not passed on to the chat template under their names."""
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
@@ -64,43 +72,34 @@ class Conversation:
 
 
 def parse_record(record: str) -> dict:
-    """Parse the JSON text of a row.
-
-    Raises:
-        BadRowError: The text is not JSON, or not an object.
-    """
+    """Parse the JSON text of a row."""
     try:
         row = json.loads(record)
     except json.JSONDecodeError as error:
         raise BadRowError(f"broken JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"broken JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRowError(f"expected an object with columns; found {type(row).__name__}")
     return row
 
 
 def detect(rows: list[dict], label: str, wanted: str = "auto") -> str:
-    """Return the format of a source from the columns of its first rows.
+    """Return the format that fits most of the first rows of a source.
 
     Args:
-        rows: The first rows that can be parsed.
+        rows: Parsed rows.
         label: The source, for the message.
-        wanted: A name of `FORMATS`, or auto.
-
-    Returns:
-        The name of the format that fits most of the rows.
+        wanted: A name of `COLUMNS`, or auto.
 
     Raises:
         UserError: No row has the columns of the format asked for, or of any format.
     """
-    candidates = list(FORMATS) if wanted == "auto" else [wanted]
+    candidates = list(COLUMNS) if wanted == "auto" else [wanted]
     counts = {name: sum(_columns(row, name) is not None for row in rows) for name in candidates}
     best = max(candidates, key=counts.__getitem__)
     if counts[best]:
         return best
     columns = sorted({column for row in rows for column in row})
-    needed = "; ".join(f"{name}: {FORMATS[name]}" for name in candidates)
+    needed = "; ".join(f"{name}: {_needed(name)}" for name in candidates)
     raise UserError(
         f"{label}: found columns {', '.join(columns) or 'none'}; needed columns ({needed}). Rename the columns or set the "
         "format."
@@ -112,7 +111,7 @@ def read_row(row: dict, format_name: str, *, tool_calls: bool = True) -> Convers
 
     Args:
         row: The parsed row.
-        format_name: A name of `FORMATS`.
+        format_name: A name of `COLUMNS`.
         tool_calls: Whether the chat template reads `tool_calls`. If not, a `function_call` turn keeps its text.
 
     Raises:
@@ -120,17 +119,18 @@ def read_row(row: dict, format_name: str, *, tool_calls: bool = True) -> Convers
     """
     columns = _columns(row, format_name)
     if columns is None:
-        raise BadRowError(f"needs columns {FORMATS[format_name]}; found {', '.join(sorted(row)) or 'none'}")
+        raise BadRowError(f"needs columns {_needed(format_name)}; found {', '.join(sorted(row)) or 'none'}")
     if format_name == "text":
         return _text(row["text"], "`text`")
-    if format_name in TURNS:
+    if format_name in ("messages", "sharegpt"):
         return _chat(row, columns[0], tool_calls=tool_calls)
-    question, answer, *extra = columns
+    question, answer = columns
     asked = _text(row[question], f"`{question}`")
-    if extra and _text(row[extra[0]], f"`{extra[0]}`", may_be_empty=True).strip():
-        asked += "\n\n" + row[extra[0]]
+    if format_name == "alpaca":
+        extra = _text(row.get("input") or row.get("context") or "", "`input` or `context`", may_be_empty=True)
+        asked += f"\n\n{extra}" if extra.strip() else ""
     turns = [
-        *_history(row.get("history")),
+        *_history(row),
         {"role": "user", "content": asked},
         {"role": "assistant", "content": _text(row[answer], f"`{answer}`")},
     ]
@@ -140,72 +140,67 @@ def read_row(row: dict, format_name: str, *, tool_calls: bool = True) -> Convers
 
 def unused_columns(row: dict, format_name: str) -> list[str]:
     """Return the columns of a row that have content and that its format does not read."""
-    used = set(_columns(row, format_name) or ())
-    if format_name != "text":
-        used |= {"system", "tools"} | ({"history"} if format_name not in TURNS else set())
+    used = {*(_columns(row, format_name) or ()), *OPTIONAL[format_name]}
     return [column for column, value in row.items() if column not in used and value not in (None, "", [], {})]
 
 
 def turn_of(turn: object, where: str, *, tool_calls: bool = True) -> dict:
-    """Read one turn; keys besides role and content are kept for the chat template, empty ones dropped.
-
-    Args:
-        turn: A dictionary with role and content, or with from and value.
-        where: The turn, for messages.
-        tool_calls: See `read_row`.
-
-    Raises:
-        BadRowError: The role is unknown, or the content is not text.
-    """
+    """Read one turn; keys besides role and content are kept for the chat template, empty ones dropped."""
     if not isinstance(turn, dict):
-        raise BadRowError(f"{where} must be an object with role and content; found {_kind(turn)}")
+        raise BadRowError(f"{where} must be an object with role and content; found {turn!r:.60}")
     said = turn.get("role", turn.get("from"))
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role is None:
-        close = difflib.get_close_matches(str(said).lower(), ROLES, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise BadRowError(f"{where} has the unknown role {said!r}{hint}; needed: {', '.join(ROLES)}")
+        raise BadRowError(f"{where} has the unknown role {said!r}; needed: {', '.join(ROLES)}")
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value", "weight", "train")}
-    rest = {key: value for key, value in rest.items() if value not in (None, "", [], {})}
+    rest = {key: value for key, value in turn.items() if key not in OWN_KEYS and value not in (None, "", [], {})}
     if said == "function_call" and tool_calls and (calls := _calls_in(content)):
         content, rest["tool_calls"] = None, calls
     if "tool_calls" in rest:
-        rest["tool_calls"] = _with_objects(rest["tool_calls"])
+        rest["tool_calls"] = with_arguments(rest["tool_calls"], _object)
     if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
+        parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise BadRowError(f"{where} has a part that is not text; only text can be trained on")
+        content = "".join(parts)
     if content is None and "tool_calls" in rest:
         content = ""
     may_be_empty = role in ("system", "tool") or "tool_calls" in rest
     return {"role": role, "content": _text(content, f"the {role} content of {where}", may_be_empty=may_be_empty), **rest}
 
 
-def _columns(row: dict, format_name: str) -> list[str] | None:
-    """Return the columns that a format reads of a row, besides system, tools and history; None if the row does not fit."""
-    if format_name == "text":
-        return ["text"] if "text" in row else None
-    if format_name in TURNS:
-        return next(([name] for name in TURNS[format_name] if name in row), None)
-    if format_name == "prompt":
-        return next((list(pair) for pair in PAIRS if pair[0] in row and pair[1] in row), None)
-    answer = next((name for name in ("output", "response") if name in row), None)
-    if answer is None or "instruction" not in row:
-        return None
-    extra = next((name for name in ("input", "context") if row.get(name) not in (None, "")), None)
-    return ["instruction", answer, *([extra] if extra else [])]
+def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tool calls with the `arguments` of each changed by a function."""
+    if isinstance(calls, list):
+        return [with_arguments(call, change) for call in calls]
+    if not isinstance(calls, dict):
+        return calls
+    return {key: change(value) if key == "arguments" else with_arguments(value, change) for key, value in calls.items()}
+
+
+def _columns(row: dict, format_name: str) -> tuple[str, ...] | None:
+    """Return the columns that a format needs and that a row has; None if the row does not fit."""
+    return next((columns for columns in COLUMNS[format_name] if all(name in row for name in columns)), None)
+
+
+def _needed(format_name: str) -> str:
+    return ", or ".join(" and ".join(columns) for columns in COLUMNS[format_name])
 
 
 def _chat(row: dict, column: str, *, tool_calls: bool) -> Conversation:
     """Read a list of turns, in the words of OpenAI (role, content) or of ShareGPT (from, value)."""
     turns = row[column]
-    if not isinstance(turns, list) or not turns:
-        raise BadRowError(f"`{column}` must be a list of turns; found {turns if turns == [] else _kind(turns)}")
+    if not isinstance(turns, list):
+        raise BadRowError(f"`{column}` must be a list of turns; found {turns!r:.60}")
     read = [turn_of(turn, f"`{column}`, turn {number}", tool_calls=tool_calls) for number, turn in enumerate(turns, 1)]
-    if not any(turn["role"] == "assistant" for turn in read):
-        raise BadRowError(f"`{column}` has no assistant turn; found {', '.join(turn['role'] for turn in read)}")
+    answers = [number for number, turn in enumerate(read) if turn["role"] == "assistant"]
+    if not answers:
+        found = ", ".join(turn["role"] for turn in read)
+        raise BadRowError(f"`{column}` has no assistant turn; found {found or 'no turn'}")
     whole = _with_system(row, read)
-    muted = (number for number, turn in enumerate(turns, len(whole) - len(read)) if _mutes(turn, number))
-    return Conversation(tuple(whole), _tools(row), muted=frozenset(muted))
+    added = len(whole) - len(read)
+    muted = frozenset(number + added for number in answers if _mutes(turns[number], number))
+    return Conversation(tuple(whole), _tools(row), muted=muted)
 
 
 def _mutes(turn: dict, number: int) -> bool:
@@ -228,29 +223,22 @@ def _with_system(row: dict, turns: list[dict]) -> list[dict]:
     return turns
 
 
-def _history(pairs: object) -> list[dict]:
-    """Read earlier questions and answers: a list of pairs."""
-    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
-        if not pairs:
-            return []
-        raise BadRowError(f"`history` must be a list of pairs of a question and an answer; found {_kind(pairs)}")
-    return [
-        {"role": role, "content": _text(text, f"the {role} text of `history`, pair {number}")}
-        for number, pair in enumerate(pairs, 1)
-        for role, text in zip(("user", "assistant"), pair)
-    ]
+def _history(row: dict) -> list[dict]:
+    """Read the earlier questions and answers of a row: a list of pairs."""
+    turns = []
+    for pair in row.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRowError("`history` must be a list of pairs of a question and an answer")
+        turns.append({"role": "user", "content": _text(pair[0], "a question of `history`")})
+        turns.append({"role": "assistant", "content": _text(pair[1], "an answer of `history`")})
+    return turns
 
 
 def _tools(row: dict) -> list | None:
     """Read the tools of a row: a list, or JSON text of one; each an object, or JSON text of one."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise BadRowError(f"`tools` is not JSON: {error}") from error
+    tools = _object(row.get("tools"))
     if tools and not isinstance(tools, list):
-        raise BadRowError(f"`tools` must be a list; found {_kind(tools)}")
+        raise BadRowError(f"`tools` must be a list, or JSON text of one; found {tools!r:.60}")
     return [_object(tool) for tool in tools] if tools else None
 
 
@@ -263,51 +251,20 @@ def _calls_in(text: object) -> list[dict]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _with_objects(calls: Any) -> Any:
-    """Return tool calls whose `arguments` are objects, also where a row has them as JSON text."""
-    if isinstance(calls, list):
-        return [_with_objects(call) for call in calls]
-    if not isinstance(calls, dict):
-        return calls
-    return {
-        key: _object(value) if key == "arguments" else _with_objects(value) if key == "function" else value
-        for key, value in calls.items()
-    }
-
-
 def _object(value: Any) -> Any:
     """Return the object or list that a text is in JSON; any other value as it is."""
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
             return json.loads(value)
-        except (ValueError, RecursionError):
+        except ValueError:
             return value
     return value
 
 
-def _part(part: object, where: str) -> str:
-    """Read one part of a content that is a list; only text can be trained on."""
-    if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-        found = part.get("type") if isinstance(part, dict) else _kind(part)
-        raise BadRowError(f"{where} has a part of type {found!r}; only text can be trained on")
-    return part["text"]
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value for a message."""
-    if isinstance(value, dict) and NOT_JSON in value:
-        return str(value[NOT_JSON])
-    return "nothing" if value is None else type(value).__name__
-
-
 def _text(value: object, name: str, *, may_be_empty: bool = False) -> str:
-    """Return a value that must be text.
-
-    Raises:
-        BadRowError: It is of another type, blank, or not valid Unicode (half a surrogate pair).
-    """
+    """Return a value that must be text, and valid Unicode (not half a surrogate pair)."""
     if not isinstance(value, str):
-        raise BadRowError(f"{name} must be text; found {_kind(value)}")
+        raise BadRowError(f"{name} must be text; found {value!r:.60}")
     if not value.strip() and not may_be_empty:
         raise BadRowError(f"{name} is empty")
     try:

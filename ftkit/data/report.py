@@ -24,8 +24,7 @@ WARNINGS = {
     "no_end": "an answer whose last trained token is not a special token: the model does not learn to stop. Let the chat "
     "template close each answer with the tokenizer's eos_token, inside the {% generation %} marks if it has any",
     "only_end": "an answer that is empty except for its end: the chat template omits its content (a tool call?)",
-    "doubled_bos": "two beginning-of-sequence tokens in a row; at the start of a row ftkit drops one. Remove it from the "
-    "text or from the chat template",
+    "doubled_bos": "two beginning-of-sequence tokens in a row. Remove one from the text or from the chat template",
     "answer_cut": "an answer cut off by data.sequence_tokens, together with its end. Raise it, or shorten the rows",
     "cut": "tokens beyond data.sequence_tokens, which are lost. Raise it, or let plain text be split (data.long_text)",
     "earlier_answers": "answers before the last one, which are not learned: an encoder-decoder model learns the last. "
@@ -230,7 +229,7 @@ class Checks:
         """Check one row.
 
         Args:
-            encoded: The row before cutting: `ids`, the spans `answers`, and `doubled_bos` (a second BOS was dropped).
+            encoded: The row before cutting: `ids` and the spans `answers`.
             content: The row's text, or its turns.
             kept_tokens: Tokens of the row that are kept.
             answers: Whether the spans are answers; False where all tokens are trained on.
@@ -248,7 +247,7 @@ class Checks:
         found = {
             "no_end": -1 in ends,
             "only_end": answers and any(self._is_empty(ids[start:stop]) for start, stop in spans),
-            "doubled_bos": encoded.doubled_bos or doubled,
+            "doubled_bos": doubled,
             "answer_cut": answer_cut,
             "cut": len(ids) > kept_tokens and not answer_cut,
         }

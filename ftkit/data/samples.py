@@ -26,7 +26,7 @@ from ftkit.data.template import Template
 from ftkit.data.tokenize import SAMPLE_COLUMNS, Tokenize
 from ftkit.errors import UserError
 
-ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record", "problem")])
+ROW_COLUMNS = pyarrow.schema([(name, pyarrow.large_string()) for name in ("place", "record")])
 ROWS_AT_ONCE = 1000
 ROWS_EXAMINED = 200
 """Rows from whose columns the format of a source is found."""
@@ -143,7 +143,7 @@ def mapped(
 
 
 def _write_rows(source: Source, file: Path) -> datasets.Dataset:
-    """Write the rows of a source to an Arrow file and return them: columns place, record and problem."""
+    """Write the rows of a source to an Arrow file and return them: columns place and record."""
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, ROW_COLUMNS) as stream:
         read = rows(source)
         while some := list(itertools.islice(read, ROWS_AT_ONCE)):
@@ -160,8 +160,6 @@ def _format_of(source: Source, read: datasets.Dataset) -> str:
     parsed, problems = [], []
     for row in read.select(range(min(len(read), ROWS_EXAMINED))):
         try:
-            if row["problem"]:
-                raise BadRowError(row["problem"])
             parsed.append(parse_record(row["record"]))
         except BadRowError as error:
             problems.append(f"{row['place']}: {error}")

@@ -15,8 +15,6 @@ import csv
 import hashlib
 import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,27 +30,18 @@ from ftkit.errors import UserError
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (*JSON_LINES, ".json", *TABLES)
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".zst")
 """Suffixes of JSON files that are decompressed while they are read."""
-NOT_JSON = "not JSON"
-"""Key of the object that stands for a value without a JSON form; its value names the type."""
-READ_ERRORS = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, pyarrow.ArrowException, DatasetsError)
+READ_ERRORS = (OSError, ValueError, pyarrow.ArrowException, DatasetsError)
 """Errors that damaged files raise while they are read."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source, not yet parsed.
+    """One row of a source, not yet parsed."""
 
-    Args:
-        place: `file:line`, or `file, row n` where a row is not a line (n counts from 1).
-        record: The row as JSON text; empty if `problem` is set.
-        problem: Why the row cannot be read, or "".
-    """
-
-    place: str
-    record: str
-    problem: str = ""
+    place: str  # `file:line`, or `file, row n` where a row is not a line (n counts from 1)
+    record: str  # the row as JSON text
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -61,33 +50,28 @@ def rows(source: Source) -> Iterator[Row]:
     Raises:
         UserError: A file is missing, of an unknown kind or damaged; or the hub data set cannot be loaded.
     """
-    if source.path is None:
-        yield from _numbered(source.label, load_hub(source))
-    elif _is_saved(Path(source.path)):
-        yield from _numbered(source.label, _load_saved(Path(source.path)))
-    else:
-        for file in files_of(Path(source.path)):
-            try:
-                yield from _rows_of(file)
-            except UserError:
-                raise
-            except READ_ERRORS as error:
-                raise UserError(f"{file}: cannot be read: {error}") from error
+    loaded = _load(source)
+    if loaded is not None:
+        yield from _numbered(source.label, loaded)
+        return
+    for file in files_of(Path(source.label)):
+        try:
+            yield from _rows_of(file)
+        except UserError:
+            raise
+        except READ_ERRORS as error:
+            raise UserError(f"{file}: cannot be read: {error}") from error
 
 
 def digest(source: Source) -> str:
     """Return a hash of a source's content, by which prepared rows are found again.
 
-    Cost: reads local files once.
+    Cost: reads local files once, those of a hub data set in the cache of `datasets`.
     """
+    loaded = _load(source)
+    files = files_of(Path(source.label)) if loaded is None else [Path(file["filename"]) for file in loaded.cache_files]
     content = hashlib.sha256()
-    if source.path is None:
-        loaded = load_hub(source)  # the names of its cached files contain the revision
-        files = sorted((file["filename"], Path(file["filename"]).stat().st_size) for file in loaded.cache_files)
-        content.update(repr((files, loaded.num_rows, str(loaded.split))).encode())
-        return content.hexdigest()
-    path = Path(source.path)
-    for file in sorted(path.rglob("*.arrow")) if _is_saved(path) else files_of(path):
+    for file in files:
         content.update(f"\0{file.name}\0".encode())
         with open(file, "rb") as stream:
             while block := stream.read(1 << 20):
@@ -96,48 +80,42 @@ def digest(source: Source) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or the data files of a folder by name; hidden files and subfolders are not read.
-
-    Raises:
-        UserError: There is no such file, or none that can be read.
-    """
+    """Return a file, or the data files of a folder by name; hidden files and subfolders are not read."""
     needed = f"{', '.join(SUFFIXES)}, the JSON files also with {', '.join(COMPRESSED)}"
     if path.is_dir():
         found = [each for each in sorted(path.iterdir()) if each.is_file() and _kind(each) and not each.name.startswith(".")]
         if not found:
-            raise UserError(f"{path}: holds no data file; needed: {needed}")
+            raise UserError(f"{path}: has no data file; needed: {needed}")
         return found
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Correct data.path.")
     if not _kind(path):
         raise UserError(f"{path}: found {''.join(path.suffixes[-2:]) or 'no suffix'}; needed: {needed}. Convert the file.")
     return [path]
 
 
-def load_hub(source: Source) -> datasets.Dataset:
-    """Load a hub data set, from the local cache if it is there.
-
-    Raises:
-        UserError: It is not found, not reachable, has no such split or configuration, or needs its own code.
-    """
-    name, _, configuration = str(source.name).partition(":")
-    if Path(name).is_file():
-        raise UserError(f"name: {name!r} is a file here; name it as `path`")
+def _load(source: Source) -> datasets.Dataset | None:
+    """Load a hub data set, or a folder that `save_to_disk` wrote; None for other files."""
+    path = Path(source.path or "")
     try:
-        return datasets.load_dataset(name, configuration or None, split=source.split)
+        if source.path is None:
+            name, _, configuration = str(source.name).partition(":")
+            return datasets.load_dataset(name, configuration or None, split=source.split)
+        if (path / "dataset_dict.json").is_file():
+            raise ValueError("it has several splits; name the folder of one")
+        return datasets.load_from_disk(source.path) if (path / "state.json").is_file() else None
     except (*READ_ERRORS, RuntimeError) as error:
         raise UserError(
-            f"data set {source.name}, split {source.split}: {error}\n"
+            f"data set {source.label} cannot be loaded: {error}\n"
             "A configuration is given as `name: owner/set:configuration`; local files as `path`."
         ) from error
 
 
 def _kind(file: Path) -> str:
     """Return the suffix that decides how a file is read, without that of a compression; "" if it cannot be read."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in (*JSON_LINES, ".json") else ""
-    return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES else ""
+    suffix = file.suffix.lower()
+    if suffix in COMPRESSED:
+        suffix = Path(file.stem).suffix.lower()
+        return suffix if suffix in (*JSON_LINES, ".json") else ""
+    return suffix if suffix in SUFFIXES else ""
 
 
 def _rows_of(file: Path) -> Iterator[Row]:
@@ -146,19 +124,20 @@ def _rows_of(file: Path) -> Iterator[Row]:
         return _json_lines(file)
     if kind == ".json":
         return _json_list(file)
-    options: dict[str, Any] = {}
-    if TABLES[kind] == "csv":  # text columns: an answer `007` is not the number 7, and `NA` is not missing
-        separator = "\t" if kind == ".tsv" else ","
-        with open(file, encoding="utf-8-sig", newline="") as stream:
-            names = next(csv.reader(stream, delimiter=separator), [])
-        columns = datasets.Features({name: datasets.Value("string") for name in names})
-        options = {"sep": separator, "features": columns, "keep_default_na": False}
+    options = _csv_options(file, "\t" if kind == ".tsv" else ",") if TABLES[kind] == "csv" else {}
     table = datasets.load_dataset(TABLES[kind], data_files=str(file), split="train", streaming=True, **options)
     return _numbered(str(file), table)
 
 
+def _csv_options(file: Path, separator: str) -> dict[str, Any]:
+    """Return options that keep columns as text: an answer `007` is not the number 7, and `NA` is not missing."""
+    with open(file, encoding="utf-8-sig", newline="") as stream:
+        names = next(csv.reader(stream, delimiter=separator), [])
+    columns = datasets.Features({name: datasets.Value("string") for name in names})
+    return {"sep": separator, "features": columns, "keep_default_na": False}
+
+
 def _numbered(label: str, records: Iterable[Any]) -> Iterator[Row]:
-    """Yield records that `datasets` read as rows."""
     for number, record in enumerate(records, 1):
         yield Row(f"{label}, row {number}", as_json(without_nulls(record)))
 
@@ -171,8 +150,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def as_json(record: object) -> str:
-    """Return a record as JSON text; see `NOT_JSON`."""
-    return json.dumps(record, default=lambda value: {NOT_JSON: type(value).__name__})
+    """Return a record as JSON text; a value that JSON lacks becomes an object with the name of its type."""
+    return json.dumps(record, default=lambda value: {"not JSON": type(value).__name__})
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
@@ -180,64 +159,29 @@ def _json_lines(file: Path) -> Iterator[Row]:
     with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip():
-                continue
             try:
-                yield Row(f"{file}:{number}", line.decode().strip())
+                record = line.decode().strip()
             except UnicodeDecodeError as error:
-                yield Row(f"{file}:{number}", "", f"is not UTF-8 at byte {error.start + 1} of the line")
+                raise UserError(f"{file}:{number}: is not UTF-8 at byte {error.start + 1} of the line") from error
+            if record:
+                yield Row(f"{file}:{number}", record)
 
 
 def _json_list(file: Path) -> Iterator[Row]:
-    """Yield the rows of a JSON file: a list, an object with one list in it, or lines of objects as in JSONL.
-
-    Raises:
-        UserError: The file is not JSON (with line and column), or has no list of rows.
-    """
+    """Yield the rows of a JSON file: a list, or lines of objects as in JSONL."""
     with _open(file) as stream:
         text = stream.read().decode("utf-8-sig")
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(file)
+        return
     try:
-        content = json.loads(text)
+        records = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _json_lines(file)
-            return
         raise UserError(f"{file}:{error.lineno}: broken JSON: {error.msg} (column {error.colno})") from error
-    if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        content = lists[0] if len(content) == len(lists) == 1 else [content]
-    if not isinstance(content, list):
-        raise UserError(f"{file}: expected a list of rows; found {type(content).__name__}")
-    for number, record in enumerate(content, 1):
+    for number, record in enumerate(records, 1):
         yield Row(f"{file}, row {number}", as_json(record))
 
 
 def _open(file: Path) -> IO[bytes]:
     """Open a file for reading, decompressed if its suffix says so."""
-    if file.suffix.lower() == ".xz":
-        return lzma.open(file)
-    if file.suffix.lower() in COMPRESSED:
-        return io.BufferedReader(pyarrow.input_stream(str(file)))
-    return open(file, "rb")
-
-
-def _is_saved(path: Path) -> bool:
-    """Return whether `datasets` wrote a folder with `save_to_disk`."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def _load_saved(folder: Path) -> datasets.Dataset:
-    """Load a folder that `save_to_disk` wrote.
-
-    Raises:
-        UserError: It has several splits, or cannot be read.
-    """
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except READ_ERRORS as error:
-        raise UserError(f"{folder}: cannot be read: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        raise UserError(
-            f"{folder}: has the splits {', '.join(loaded)}; name the folder of one, such as {folder / next(iter(loaded))}"
-        )
-    return loaded
+    return io.BufferedReader(pyarrow.input_stream(str(file)))

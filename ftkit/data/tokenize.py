@@ -21,7 +21,7 @@ import xxhash
 from ftkit.config.recipe import Data
 from ftkit.data.formats import BadRowError, Conversation, parse_record, read_row, unused_columns
 from ftkit.data.report import CUT, EARLIER_ANSWERS, Checks
-from ftkit.data.template import Encoded, Template
+from ftkit.data.template import Template
 from ftkit.errors import UserError
 
 IGNORED_LABEL = -100
@@ -35,53 +35,41 @@ SAMPLE_COLUMNS = datasets.Features(
     }
 )
 """Columns of a sample. Those of its row are in the first sample: found, end, unused, and pieces, the number of samples."""
+NO_TOKENS: dict[str, Any] = {
+    **{"input_ids": [], "labels": [], "place": "", "problem": "", "unused": "", "end": -1},
+    **dict.fromkeys(("tokens", "trained_tokens", "cut_tokens", "found", "pieces", "digest"), 0),
+}
+"""The sample of a row that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Turn batches of rows into samples; `datasets.Dataset.map` calls it in one process or many.
-
-    Args:
-        template: How conversations become tokens.
-        checks: How samples are checked for warnings.
-        format_name: A name of `ftkit.data.formats.FORMATS`.
-        settings: The recipe's `data` section.
-        task: causal-lm | seq2seq.
-    """
+    """Turn batches of rows into samples; `datasets.Dataset.map` calls it in one process or many."""
 
     template: Template
     checks: Checks
-    format_name: str
+    format_name: str  # a name of `ftkit.data.formats.COLUMNS`
     settings: Data
-    task: str
+    task: str  # causal-lm | seq2seq
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         """Return the samples of a batch of rows, column by column (see `SAMPLE_COLUMNS`).
-
-        Args:
-            batch: Columns `place`, `record` and `problem` of the rows.
 
         Raises:
             UserError: The chat template does not let answers be separated.
         """
         samples = []
-        for place, record, problem in zip(batch["place"], batch["record"], batch["problem"]):
+        for place, record in zip(batch["place"], batch["record"]):
             try:
-                if problem:
-                    raise BadRowError(problem)
                 samples += [{**made, "place": place} for made in self.samples(record)]
             except BadRowError as error:
-                samples.append({**_sample([], [], 0), "place": place, "problem": f"{place}: {error}"})
+                samples.append({**NO_TOKENS, "place": place, "problem": f"{place}: {error}"})
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
         return {column: [sample[column] for sample in samples] for column in SAMPLE_COLUMNS}
 
     def samples(self, record: str) -> list[dict]:
-        """Return the samples of one row: one, or several if a long text is split.
-
-        Raises:
-            BadRowError: The row cannot be used.
-        """
+        """Return the samples of one row: one, or several if a long text is split."""
         row = parse_record(record)
         content = read_row(row, self.format_name, tool_calls=self.template.reads_tool_calls)
         made = [self._pair(content)] if self.task == "seq2seq" else self._causal(content)
@@ -92,8 +80,13 @@ class Tokenize:
         """Return the samples of a row for a causal model."""
         most, is_text = self.settings.sequence_tokens, isinstance(content, str)
         learn_all = self.settings.loss_on == "all"
-        encoded = self._encoded(content, learn_all)
-        ids, labels = encoded.ids, labels_of(encoded)
+        if isinstance(content, str):
+            encoded = self.template.text(content)
+        else:
+            encoded = self.template.conversation(content, learn_all=learn_all)
+        ids, labels = encoded.ids, [IGNORED_LABEL] * len(encoded.ids)
+        for start, stop in encoded.answers:
+            labels[start:stop] = ids[start:stop]
         if all(label == IGNORED_LABEL for label in labels[1:]):
             raise BadRowError(f"has nothing to learn in its {len(labels)} tokens: no answer in them, or a single token")
         if is_text and self.settings.long_text == "stop" and len(ids) > most:
@@ -104,20 +97,10 @@ class Tokenize:
         made = [self._cut(ids[start:stop], labels[start:stop]) | {"digest": digest} for start, stop in pairwise(edges)]
         found, end = self.checks.of_row(encoded, content, most, answers=not learn_all)
         made[0] |= {"found": found & ~CUT if split else found, "end": end}
-        made[0]["cut_tokens"] += len(ids) - edges[-1]
         return made
 
-    def _encoded(self, content: Conversation | str, learn_all: bool) -> Encoded:
-        if isinstance(content, str):
-            return self.template.text(content)
-        return self.template.conversation(content, learn_all=learn_all)
-
     def _cut(self, ids: list[int], labels: list[int]) -> dict:
-        """Return one sample of a causal model, cut to its length.
-
-        Raises:
-            BadRowError: The answer is wholly beyond the cut.
-        """
+        """Return one sample of a causal model, cut to its length."""
         most = self.settings.sequence_tokens
         kept = labels[1:most]
         if all(label == IGNORED_LABEL for label in kept):
@@ -126,11 +109,7 @@ class Tokenize:
         return _sample(ids[:most], [IGNORED_LABEL, *kept], max(0, len(ids) - most))
 
     def _pair(self, content: Conversation | str) -> dict:
-        """Return one sample of an encoder-decoder model: the question for the encoder, the answer as labels.
-
-        Raises:
-            BadRowError: The row is plain text, or its last answer is muted.
-        """
+        """Return one sample of an encoder-decoder model: the question for the encoder, the answer as labels."""
         if isinstance(content, str):
             raise BadRowError("plain text has no question and answer; an encoder-decoder model needs both")
         if len(content.turns) - 1 in content.muted:
@@ -147,24 +126,11 @@ class Tokenize:
         return _sample(source, target, cut_tokens) | counts | {"found": EARLIER_ANSWERS if len(answers) > 1 else 0}
 
 
-def labels_of(encoded: Encoded) -> list[int]:
-    """Return the label of each token: its id in an answer, else -100."""
-    labels = [IGNORED_LABEL] * len(encoded.ids)
-    for start, stop in encoded.answers:
-        labels[start:stop] = encoded.ids[start:stop]
-    return labels
-
-
 def edges_of(tokens: int, most: int) -> list[int]:
-    """Return where a text is split: its samples are between consecutive edges, each of 2 tokens at least.
-
-    Args:
-        tokens: Tokens of the text.
-        most: Most tokens of a sample; with 2, a last token may be left after the last edge.
-    """
+    """Return where a text is split: samples of at most `most` tokens are between consecutive edges."""
     edges = [*range(0, tokens, most), tokens]
-    if tokens > most and tokens - edges[-2] == 1:  # nothing predicts a token that is alone
-        edges = [*edges[:-2], tokens - 2, tokens] if most > 2 else edges[:-1]
+    if tokens > most and tokens - edges[-2] == 1:
+        edges[-2] -= 1  # nothing predicts a token that is alone
     return edges
 
 
@@ -175,17 +141,6 @@ def _digest(ids: list[int], labels: list[int]) -> int:
 
 
 def _sample(ids: list[int], labels: list[int], cut_tokens: int) -> dict[str, Any]:
-    """Return the columns of one sample except its place and checksum; nothing is known of its row."""
     trained_tokens = sum(label != IGNORED_LABEL for label in labels)
     counts = {"tokens": len(ids), "trained_tokens": trained_tokens, "cut_tokens": cut_tokens}
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        **counts,
-        "found": 0,
-        "end": -1,
-        "pieces": 0,
-        "digest": 0,
-        "problem": "",
-        "unused": "",
-    }
+    return {**NO_TOKENS, "input_ids": ids, "labels": labels, **counts}

@@ -88,9 +88,9 @@ NOTHING_MORE = {"packing_efficiency": None, "duplicates": Found(0, ())}
 # --- one row
 
 
-def checked(checks, ids, *spans, content=(), kept=64, answers=True, doubled_bos=False):
+def checked(checks, ids, *spans, content=(), kept=64, answers=True):
     """Return the names of what is found in a row, and its end."""
-    row = SimpleNamespace(ids=ids, answers=list(spans), doubled_bos=doubled_bos)
+    row = SimpleNamespace(ids=ids, answers=list(spans))
     bits, end = checks.of_row(row, content, kept, answers=answers)
     return {name for name, bit in BITS.items() if bits & bit}, end
 
@@ -123,7 +123,6 @@ def test_an_answer_that_is_empty_but_for_its_end(checks):
 def test_a_doubled_bos(checks):
     assert checked(checks, [BEGIN, *MORE, BEGIN, BEGIN, END], (3, 6))[0] == {"doubled_bos"}
     assert checked(checks, [BEGIN, *MORE, BEGIN, *MORE, END], (3, 7))[0] == set()
-    assert checked(checks, [BEGIN, *MORE, END], (1, 4), doubled_bos=True)[0] == {"doubled_bos"}
 
 
 def test_a_cut_row(checks):
@@ -168,7 +167,7 @@ def test_a_planted_finding_is_found_with_its_row(ready, planted):
     assert str(warned).endswith(")")
 
 
-def test_a_bos_that_was_dropped_is_reported(ready):
+def test_a_bos_that_the_template_doubles_is_reported(ready):
     template = CLOSED.replace("bos_token", "bos_token + bos_token")
     tokenizer, prepared = ready([GOOD, chat("2+2?", "four")], template)
     [warned] = prepared.warnings(tokenizer)

@@ -5,7 +5,7 @@ from datetime import date
 import pytest
 
 from ftkit.data.formats import BadRowError, Conversation, read_row
-from ftkit.data.template import Template, prompt_tokens
+from ftkit.data.template import Template
 from ftkit.errors import UserError
 from tests.data.templates import CHATML, MARKED, THINKING, TWO_ANSWERS, learned, texts, trained_texts
 
@@ -68,7 +68,7 @@ def test_a_token_across_the_edge_of_an_answer_is_refused(ready, tokenizer_of):
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     turns = [{"role": turn["role"], "content": "the " + turn["content"]} for turn in TWO_ANSWERS]
-    with pytest.raises(UserError, match=r"rows.jsonl:1: has a token across the edge of an answer \(near"):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: has a token across the edge of an answer \('the sat"):
         ready([{"messages": turns}], tokenizer)
 
 
@@ -84,10 +84,14 @@ def test_without_a_template_question_answer_and_eos_follow_each_other(ready, tok
     assert "".join(text or "" for text in trained_texts(tokenizer, sample)) == "sat</s>on the mat</s>"
 
 
+def prompt_of(tokenizer, turn, separator):
+    return Template.of(tokenizer).prompt(Conversation((turn,), separator=separator))
+
+
 def test_a_token_never_reaches_from_the_plain_question_into_the_answer(ready, tokenizer_of):
     tokenizer = tokenizer_of()
     sample = ready([{"prompt": "the c", "completion": "at sat"}], tokenizer).train[0]
-    asked = prompt_tokens(tokenizer, [{"role": "user", "content": "the c"}])
+    asked = prompt_of(tokenizer, {"role": "user", "content": "the c"}, separator="")
     assert sample["input_ids"][: len(asked)] == asked
     assert "".join(text or "" for text in trained_texts(tokenizer, sample)) == "at sat</s>"
 
@@ -101,7 +105,7 @@ def test_no_doubled_bos(ready, tokenizer_of, template):
     sample = ready([{"text": "<s>the cat</s>"}], tokenizer).train[0]
     assert texts(tokenizer, sample) == ["<s>", "the", " cat", "</s>"]
     if template is None:
-        sample = ready([{"prompt": "<s><s>the cat", "completion": " sat"}], tokenizer).train[0]
+        sample = ready([{"prompt": "<s>the cat", "completion": " sat"}], tokenizer).train[0]
         assert texts(tokenizer, sample) == ["<s>", "the", " cat", " sat", "</s>"]
         assert trained_texts(tokenizer, sample) == [None, None, None, " sat", "</s>"]
 
@@ -110,7 +114,7 @@ def test_the_prompt_for_generation_is_what_preceded_the_answer(ready, tokenizer_
     for template in (CHATML, MARKED, None):
         tokenizer = tokenizer_of(template, bos=True)
         sample = ready([{"messages": TWO_ANSWERS[:2]}], tokenizer).train[0]
-        asked = prompt_tokens(tokenizer, TWO_ANSWERS[:1], separator="\n")
+        asked = prompt_of(tokenizer, TWO_ANSWERS[0], separator="\n")
         assert sample["input_ids"][: len(asked)] == asked
         assert trained_texts(tokenizer, sample)[len(asked)] == "sat"
         assert sample["labels"][: len(asked)] == [-100] * len(asked)

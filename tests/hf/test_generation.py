@@ -481,7 +481,7 @@ USER = {"role": "user", "content": "1+1?"}
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat template", "none"])
 def test_a_turn_that_cannot_be_read_names_the_prompt(tmp_path, template):
     make_base(tmp_path)
-    with pytest.raises(ftkit.UserError, match=r"^prompts: number 1: .*did you mean user"):
+    with pytest.raises(ftkit.UserError, match=r"^prompts: number 1: .*has the unknown role 'usr'"):
         generate(runs.llama(), make_tokenizer(tmp_path, template), ["1+1?", [{"role": "usr", "content": "1+1?"}]])
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ftkit.data.formats import BadRowError, Conversation, turn_of
-from ftkit.data.template import Template, prompt_tokens
+from ftkit.data.template import Template
 from ftkit.errors import UserError
 from ftkit.hf.adapters import base_of
 from ftkit.hf.generate.holding import cache_bytes, holding
@@ -153,11 +153,9 @@ def prompt_ids(tokenizer: Any, turns: Sequence[dict], *, seq2seq: bool = False, 
     Raises:
         UserError: The chat template refuses the turns.
     """
-    if not seq2seq:
-        return prompt_tokens(tokenizer, turns, separator=separator)
-    asked = Conversation((*turns, {"role": "assistant", "content": "."}), separator=separator)
+    asked = Conversation(tuple(turns), separator=separator)
     try:
-        return Template.of(tokenizer).pair(asked)[0]
+        return Template.of(tokenizer).prompt(asked, seq2seq=seq2seq)
     except BadRowError as error:
         raise UserError(str(error)) from error
 

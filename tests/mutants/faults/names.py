@@ -15,8 +15,8 @@ FAULTS = (
     _fault(
         "a muted answer is learned",
         "ftkit/data/template.py",
-        "[span for span in spans if span not in silent]",
-        "spans",
+        "[span for span in answers if span not in silent]",
+        "answers",
         "tests/data/test_template.py::test_a_muted_answer_is_read_and_not_learned",
     ),
     _fault(
@@ -43,7 +43,7 @@ FAULTS = (
     _fault(
         "bytes of a table become the text of a Python literal",
         "ftkit/data/sources.py",
-        "default=lambda value: {NOT_JSON: type(value).__name__}",
+        'default=lambda value: {"not JSON": type(value).__name__}',
         "default=str",
         "tests/data/test_sources.py::test_bytes_are_not_taken_for_text",
     ),
@@ -57,8 +57,8 @@ FAULTS = (
     _fault(
         "arguments of a call that are JSON text are encoded twice",
         "ftkit/data/formats.py",
-        '_object(value) if key == "arguments"',
-        'value if key == "arguments"',
+        'with_arguments(rest["tool_calls"], _object)',
+        'rest["tool_calls"]',
         "tests/data/test_formats.py::test_arguments_and_tools_as_json_text_give_the_text_of_objects",
     ),
     _fault(
