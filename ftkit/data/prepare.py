@@ -136,8 +136,9 @@ class _Work:
     def fingerprint(self) -> str:
         """Return the name of the result: a hash of everything that it depends on; places contain the labels of sources."""
         tokenizer = self.template.tokenizer
-        backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-        vocabulary = {key: value for key, value in backend.items() if key not in ("padding", "truncation")}  # left by a call
+        backend = {"vocabulary": tokenizer.get_vocab(), "settings": repr(tokenizer.init_kwargs)}
+        if tokenizer.is_fast:  # a call leaves its padding and truncation there
+            backend = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
         settings = ("sequence_tokens", "packing", "loss_on", "on_bad_row", "long_text")
         parts = [
             (metadata.version("ftkit"), transformers.__version__, self.template.day),
@@ -145,7 +146,7 @@ class _Work:
             (self.task, self.seed if self.data.packing or self.split is not None else None),
             (self.split.share, self.split.max_rows) if self.split is not None else None,
             [(source.label, source.format, digest(source)) for source in self.data.all_sources],
-            [type(tokenizer).__name__, vocabulary, tokenizer.chat_template, tokenizer.special_tokens_map],
+            [type(tokenizer).__name__, backend, tokenizer.chat_template, tokenizer.special_tokens_map],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

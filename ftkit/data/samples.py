@@ -106,18 +106,13 @@ def _format_of(source: Source, read: datasets.Dataset) -> str:
 
 
 def _refuse_bad_rows(source: Source, samples: datasets.Dataset, read: int, on_bad_row: str) -> None:
-    """Stop if rows cannot be used and may not be skipped, or if the source has no others.
-
-    Raises:
-        UserError: Names the first of them, with file, line and reason.
-    """
+    """Raise UserError with the first rows that cannot be used, if they may not be skipped or the source has no others."""
     columns = samples.select_columns(["tokens", "found"]).with_format("numpy")[:]
     good, bad = columns["tokens"] > 0, np.flatnonzero(columns["tokens"] == 0)
     if len(bad) and (on_bad_row == "stop" or not good.any()):
         shown = "\n".join(f"  {problem}" for problem in samples.select(bad[:EXAMPLES_SHOWN])["problem"])
-        more = f"\n  … and {len(bad) - EXAMPLES_SHOWN} more" if len(bad) > EXAMPLES_SHOWN else ""
         skip = ", or set data.on_bad_row: skip to leave them out" if good.any() else ": no row of the source would be left"
-        raise UserError(f"{len(bad)} of {read} rows cannot be used:\n{shown}{more}\nCorrect them{skip}.")
+        raise UserError(f"{len(bad)} of {read} rows cannot be used:\n{shown}\nCorrect them{skip}.")
     if (columns["found"][good] & BITS["only_end"]).all():
         raise UserError(
             f"{source.label}: every sample has an answer with nothing but its end (first: {samples['place'][0]}). The chat "
