@@ -212,21 +212,6 @@ def test_what_a_user_should_know_before_the_first_step(capsys, places, base, tmp
     assert "no checkpoints" not in said
 
 
-def test_rows_that_are_handed_in_and_not_trained_on_are_named(capsys, places, tmp_path):
-    few = write_rows(tmp_path / "few.jsonl", 2)
-    sources = f"data.sources=[{{path: {tmp_path / 'rows.jsonl'}, weight: 1}}, {{path: {few}, weight: 1}}]"
-    dry = ("--dry-run", "--nproc", "1", "--set", "train.batch_tokens=64")
-    assert leave("finetune", places(), *dry, "--set", "data.path=null", "--set", sources) == 0
-    said = capsys.readouterr().out
-    assert "rows.jsonl: by the weights an epoch takes 5 of its 8 " in said
-    assert "few.jsonl: by the weights" not in said
-    held = ("--set", "eval={share: 0.5, max_rows: 1}")
-    assert leave("finetune", places(), *dry, *held) == 0
-    assert "eval.max_rows leaves out 3 rows of eval.share, neither trained on nor measured" in capsys.readouterr().out
-    assert leave("finetune", places(), *dry, "--set", "eval={share: 0.5}") == 0
-    assert "leaves out" not in capsys.readouterr().out
-
-
 def rows_of(path, *rows):
     path.write_text("".join(row + "\n" for row in rows))
     return path

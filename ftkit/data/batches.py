@@ -9,11 +9,11 @@ positions, or by boundaries for ftkit's attention; padding is then one more samp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -33,33 +33,16 @@ class StepOrder(torch.utils.data.Sampler):
     Args:
         rows: Number of samples.
         seed: The run's seed.
-        sources: (rows,) integers, the source of each sample; needed with weights.
+        sources: (rows,) integers, the source of each sample; not read without weights.
         weights: One positive number per source, or None.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        *,
-        seed: int,
-        sources: Sequence[int] | np.ndarray | None = None,
-        weights: Sequence[float] | None = None,
-    ):
+    def __init__(self, rows: int, *, seed: int, sources: Any = None, weights: Sequence[float] | None = None):
         self.rows, self.seed, self.epoch = rows, seed, 0
         self.members, self.weights = [np.arange(rows)], [1.0]
-        if weights is None or sources is None:
-            return
-        numbers = np.asarray(sources)
-        self.members = [np.flatnonzero(numbers == source) for source in range(len(weights))]
-        self.weights = [float(weight) for weight in weights]
-        if empty := [source for source, members in enumerate(self.members) if not len(members)]:
-            raise UserError(f"data.sources: source {empty[0] + 1} has a weight and no samples to train on; remove it")
-
-    @classmethod
-    def of(cls, dataset: datasets.Dataset, *, seed: int, weights: Sequence[float] | None = None) -> StepOrder:
-        """Return the order of a prepared data set, which has a column `source` if it has several sources."""
-        sources = np.asarray(dataset["source"][:]) if "source" in dataset.column_names else None
-        return cls(len(dataset), seed=seed, sources=sources, weights=weights)
+        if weights is not None:
+            self.members = [np.flatnonzero(np.asarray(sources) == source) for source in range(len(weights))]
+            self.weights = [float(weight) for weight in weights]
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""
@@ -75,26 +58,22 @@ class StepOrder(torch.utils.data.Sampler):
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the sample numbers of an epoch, (rows,) int64."""
-        drawn = [
-            self._draw(members, count, [epoch, source + 1])
-            for source, (members, count) in enumerate(zip(self.members, self.counts()))
-        ]
-        return np.concatenate(drawn)[self._random([epoch, 0]).permutation(self.rows)]
+        drawn = []
+        for source, (members, count) in enumerate(zip(self.members, self._counts()), 1):
+            random = self._random(epoch, source)
+            rounds = math.ceil(count / len(members))  # no member comes again before all have come
+            drawn.append(np.concatenate([random.permutation(members) for _ in range(rounds)])[:count])
+        return np.concatenate(drawn)[self._random(epoch, 0).permutation(self.rows)]
 
-    def counts(self) -> list[int]:
-        """Return how many samples of an epoch each source gives."""
+    def _counts(self) -> np.ndarray:
+        """Return how many samples of an epoch each source gives: its share, rounded by largest remainders."""
         shares = np.asarray(self.weights) / sum(self.weights) * self.rows
         counts = np.floor(shares).astype(np.int64)
         largest_remainders = np.argsort(counts - shares, kind="stable")
         counts[largest_remainders[: self.rows - counts.sum()]] += 1
-        return [int(count) for count in counts]
+        return counts
 
-    def _draw(self, members: np.ndarray, count: int, salt: list[int]) -> np.ndarray:
-        """Return `count` of the members in random order; none comes again before all have come."""
-        random, rounds = self._random(salt), -(-count // max(len(members), 1))
-        return np.concatenate([members[:0], *(random.permutation(members) for _ in range(rounds))])[:count]
-
-    def _random(self, salt: list[int]) -> np.random.RandomState:
+    def _random(self, *salt: int) -> np.random.RandomState:
         low, high = self.seed % 2**32, (self.seed >> 32) % 2**32
         return np.random.RandomState([low, high, *salt])
 
@@ -114,13 +93,7 @@ class Collator:
     boundaries: bool = False
 
     @classmethod
-    def of(
-        cls,
-        tokenizer: Any,
-        decoder_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        *,
-        boundaries: bool = False,
-    ) -> Collator:
+    def of(cls, tokenizer: Any, decoder_inputs: Callable | None = None, *, boundaries: bool = False) -> Collator:
         """Return a collator that pads with the tokenizer's padding token, or with its end-of-sequence token.
 
         Raises:
@@ -138,10 +111,9 @@ class Collator:
             samples: Dictionaries with input_ids, labels and, if packed, position_ids.
 
         Returns:
-            input_ids (B, T) int64; labels (B, T) int64, -100 where padded (of an encoder-decoder of their own length);
-            decoder_input_ids if they are made here; and attention_mask (B, T) int64, or, if packed, position_ids (B, T)
-            int64, use_cache=False and, with boundaries, attention_mask (B, 1, 1, S + 1) int32
-            (`ftkit.data.packing.boundaries_of`).
+            All int64: input_ids (B, T); labels (B, T), -100 where padded (of an encoder-decoder of their own length);
+            decoder_input_ids if they are made here; attention_mask (B, T). If packed, instead of the mask: position_ids
+            (B, T), use_cache=False and, with boundaries, attention_mask (B, 1, 1, S + 1) int32 (`boundaries_of`).
         """
         ids = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
         labels = [torch.as_tensor(sample["labels"], dtype=torch.int64) for sample in samples]
@@ -155,13 +127,10 @@ class Collator:
             batch["attention_mask"] = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
             return batch
         longest = batch["input_ids"].shape[1]
-        positions = torch.stack([_padded_positions(sample["position_ids"], longest) for sample in samples])
+        positions = [torch.as_tensor(sample["position_ids"], dtype=torch.int64) for sample in samples]
+        padded = torch.stack([torch.cat([own, torch.arange(longest - len(own))]) for own in positions])
         # A cache, even an empty one, makes transformers overlook that the sequences are packed.
-        packed = {"attention_mask": boundaries_of(positions)} if self.boundaries else {}
-        return {**batch, "position_ids": positions, "use_cache": False, **packed}
-
-
-def _padded_positions(positions: Sequence[int], longest: int) -> torch.Tensor:
-    """Return positions with those of the padding, which restart at 0."""
-    own = torch.as_tensor(positions, dtype=torch.int64)
-    return torch.cat([own, torch.arange(longest - len(own))])
+        batch |= {"position_ids": padded, "use_cache": False}
+        if self.boundaries:
+            batch["attention_mask"] = boundaries_of(padded)
+        return batch

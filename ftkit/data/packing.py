@@ -12,12 +12,14 @@ Best fit, longest first: each sample goes into the fullest sequence that has roo
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 
 from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
@@ -26,6 +28,8 @@ PACKED_COLUMNS = datasets.Features(
     {name: datasets.Sequence(datasets.Value("int32")) for name in ("input_ids", "labels", "position_ids")}
     | {"place": datasets.Value("string")}
 )
+PLACES = "; "
+"""Separates the places of packed samples."""
 PROBE_TOKENS = 8
 LEAK_SHARE = 0.05
 """Share of the unpacked effect of one sample on the next above which the effect is no rounding."""
@@ -43,27 +47,25 @@ def best_fit(lengths_tokens: Sequence[int], sequence_tokens: int, seed: int) -> 
         One list of sample numbers per sequence. Every sample is in exactly one.
     """
     lengths = np.asarray(lengths_tokens, dtype=np.int64)
-    assert not len(lengths) or lengths.max() <= sequence_tokens, "a sample is longer than a sequence"
     shuffled = np.random.RandomState(seed % 2**32).permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     sequences: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}
+    by_room: dict[int, list[list[int]]] = defaultdict(list)  # sequences that are not full, by their free tokens
     rooms: list[int] = []  # the keys of by_room that have sequences, ascending
     for number in order.tolist():
         length = int(lengths[number])
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
-            room, sequence = sequence_tokens, len(sequences)
             sequences.append([])
+            room, sequence = sequence_tokens, sequences[-1]
         else:
             room = rooms[at]
             sequence = by_room[room].pop()
             if not by_room[room]:
                 rooms.pop(at)
-        sequences[sequence].append(number)
-        left = room - length
-        if left:
-            if not by_room.setdefault(left, []):
+        sequence.append(number)
+        if left := room - length:
+            if not by_room[left]:
                 bisect.insort(rooms, left)
             by_room[left].append(sequence)
     return sequences
@@ -75,18 +77,15 @@ def fill(batch: dict[str, list], samples: datasets.Dataset) -> dict[str, list]:
     Args:
         batch: Column `members`, the numbers of the samples of each sequence.
         samples: Columns `input_ids`, `labels` and `place`, in numpy format.
-
-    Returns:
-        Columns input_ids, labels and position_ids, int32, at most sequence_tokens long; and place, of all samples.
     """
-    filled: dict[str, list] = {"input_ids": [], "labels": [], "position_ids": [], "place": []}
+    filled: dict[str, list] = {name: [] for name in PACKED_COLUMNS}
     for members in batch["members"]:
         parts = [samples[int(member)] for member in members]
         filled["input_ids"].append(np.concatenate([part["input_ids"] for part in parts]))
         labels = [np.concatenate([[IGNORED_LABEL], part["labels"][1:]]) for part in parts]
         filled["labels"].append(np.concatenate(labels))
         filled["position_ids"].append(np.concatenate([np.arange(len(part["input_ids"])) for part in parts]))
-        filled["place"].append(", ".join(str(part["place"]) for part in parts))
+        filled["place"].append(PLACES.join(str(part["place"]) for part in parts))
     return filled
 
 
@@ -109,8 +108,8 @@ def boundaries_of(position_ids: torch.Tensor) -> torch.Tensor:
 def check_isolation(model: Any, collate: Callable[[list[dict]], dict[str, Any]]) -> None:
     """Refuse a model in which packed samples see each other.
 
-    Two sequences differ in their first sample only; the logits of the second sample must agree. Their difference in one
-    unpacked sequence is the measure of a leak.
+    Two sequences differ in their first sample only; the logits of the second sample must agree. Their difference without
+    packing is the measure of a leak.
 
     Args:
         model: A causal language model of transformers on its device, sharded or not. Its mode is restored.
@@ -131,9 +130,7 @@ def check_isolation(model: Any, collate: Callable[[list[dict]], dict[str, Any]])
         for ids in (torch.cat([first, second]), torch.cat([other, second])):
             batch = collate([{"input_ids": ids, "labels": ids, "position_ids": positions}])
             del batch["labels"]
-            inputs = {
-                name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-            }
+            inputs = send_to_device(batch, model.device)
             logits.append(model(**inputs).logits[0, PROBE_TOKENS : 2 * PROBE_TOKENS].float())
         return (logits[0] - logits[1]).abs().max().item()
 
@@ -142,19 +139,14 @@ def check_isolation(model: Any, collate: Callable[[list[dict]], dict[str, Any]])
     try:
         with torch.no_grad():
             leak, unpacked = difference(packed), difference(whole)
-    except TypeError as error:
-        raise _refused(model, f"its forward does not take position_ids ({error})") from error
-    except (ValueError, RuntimeError) as error:
-        raise _refused(model, str(error).splitlines()[0]) from error
+        reason = f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})"
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a forward that does not take position_ids
+        leak, unpacked, reason = 1.0, 0.0, str(error).splitlines()[0]
     finally:
         model.train(was_training)
     if leak > LEAK_SHARE * unpacked:
-        raise _refused(model, f"changing one sample moves the logits of the next by {leak:.2e} (unpacked: {unpacked:.2e})")
-
-
-def _refused(model: Any, reason: str) -> UserError:
-    attention = getattr(model.config, "_attn_implementation", None)
-    return UserError(
-        f"data.packing: {model.config.model_type} with {attention} attention does not keep packed samples apart: "
-        f"{reason}. Set data.packing: false, or attn_implementation: sdpa where another one is in use."
-    )
+        raise UserError(
+            f"data.packing: {model.config.model_type} with {model.config._attn_implementation} attention does not keep "
+            f"packed samples apart: {reason}. Set data.packing: false, or attn_implementation: sdpa where another one is "
+            "in use."
+        )

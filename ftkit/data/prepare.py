@@ -26,58 +26,36 @@ from typing import Any
 import datasets
 import filelock
 import numpy as np
-import pyarrow
 import transformers
 import xxhash
 
-from ftkit.config.recipe import Data, Eval, Source
-from ftkit.config.wording import counted
+from ftkit.config.recipe import Data, Eval
 from ftkit.data.batches import StepOrder
 from ftkit.data.packing import PACKED_COLUMNS, best_fit, fill
-from ftkit.data.report import (
-    Report,
-    Warned,
-    duplicates_of,
-    overlap_of,
-    overlap_warning,
-    warnings_of,
-)
-from ftkit.data.samples import mapped, refuse_bad_rows, samples_of
+from ftkit.data.report import REPORT_JSON, Report, Warned, overlap_warnings, warnings_of
+from ftkit.data.samples import mapped, samples_of
 from ftkit.data.sources import digest
 from ftkit.data.template import Template
 from ftkit.errors import UserError
 
-DIGESTS = "digests.npy"
-"""File with the checksum of each row that is trained on, int64."""
+COLUMNS = ["input_ids", "labels", "place"]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data ready for training.
+    """Data ready for training."""
 
-    Args:
-        train: Data set with columns input_ids, labels (lists of int32), place (where the row is in the sources),
-            position_ids
-            if packed, and source (int16) if there are several sources.
-        held_out: Data set to evaluate on, never packed; or None.
-        report: Counts of the rows; with `eval.share` of both parts.
-        held_out_report: Counts of held-out rows that are a source of their own, or None.
-        weights: One weight per source, or None if every row comes once per epoch.
-        overlap: Warning about held-out rows that are trained on as well, or None.
-        spare: Rows of `eval.share` beyond `eval.max_rows`.
-    """
-
-    train: datasets.Dataset
-    held_out: datasets.Dataset | None
-    report: Report
-    held_out_report: Report | None = None
-    weights: tuple[float, ...] | None = None
-    overlap: Warned | None = None
-    spare: int = 0
+    train: datasets.Dataset  # input_ids, labels, place; position_ids if packed; source if there are several
+    held_out: datasets.Dataset | None  # rows to evaluate on, never packed
+    report: Report  # with `eval.share` of both parts
+    held_out_report: Report | None = None  # of held-out rows that are a source of their own
+    weights: tuple[float, ...] | None = None  # one per source; None if every row comes once per epoch
+    overlap: tuple[Warned, ...] = ()  # warnings about held-out rows that are trained on as well
 
     def order(self, seed: int) -> StepOrder:
         """Return the order of samples, a function of (seed, epoch)."""
-        return StepOrder.of(self.train, seed=seed, weights=self.weights)
+        sources = self.train["source"][:] if self.weights is not None else None
+        return StepOrder(len(self.train), seed=seed, sources=sources, weights=self.weights)
 
     def warnings(self, tokenizer: Any, stops: Collection[int] = ()) -> list[Warned]:
         """Return the warnings about the rows.
@@ -90,20 +68,9 @@ class Prepared:
         names = {str(name) for name in tokenizer.convert_ids_to_tokens(sorted(known))}
         found = warnings_of(self.report, names)
         if self.held_out_report is not None:
-            found += [each.of("held-out rows") for each in warnings_of(self.held_out_report, names)]
-        return found + ([self.overlap] if self.overlap is not None else [])
-
-    def left_out(self, order: StepOrder) -> list[str]:
-        """Return which rows an epoch does not reach, or nothing does; one sentence each."""
-        found = [f"eval.max_rows leaves out {counted(self.spare, 'row')} of eval.share, neither trained on nor measured"]
-        found = found if self.spare else []
-        for source, members, count in zip(self.report.sources, order.members, order.counts()):
-            if count < len(members):
-                samples = counted(len(members), "sample")
-                found.append(
-                    f"{source.label}: by the weights an epoch takes {count} of its {samples}, the next epoch others"
-                )
-        return found
+            apart = warnings_of(self.held_out_report, names)
+            found += [replace(each, text=f"held-out rows: {each.text}") for each in apart]
+        return [*found, *self.overlap]
 
 
 def prepare(
@@ -132,129 +99,111 @@ def prepare(
     Cost: waits on a file lock while another process prepares the same; no collective.
     """
     template = Template.of(tokenizer, day)
-    share = held_out.share if held_out is not None else None
-    work = _Work(data.all_sources, data, template, task, share, seed)
-    train, held, report, folder = work.result()
-    prepared = Prepared(train, held, report, weights=_weights(data))
-    if held_out is not None and held_out.source is not None:
-        apart = data.model_copy(update={"packing": False})
-        held, _, held_report, held_folder = _Work((held_out.source,), apart, template, task, None, seed).result()
-        ours, theirs = (np.load(each / DIGESTS, mmap_mode="r") for each in (folder, held_folder))
-        overlap = overlap_warning(overlap_of(ours, theirs, held["place"]), len(theirs))
-        prepared = replace(prepared, held_out=held, held_out_report=held_report, overlap=overlap)
-    if held is not None and held_out is not None and held_out.max_rows is not None and held_out.max_rows < len(held):
-        spare = len(held) - held_out.max_rows if share is not None else 0
-        prepared = replace(prepared, held_out=held.select(range(held_out.max_rows)), spare=spare)
-    return prepared
-
-
-def _weights(data: Data) -> tuple[float, ...] | None:
-    weights = tuple(source.weight for source in data.all_sources if source.weight is not None)
-    return weights or None
+    weights = tuple(source.weight for source in data.all_sources if source.weight is not None) or None
+    split = held_out if held_out is not None and held_out.share is not None else None
+    train, apart, report, digests = _Work(data, template, task, seed, split).result()
+    if held_out is None:
+        return Prepared(train, None, report, weights=weights)
+    held_out_report, overlap = None, []
+    if held_out.source is not None:
+        settings = data.model_copy(update={"sources": (held_out.source,), "packing": False})
+        apart, _, held_out_report, others = _Work(settings, template, task, seed, None).result()
+        overlap = overlap_warnings(digests, others, apart.with_format("numpy")["place"][:])
+    measured = apart.select(range(min(held_out.max_rows or len(apart), len(apart))))
+    return Prepared(train, measured, report, held_out_report, weights, tuple(overlap))
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The preparation of some sources.
+    """The preparation of some sources."""
 
-    Args:
-        sources: Data sets to read.
-        data: Settings of the recipe's `data` section.
-        template: How conversations become tokens.
-        task: causal-lm | seq2seq.
-        share: Share of the rows to hold out, or None.
-        seed: See `prepare`.
-    """
-
-    sources: tuple[Source, ...]
     data: Data
     template: Template
     task: str
-    share: float | None
     seed: int
+    split: Eval | None  # the recipe's `eval` section if it holds out a share of these rows
 
-    def result(self) -> tuple[Any, Any, Report, Path]:
-        """Return the rows to train on, those of the share that is held out, the report, and the folder with all of it."""
+    def result(self) -> tuple[datasets.Dataset, Any, Report, np.ndarray]:
+        """Return the rows to train on, those of the share that is held out or None, the report, and the rows' checksums."""
         cache = self.data.cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "ftkit"
         folder = Path(os.path.expanduser(cache)) / self.fingerprint()
         cached = build_once(folder, self.build)
-        try:
-            train = datasets.load_from_disk(str(folder / "train"))
-            held_out = datasets.load_from_disk(str(folder / "held_out")) if self.share is not None else None
-            report = Report.from_json((folder / "report.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-            raise UserError(
-                f"{folder}: the prepared data are damaged ({error}). Delete the folder and start again."
-            ) from error
-        return train, held_out, replace(report, cached=cached), folder
+        train = datasets.load_from_disk(str(folder / "train"))
+        held_out = datasets.load_from_disk(str(folder / "held_out")) if self.split is not None else None
+        report = REPORT_JSON.validate_json((folder / "report.json").read_bytes())
+        return train, held_out, replace(report, cached=cached), np.load(folder / "digests.npy", mmap_mode="r")
 
     def fingerprint(self) -> str:
         """Return the name of the result: a hash of everything that it depends on; places contain the labels of sources."""
         tokenizer = self.template.tokenizer
-        if tokenizer.is_fast:
-            vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())
-            vocabulary = {key: value for key, value in vocabulary.items() if key not in ("padding", "truncation")}
-        else:
-            vocabulary = [tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
+        backend = {"vocabulary": tokenizer.get_vocab(), "settings": repr(tokenizer.init_kwargs)}
+        if tokenizer.is_fast:  # a call leaves its padding and truncation there
+            backend = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}
         settings = ("sequence_tokens", "packing", "loss_on", "on_bad_row", "long_text")
         parts = [
             (metadata.version("ftkit"), transformers.__version__, self.template.day),
             [getattr(self.data, name) for name in settings],
-            (self.task, self.share, self.seed if self.data.packing or self.share is not None else None),
-            [(source.label, source.format, digest(source)) for source in self.sources],
-            [type(tokenizer).__name__, vocabulary, tokenizer.chat_template, tokenizer.special_tokens_map],
+            (self.task, self.seed if self.data.packing or self.split is not None else None),
+            (self.split.share, self.split.max_rows) if self.split is not None else None,
+            [(source.label, source.format, digest(source)) for source in self.data.all_sources],
+            [type(tokenizer).__name__, backend, tokenizer.chat_template, tokenizer.special_tokens_map],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def build(self, folder: Path) -> None:
         """Fill an empty folder with the prepared data sets, the checksums of the rows and the report."""
-        scratch = folder / "scratch"
+        scratch, tokenizer, length = folder / "scratch", self.template.tokenizer, self.data.sequence_tokens
         made = [
             samples_of(source, self.template, self.data, self.task, scratch / str(number))
-            for number, source in enumerate(self.sources)
+            for number, source in enumerate(self.data.all_sources)
         ]
-        parts, reports = [part for part, _ in made], tuple(report for _, report in made)
-        refuse_bad_rows(reports, self.data.on_bad_row)
-        samples = datasets.concatenate_datasets([part.select_columns(["place", "digest", "pieces"]) for part in parts])
-        columns = samples.with_format("numpy")[:]
-        first, digests = columns["pieces"] > 0, columns["digest"]
-        duplicates = duplicates_of(digests[first], columns["place"][first])
-        if self.share is not None:
-            chosen = held_out_digests(digests, self.share, self.seed)
-            masks = [np.isin(part.with_format("numpy")["digest"][:], chosen) for part in parts]
-            held_out = [part.select(np.flatnonzero(mask)) for part, mask in zip(parts, masks)]
-            _joined(held_out, ["input_ids", "labels", "place"]).save_to_disk(str(folder / "held_out"))
-            parts = [part.select(np.flatnonzero(~mask)) for part, mask in zip(parts, masks)]
-        tokens = sum(int(part.with_format("numpy")["tokens"][:].sum()) for part in parts)
-        checksum = xxhash.xxh3_64_hexdigest(_joined(parts, ["digest"]).with_format("numpy")["digest"][:].tobytes())
+        samples = datasets.concatenate_datasets([part for part, _ in made])
+        sources = np.repeat(np.arange(len(made)), [len(part) for part, _ in made])
+        columns = samples.select_columns(["tokens", "digest"]).with_format("numpy")[:]
+        tokens, digests = columns["tokens"], columns["digest"]
+        chosen = usable = tokens > 0
+        if self.split is not None and self.split.share is not None:
+            apart = held_out_digests(digests[usable], self.split.share, self.split.max_rows, self.seed)
+            held_out = usable & np.isin(digests, apart)
+            samples.select(np.flatnonzero(held_out)).select_columns(COLUMNS).save_to_disk(str(folder / "held_out"))
+            chosen = usable & ~held_out
+        parts = [samples.select(np.flatnonzero(chosen & (sources == number))) for number in range(len(made))]
+        names = [*COLUMNS]
         if self.data.packing:
             parts = [self.packed(part, scratch / f"packed-{number}.arrow") for number, part in enumerate(parts)]
-        names = list(PACKED_COLUMNS) if self.data.packing else ["input_ids", "labels", "place"]
+            names = list(PACKED_COLUMNS)
         if len(parts) > 1:
             parts = [part.add_column("source", np.full(len(part), number, np.int16)) for number, part in enumerate(parts)]
             names.append("source")
-        train = _joined(parts, names)
+        train = datasets.concatenate_datasets(parts).select_columns(names)
         train.save_to_disk(str(folder / "train"))
-        np.save(folder / DIGESTS, digests[first])
-        efficiency = tokens / (len(train) * self.data.sequence_tokens) if self.data.packing else None
-        report = Report(reports, self.template.kind, len(train), efficiency, duplicates, checksum, day=self.template.day)
-        (folder / "report.json").write_text(report.to_json(), encoding="utf-8")
+        np.save(folder / "digests.npy", digests[usable])
+        report = replace(
+            Report.of(tuple(report for _, report in made), samples, tokenizer, length),
+            rendering=self.template.kind,
+            day=self.template.day,
+            sequences=len(train),
+            packing_efficiency=int(tokens[chosen].sum()) / (len(train) * length) if self.data.packing else None,
+            digest=xxhash.xxh3_64_hexdigest(digests[chosen].tobytes()),
+        )
+        (folder / "report.json").write_bytes(REPORT_JSON.dump_json(report))
         shutil.rmtree(scratch)
 
     def packed(self, samples: datasets.Dataset, file: Path) -> datasets.Dataset:
         """Pack the samples of one source into sequences."""
         sequences = best_fit(samples.with_format("numpy")["tokens"][:], self.data.sequence_tokens, self.seed)
-        tokens = samples.select_columns(["input_ids", "labels", "place"]).with_format("numpy")
+        function = partial(fill, samples=samples.select_columns(COLUMNS).with_format("numpy"))
         members = datasets.Dataset.from_dict({"members": sequences})
-        return mapped(members, partial(fill, samples=tokens), PACKED_COLUMNS, self.data.workers, file, "Packing")
+        return mapped(members, function, PACKED_COLUMNS, self.data.workers, file, "Packing")
 
 
-def held_out_digests(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
+def held_out_digests(digests: np.ndarray, share: float, most: int | None, seed: int) -> np.ndarray:
     """Choose the rows to hold out by their content, so that no text is in both sets.
 
     Args:
         digests: (N,) checksums of the rows; equal rows have equal ones.
         share: Share to hold out, between 0 and 1; at least one row is held out, and at least one remains.
+        most: Most rows to hold out, or None.
         seed: Seed of the choice, which is the same whenever the data and the seed are.
 
     Raises:
@@ -263,7 +212,7 @@ def held_out_digests(digests: np.ndarray, share: float, seed: int) -> np.ndarray
     different = digests[np.sort(np.unique(digests, return_index=True)[1])]  # in the order of the rows
     if len(different) < 2:
         raise UserError("eval.share: a share of 1 row cannot be held out; needed: 2 different rows or more")
-    count = min(max(round(share * len(different)), 1), len(different) - 1)
+    count = min(max(round(share * len(different)), 1), len(different) - 1, most or len(different))
     return different[np.random.RandomState([seed % 2**32, len(different)]).permutation(len(different))[:count]]
 
 
@@ -298,7 +247,3 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> bool:
             f"{folder.parent}: prepared data cannot be written: {error}. Free some space or set data.cache_dir."
         ) from error
     return False
-
-
-def _joined(parts: list[datasets.Dataset], names: list[str]) -> datasets.Dataset:
-    return datasets.concatenate_datasets(parts).select_columns(names)

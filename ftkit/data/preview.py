@@ -6,44 +6,39 @@ what the model gets. Cost: two decodings per token, of a handful of rows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
-import pyarrow.compute
 
+from ftkit.data.packing import PLACES
 from ftkit.data.report import Checks, Report, Warned
 from ftkit.data.tokenize import IGNORED_LABEL
 
 MOST_TOKENS = 800
 """Tokens of a row that are shown; more are left out in the middle."""
-JOINED = re.compile(r", (?!row \d)")
-"""Separates the places of packed samples; a place may be `file, row 3`."""
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one or a few tokens."""
+    """Text of one or a few tokens, or a gap, whose text says how many tokens are not shown."""
 
     text: str
-    tokens: int
-    trained: bool  # whether they count in the loss
-    special: bool  # whether it is a special token
+    trained: bool = False  # whether they count in the loss
+    special: bool = False  # whether it is a special token
+    gap: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as pieces; `hidden_tokens` are missing before the piece `hidden_at`."""
+    """One sample as pieces."""
 
     place: str
     pieces: tuple[Piece, ...]
     tokens: int
     trained_tokens: int
-    hidden_tokens: int
-    hidden_at: int
 
 
 @dataclass(frozen=True)
@@ -57,36 +52,27 @@ class Shown:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a recipe's data before training.
+    """Facts of a recipe's data before training."""
 
-    Args:
-        title: Name of the data.
-        report: Counts; None if there are no usable rows.
-        held_out: Counts of the held-out rows; None if they are a share of the others, or if there are none.
-        warnings: The worst first.
-        refused: Why a run would not start with these data, or "".
-        shown: Some rows as the model gets them.
-        sequence_tokens: Longest sequence, in tokens.
-    """
-
-    title: str
-    report: Report | None
-    held_out: Report | None
-    warnings: tuple[Warned, ...]
-    refused: str
-    shown: tuple[Shown, ...]
-    sequence_tokens: int
+    title: str  # name of the data
+    report: Report | None  # None if there are no usable rows
+    held_out: Report | None  # of held-out rows that are a source of their own
+    warnings: tuple[Warned, ...]  # the worst first
+    refused: str  # why a run would not start with these data, or ""
+    shown: tuple[Shown, ...]  # some rows as the model gets them
+    sequence_tokens: int  # longest sequence, in tokens
 
 
 def sample_of(checks: Checks, ids: Sequence[int], labels: Sequence[int], place: str, most: int = MOST_TOKENS) -> Sample:
     """Return tokens and their labels as a sample of at most `most` visible tokens."""
     trained = [label != IGNORED_LABEL for label in labels]
-    first, last = len(ids), len(ids)
-    if len(ids) > most:
-        first, last = most * 3 // 4, len(ids) - (most - most * 3 // 4)
-    head = tuple(pieces_of(checks, ids[:first], trained[:first]))
-    tail = tuple(pieces_of(checks, ids[last:], trained[last:]))
-    return Sample(place, head + tail, len(ids), sum(trained), last - first, len(head))
+    if len(ids) <= most:
+        pieces = [*pieces_of(checks, ids, trained)]
+    else:
+        first, last = most - most // 4, len(ids) - most // 4
+        gap = Piece(f"… {last - first:,} tokens not shown …", gap=True)
+        pieces = [*pieces_of(checks, ids[:first], trained[:first]), gap, *pieces_of(checks, ids[last:], trained[last:])]
+    return Sample(place, tuple(pieces), len(ids), sum(trained))
 
 
 def pieces_of(checks: Checks, ids: Sequence[int], trained: Sequence[bool]) -> Iterator[Piece]:
@@ -95,19 +81,21 @@ def pieces_of(checks: Checks, ids: Sequence[int], trained: Sequence[bool]) -> It
     joined: list[int] = []
     for place, token in enumerate(ids):
         joined.append(token)
-        special = token in checks.ids
-        text = checks.name(token) if special else _text(checks.tokenizer, before, joined)
+        if token in checks.ids:
+            yield Piece(str(checks.tokenizer.convert_ids_to_tokens(token)), trained[place], special=True)
+            before, joined = [], []
+            continue
+        text = _text(checks.tokenizer, before, joined)
         ends = place + 1 == len(ids) or ids[place + 1] in checks.ids or trained[place + 1] != trained[place]
         if ends or not text.endswith(BROKEN):
-            yield Piece(text, len(joined), trained[place], special)
-            before, joined = [] if special else joined, []
+            yield Piece(text, trained[place])
+            before, joined = joined, []
 
 
 def _text(tokenizer: Any, before: list[int], joined: list[int]) -> str:
     """Return the text of tokens after others: alone, some lose the blank that they begin with."""
-    parts = ([*before, *joined], before, joined)
-    whole, first, alone = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in parts)
-    return whole[len(first) :] if whole.startswith(first) else alone
+    whole, first = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in ([*before, *joined], before))
+    return whole[len(first) :]
 
 
 def sequence_of(checks: Checks, row: dict[str, Any], title: str, sequence_tokens: int, *, seq2seq: bool = False) -> Shown:
@@ -127,18 +115,13 @@ def sequence_of(checks: Checks, row: dict[str, Any], title: str, sequence_tokens
     if "position_ids" not in row:
         return Shown(title, (sample_of(checks, ids, labels, place),))
     starts = [start for start, position in enumerate(row["position_ids"]) if position == 0]
-    places = JOINED.split(place) if len(JOINED.split(place)) == len(starts) else [place] * len(starts)
     most = max(MOST_TOKENS // len(starts), 64)
-    spans = zip(places, starts, [*starts[1:], len(ids)])
+    spans = zip(place.split(PLACES), starts, [*starts[1:], len(ids)])
     samples = (sample_of(checks, ids[start:stop], labels[start:stop], own, most) for own, start, stop in spans)
     return Shown(title, tuple(samples), sequence_tokens)
 
 
 def row_at(dataset: datasets.Dataset, place: str) -> int | None:
     """Return the number of the first row that has a sample of a place, or None."""
-    column = dataset.select_columns(["place"]).with_format("arrow")[:]["place"]
-    for number in pyarrow.compute.match_substring(column, place).to_numpy().nonzero()[0].tolist():
-        places = column[number].as_py()
-        if place == places or place in JOINED.split(places):
-            return int(number)
-    return None
+    rows = (number for number, places in enumerate(dataset["place"][:]) if place in places.split(PLACES))
+    return next(rows, None)

@@ -1,22 +1,21 @@
 """Counts and warnings of prepared rows.
 
-`Checks` looks at each row when it becomes tokens and returns its findings as bits. A `SourceReport` has the counts of one
-source, a `Report` those of all sources. It is stored beside the prepared rows. `warnings_of` writes the sentences that
-`ftkit data`, a notebook and `ftkit finetune` show before the first step.
-
-Rows that cannot be trained on are errors (`BadRowError`) and are only counted here.
+`Checks` looks at each row when it becomes tokens and returns its findings as bits. A `Report` counts the rows and their
+findings; it is stored beside the prepared rows. `warnings_of` writes the sentences that `ftkit data`, a notebook and
+`ftkit finetune` show before the first step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count, islice, pairwise
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
+import datasets
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from ftkit.config.wording import counted
 
@@ -35,11 +34,12 @@ WARNINGS = {
 BITS = {name: 1 << place for place, name in enumerate(WARNINGS)}
 CUT, EARLIER_ANSWERS = BITS["cut"], BITS["earlier_answers"]
 PLACES_KEPT = 3
-FILES_SHOWN = 6
+BARS = 24
+"""Most bars of a histogram."""
 LONGEST = 4
-"""Longer samples count as this many sequences in `Lengths`."""
-LITTLE_TRAINED = 0.01
-"""Share of trained tokens below which there is a warning."""
+"""Longer samples count as this many sequences in a histogram."""
+Bar = tuple[int, int, int]
+"""Fewest tokens, most tokens (excluded), and the samples of these lengths."""
 
 
 @dataclass(frozen=True)
@@ -49,53 +49,34 @@ class Found:
     rows: int
     places: tuple[str, ...]
 
-
-@dataclass(frozen=True)
-class Lengths:
-    """Distribution of sample lengths: (tokens, samples) for each length that occurs, ascending."""
-
-    counts: tuple[tuple[int, int], ...]
-
     @classmethod
-    def of(cls, tokens: np.ndarray, sequence_tokens: int) -> Lengths:
-        """Count the lengths of samples, shape (samples,), in tokens."""
-        lengths, samples = np.unique(np.minimum(tokens, LONGEST * sequence_tokens), return_counts=True)
-        return cls(tuple(zip(lengths.tolist(), samples.tolist())))
+    def of(cls, rows: np.ndarray, places: np.ndarray) -> Found:
+        """Return some rows, given their numbers and the places of all rows."""
+        return cls(len(rows), tuple(str(place) for place in places[rows[:PLACES_KEPT]]))
 
-    @classmethod
-    def sum(cls, parts: Sequence[Lengths]) -> Lengths:
-        """Return the lengths of several sources together."""
-        total: Counter[int] = Counter()
-        for part in parts:
-            total.update(dict(part.counts))
-        return cls(tuple(sorted(total.items())))
 
-    @property
-    def most(self) -> int:
-        """Longest sample, in tokens."""
-        return self.counts[-1][0] if self.counts else 0
-
-    def at(self, share: float) -> int:
-        """Return the length that a share of the samples does not exceed, in tokens."""
-        lengths, samples = np.array(self.counts).T
-        return int(lengths[np.searchsorted(np.cumsum(samples), share * samples.sum())])
-
-    def classes(self, most: int) -> list[tuple[int, int, int]]:
-        """Return a histogram of at most `most` bars of a round width: (low, high, samples), high excluded."""
-        widths = (step * 10**power for power in count() for step in (1, 2, 5))
-        width = next(each for each in widths if each * most > self.most)
-        bars = [0] * (self.most // width + 1)
-        for tokens, samples in self.counts:
-            bars[tokens // width] += samples
-        return [(place * width, (place + 1) * width, samples) for place, samples in enumerate(bars)]
+def bars_of(tokens: np.ndarray, sequence_tokens: int) -> list[Bar]:
+    """Return a histogram of the lengths of samples, shape (samples,), in tokens."""
+    tokens = np.minimum(tokens, LONGEST * sequence_tokens)
+    width = 2 ** (int(tokens.max()) // BARS).bit_length()
+    return [(low * width, (low + 1) * width, count) for low, count in enumerate(np.bincount(tokens // width).tolist())]
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """Counts of one source."""
+    """One source."""
 
     label: str  # path, or name and split
     format: str  # as detected or as given
+    rows: int  # rows read, unusable ones included
+    unused: tuple[str, ...] = ()  # columns with content that the format does not read
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of the rows of all sources."""
+
+    sources: tuple[SourceReport, ...]
     rows: int  # rows read, unusable ones included
     bad_rows: int  # unusable rows, which are skipped
     bad_examples: tuple[str, ...]  # the first of them, each `place: reason`
@@ -106,54 +87,56 @@ class SourceReport:
     cut_tokens: int  # tokens cut off
     split_rows: int  # plain texts longer than a sequence
     split_samples: int  # samples made of those
-    lengths: Lengths  # tokens per sample, before cutting
-    trained_lengths: Lengths  # trained tokens per sample
+    longest: int  # most tokens of a sample, before cutting
+    lengths: list[Bar]  # tokens per sample, before cutting
+    trained_lengths: list[Bar]  # trained tokens per sample
     ends: dict[str, int]  # tokens that end answers, as text, and the samples that end with each
     found: dict[str, Found]  # findings by their names in WARNINGS
-    files: tuple[str, ...] = ()  # names of the files read, where the source is a folder
-    unused: tuple[str, ...] = ()  # columns with content that the format does not read
-
-
-class Total:
-    """A count of `SourceReport`, summed over the sources of a `Report`."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, report: Report, owner: type) -> int:
-        return sum(getattr(source, self.name) for source in report.sources)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Counts of all sources."""
-
-    sources: tuple[SourceReport, ...]
-    rendering: str  # how the answers are found, see ftkit.data.template
-    sequences: int  # rows of the prepared data set: samples, or packed sequences
-    packing_efficiency: float | None  # share of the packed sequences that holds tokens
     duplicates: Found  # samples equal to an earlier one, each place `file:9, as file:2`
+    rendering: str = ""  # how the answers are found, see ftkit.data.template
+    day: str = ""  # day that a template with `strftime_now` wrote; "" if it writes none
+    sequences: int = 0  # rows of the prepared data set: samples, or packed sequences
+    packing_efficiency: float | None = None  # share of the packed sequences that holds tokens
     digest: str = ""  # checksum of all tokens and labels in their order
     cached: bool = False  # whether the prepared rows were in the cache
-    day: str = ""  # day that a template with `strftime_now` wrote; "" if it writes none
 
-    rows, bad_rows, samples, split_rows, split_samples = Total(), Total(), Total(), Total(), Total()
-    tokens, trained_tokens, truncated_rows, cut_tokens = Total(), Total(), Total(), Total()
+    @classmethod
+    def of(
+        cls, sources: tuple[SourceReport, ...], samples: datasets.Dataset, tokenizer: Any, sequence_tokens: int
+    ) -> Report:
+        """Count the samples of all sources.
 
-    @property
-    def bad_examples(self) -> tuple[str, ...]:
-        """The first unusable rows of each source."""
-        return tuple(example for source in self.sources for example in source.bad_examples)
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tokens per sample of all sources, before cutting."""
-        return Lengths.sum([source.lengths for source in self.sources])
-
-    @property
-    def trained_lengths(self) -> Lengths:
-        """Trained tokens per sample of all sources."""
-        return Lengths.sum([source.trained_lengths for source in self.sources])
+        Args:
+            sources: The sources, in the order of their samples.
+            samples: Columns of `ftkit.data.tokenize.SAMPLE_COLUMNS`, unusable rows included.
+            tokenizer: The tokenizer that made them.
+            sequence_tokens: Tokens of a sequence.
+        """
+        names = ["tokens", "trained_tokens", "cut_tokens", "found", "end", "pieces", "digest", "place"]
+        columns = samples.select_columns(names).with_format("numpy")[:]
+        tokens, trained, cut, pieces = (columns[name] for name in ("tokens", "trained_tokens", "cut_tokens", "pieces"))
+        good, bad = tokens > 0, np.flatnonzero(tokens == 0)
+        found = {name: np.flatnonzero(columns["found"] & bit) for name, bit in BITS.items()}
+        ends = Counter(columns["end"][columns["end"] >= 0].tolist())
+        return cls(
+            sources=sources,
+            rows=sum(source.rows for source in sources),
+            bad_rows=len(bad),
+            bad_examples=tuple(samples.select(bad[:PLACES_KEPT])["problem"]),
+            samples=int(good.sum()),
+            tokens=int(tokens.sum()),
+            trained_tokens=int(trained.sum()),
+            truncated_rows=int((cut > 0).sum()),
+            cut_tokens=int(cut.sum()),
+            split_rows=int((pieces > 1).sum()),
+            split_samples=int(pieces[pieces > 1].sum()),
+            longest=int((tokens + cut).max()),
+            lengths=bars_of((tokens + cut)[good], sequence_tokens),
+            trained_lengths=bars_of(trained[good], sequence_tokens),
+            ends={str(tokenizer.convert_ids_to_tokens(token)): rows for token, rows in ends.most_common()},
+            found={name: Found.of(rows, columns["place"]) for name, rows in found.items() if len(rows)},
+            duplicates=duplicates_of(columns["digest"][pieces > 0], columns["place"][pieces > 0]),
+        )
 
     def remarks(self) -> list[str]:
         """Return sentences on columns that are not read, and on the day."""
@@ -162,14 +145,9 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report for a person."""
-        lines = []
-        for source in self.sources:
-            lines.append(f"{source.label}: {counted(source.rows, 'row')}, format {source.format}")
-            if source.files:
-                names = [*source.files[:FILES_SHOWN], *["…"][: len(source.files) - FILES_SHOWN]]
-                lines.append(f"  {counted(len(source.files), 'file')}: {', '.join(names)}")
+        lines = [f"{source.label}: {counted(source.rows, 'row')}, format {source.format}" for source in self.sources]
         lines += self.remarks()
-        trained = 100 * self.trained_tokens / max(self.tokens, 1)
+        trained = 100 * self.trained_tokens / self.tokens
         lines.append(
             f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, {trained:.0f} % of them trained on"
         )
@@ -187,37 +165,16 @@ class Report:
             lines.append(f"packed into {counted(self.sequences, 'sequence')}, {100 * self.packing_efficiency:.1f} % full")
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """Return the report as JSON text."""
-        return _JSON.dump_json(self).decode()
 
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Read the text of `to_json`.
-
-        Raises:
-            ValueError: The text is not a report.
-        """
-        try:
-            return _JSON.validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"not a report: {error.errors()[0]['msg']}") from error
-
-
-_JSON = TypeAdapter(Report)
+REPORT_JSON = TypeAdapter(Report)
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks of single rows.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        ids: Its special tokens, and the tokens added to its vocabulary.
-    """
+    """Checks of single rows."""
 
     tokenizer: Any
-    ids: frozenset[int]
+    ids: frozenset[int]  # its special tokens, and the tokens added to its vocabulary
 
     @classmethod
     def of(cls, tokenizer: Any) -> Checks:
@@ -265,58 +222,22 @@ class Checks:
     def _not_blank(self, tokens: Iterable[int]) -> Iterator[int]:
         return (token for token in tokens if token in self.ids or self.tokenizer.decode([token]).strip())
 
-    def name(self, token: int) -> str:
-        """Return a token as text."""
-        return str(self.tokenizer.convert_ids_to_tokens(token))
 
-
-def found_of(flags: np.ndarray, places: Sequence[str]) -> dict[str, Found]:
-    """Return the findings in rows, given their bits, shape (rows,), and their places."""
-    found = {name: np.flatnonzero(flags & bit) for name, bit in BITS.items()}
-    return {name: _found(rows, places) for name, rows in found.items() if len(rows)}
-
-
-def ends_of(ends: np.ndarray, checks: Checks) -> dict[str, int]:
-    """Return the names of tokens that end rows and how many rows each ends, given the tokens, shape (rows,), or -1."""
-    tokens = Counter(ends[ends >= 0].tolist())
-    return {checks.name(token): rows for token, rows in tokens.most_common()}
-
-
-def duplicates_of(digests: np.ndarray, places: Sequence[str]) -> Found:
-    """Return the samples that equal an earlier one, given their checksums, shape (samples,), and their places."""
+def duplicates_of(digests: np.ndarray, places: np.ndarray) -> Found:
+    """Return the rows that equal an earlier one, given their checksums and places, shape (rows,)."""
     _, firsts, groups = np.unique(digests, return_index=True, return_inverse=True)
     first = firsts[groups]
     later = np.flatnonzero(first != np.arange(len(digests)))
-    shown = later[:PLACES_KEPT].tolist()
-    return Found(len(later), tuple(f"{places[row]}, as {places[int(first[row])]}" for row in shown))
-
-
-def overlap_of(train_digests: np.ndarray, held_out_digests: np.ndarray, places: Sequence[str]) -> Found:
-    """Return the held-out samples that are also trained on, given checksums and the places of the held-out samples."""
-    return _found(np.flatnonzero(np.isin(held_out_digests, train_digests)), places)
-
-
-def _found(rows: np.ndarray, places: Sequence[str]) -> Found:
-    return Found(len(rows), tuple(places[row] for row in rows[:PLACES_KEPT].tolist()))
+    return Found(len(later), tuple(f"{places[row]}, as {places[first[row]]}" for row in later[:PLACES_KEPT]))
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning about rows that can be trained on.
+    """A warning about rows that can be trained on."""
 
-    Args:
-        kind: A name of `WARNINGS`, or unusable, other_end, duplicates, little_trained, overlap.
-        text: A sentence with the numbers.
-        places: File and line of the first rows.
-    """
-
-    kind: str
-    text: str
-    places: tuple[str, ...] = ()
-
-    def of(self, part: str) -> Warned:
-        """Return the warning with the name of a part of the data before it."""
-        return replace(self, text=f"{part}: {self.text}")
+    kind: str  # a name of `WARNINGS`, or unusable, other_end, duplicates, overlap
+    text: str  # a sentence with the numbers
+    places: tuple[str, ...] = ()  # file and line of the first rows
 
     def __str__(self) -> str:
         return f"{self.text} ({', '.join(self.places)})" if self.places else self.text
@@ -333,14 +254,10 @@ def warnings_of(report: Report, stops: Collection[str]) -> list[Warned]:
     warned = []
     if report.bad_rows:
         text = f"{report.bad_rows} of {counted(report.rows, 'row')} cannot be used and are skipped"
-        warned.append(Warned("unusable", text, report.bad_examples[:PLACES_KEPT]))
-    for kind, text in WARNINGS.items():
-        found = [source.found[kind] for source in report.sources if kind in source.found]
-        places = tuple(place for each in found for place in each.places)[:PLACES_KEPT]
-        if found:
-            warned.append(Warned(kind, f"{sum(each.rows for each in found)} {of_samples} have {text}", places))
-    ends = sum((Counter(source.ends) for source in report.sources), Counter[str]())
-    for name, rows in ends.items():
+        warned.append(Warned("unusable", text, report.bad_examples))
+    for kind, found in report.found.items():
+        warned.append(Warned(kind, f"{found.rows} {of_samples} have {WARNINGS[kind]}", found.places))
+    for name, rows in report.ends.items():
         if name not in stops:
             stops_at = f"it stops at: {', '.join(sorted(stops)) or 'none'}"
             advice = "Make it the tokenizer's eos_token, or name it in generation_config.json"
@@ -349,22 +266,21 @@ def warnings_of(report: Report, stops: Collection[str]) -> list[Warned]:
     if report.duplicates.rows:
         text = f"{report.duplicates.rows} {of_samples} are the same as an earlier one"
         warned.append(Warned("duplicates", text, report.duplicates.places))
-    trained = report.trained_tokens / max(report.tokens, 1)
-    if trained < LITTLE_TRAINED:
-        text = f"only {100 * trained:.2g} % of the tokens are trained on: the answers are short"
-        warned.append(Warned("little_trained", text))
     return warned
 
 
-def overlap_warning(found: Found, held_out_rows: int) -> Warned | None:
-    """Return the warning for held-out samples that are also trained on, or None."""
+def overlap_warnings(train_digests: np.ndarray, held_out_digests: np.ndarray, places: np.ndarray) -> list[Warned]:
+    """Return a warning if held-out rows are also trained on, given checksums and the places of the held-out rows."""
+    found = Found.of(np.flatnonzero(np.isin(held_out_digests, train_digests)), places)
     if not found.rows:
-        return None
-    text = f"{found.rows} of {counted(held_out_rows, 'held-out sample')} are also trained on: the evaluation looks too good"
-    return Warned("overlap", text, found.places)
+        return []
+    rows = counted(len(held_out_digests), "held-out sample")
+    return [Warned("overlap", f"{found.rows} of {rows} are also trained on: the evaluation looks too good", found.places)]
 
 
 def stops_of(generation_config: Any) -> tuple[int, ...]:
     """Return the tokens at which generation stops by a `GenerationConfig`, or by None."""
     found = getattr(generation_config, "eos_token_id", None)
-    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (int(found),)
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)

@@ -7,20 +7,18 @@ control characters are shown as signs. The page loads no other file and has no s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import chain
 
 from ftkit.config.wording import counted
-from ftkit.data.preview import Findings, Piece, Sample, Shown
-from ftkit.data.report import Lengths, Report, Warned
+from ftkit.data.preview import Findings, Piece, Shown
+from ftkit.data.report import Bar, Report, Warned
 from ftkit.report.charts import histogram
 from ftkit.report.page import page
 from ftkit.report.style import embedded
 from ftkit.report.text import escaped, visible
 
-BARS = 40
-"""Most bars of a histogram."""
 SCOPE = "ftkit-data"
 
 FRAME = """
@@ -95,11 +93,10 @@ def _body(found: Findings) -> Iterator[str]:
 
 
 def _cards(report: Report) -> Iterator[str]:
-    trained = 100 * report.trained_tokens / max(report.tokens, 1)
-    lengths = report.lengths
+    trained = 100 * report.trained_tokens / report.tokens
     cards = [
         ("rows", f"{report.rows:,}", ", ".join(dict.fromkeys(source.format for source in report.sources))),
-        ("samples", f"{report.samples:,}", f"median {lengths.at(0.5):,} tokens; 95 % up to {lengths.at(0.95):,}"),
+        ("samples", f"{report.samples:,}", f"mean {report.tokens // report.samples:,} tokens, longest {report.longest:,}"),
         ("tokens", f"{report.tokens:,}", f"{trained:.0f} % trained on: {report.trained_tokens:,}"),
         ("cut", f"{report.truncated_rows:,}", f"samples; {report.cut_tokens:,} tokens lost"),
     ]
@@ -127,13 +124,13 @@ def _warnings(report: Report, warnings: Sequence[Warned]) -> Iterator[str]:
 
 
 def _lengths(report: Report, sequence_tokens: int) -> Iterator[str]:
-    limit = (float(sequence_tokens), "sequence_tokens") if 2 * report.lengths.most >= sequence_tokens else None
+    limit = (float(sequence_tokens), "sequence_tokens") if 2 * report.longest >= sequence_tokens else None
     yield _histogram("Tokens of a sample, before it is cut", report.lengths, limit)
     yield _histogram("Tokens trained on, of a sample", report.trained_lengths, None)
 
 
-def _histogram(title: str, lengths: Lengths, limit: tuple[float, str] | None) -> str:
-    return histogram(title, ("length", "tokens"), ("how many", "samples"), lengths.classes(BARS), limit)
+def _histogram(title: str, bars: list[Bar], limit: tuple[float, str] | None) -> str:
+    return histogram(title, ("length", "tokens"), ("how many", "samples"), bars, limit)
 
 
 def _shown(shown: Shown) -> Iterator[str]:
@@ -145,21 +142,16 @@ def _shown(shown: Shown) -> Iterator[str]:
             f'<div class="edge"><span>{which}{escaped(visible(sample.place))}</span>'
             f"<span>{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on</span></div>"
         )
-        yield f'<div class="tokens">{"".join(_pieces(sample))}</div>'
+        yield f'<div class="tokens">{"".join(map(_piece, sample.pieces))}</div>'
     if shown.sequence_tokens > used:
         yield f'<div class="edge">{counted(shown.sequence_tokens - used, "token")} not filled</div>'
     yield "</section>"
 
 
-def _pieces(sample: Sample) -> Iterable[str]:
-    for place, piece in enumerate(sample.pieces):
-        if sample.hidden_tokens and place == sample.hidden_at:
-            yield f'<span class="gap">… {sample.hidden_tokens:,} tokens not shown …</span>'
-        yield _piece(piece)
-
-
 def _piece(piece: Piece) -> str:
     text = escaped(visible(piece.text)).replace("\n", "<u>⏎</u>\n")
+    if piece.gap:
+        return f'<span class="gap">{text}</span>'
     inside = f"<i>{text}</i>" if piece.special else text
     name = "mark" if piece.trained else "span"
     return f"<{name}>{inside}</{name}>"

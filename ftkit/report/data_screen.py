@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from ftkit.config.wording import counted
-from ftkit.data.preview import Findings, Sample, Shown
-from ftkit.data.report import Lengths
+from ftkit.data.preview import Findings, Piece, Sample, Shown
+from ftkit.data.report import Bar
 from ftkit.report.text import visible
 
-BARS = 12
-BAR = 44
+LONGEST_BAR = 44
 """Characters of the longest bar."""
 READ, LEARNED, SPECIAL = "dim", "bold underline green", "cyan"
 
@@ -40,13 +39,12 @@ def show(found: Findings, console: Console, *, rows: bool) -> None:
         console.print(Text.assemble(("a run would refuse these data: ", "bold red"), visible(found.refused)))
 
 
-def _histogram(console: Console, lengths: Lengths, sequence_tokens: int) -> None:
-    classes = lengths.classes(BARS)
-    most = max((count for _, _, count in classes), default=0)
-    width = max((len(f"{high - 1:,}") for _, high, _ in classes), default=0)
+def _histogram(console: Console, bars: list[Bar], sequence_tokens: int) -> None:
+    most = max(count for _, _, count in bars)
+    width = max(len(f"{high - 1:,}") for _, high, _ in bars)
     console.print(Text("tokens per sample, before cutting, and samples", "bold"))
-    for low, high, count in classes:
-        bar = "█" * max(round(BAR * count / most), int(count > 0))
+    for low, high, count in bars:
+        bar = "█" * max(round(LONGEST_BAR * count / most), int(count > 0))
         over = "  beyond sequence_tokens" if count and low >= sequence_tokens else ""
         console.print(Text(f"  {low:>{width},} – {high - 1:>{width},} {bar} {count:,}{over}"))
 
@@ -66,15 +64,19 @@ def _shown(console: Console, shown: Shown) -> None:
 def _text(sample: Sample) -> Text:
     """Return the tokens of a sample, with brackets around the trained ones."""
     text, inside = Text(), False
-    for place, piece in enumerate(sample.pieces):
-        if sample.hidden_tokens and place == sample.hidden_at:
-            text.append(f"{'⟧' * inside} … {counted(sample.hidden_tokens, 'token')} not shown … ", "italic")
-            inside = False
+    for piece in sample.pieces:
         if piece.trained != inside:
             text.append("⟦" if piece.trained else "⟧", LEARNED)
             inside = piece.trained
-        style = f"{SPECIAL} {LEARNED.removesuffix(' green')}" if piece.special and inside else SPECIAL
-        text.append(visible(piece.text), style if piece.special else LEARNED if inside else READ)
+        text.append(f" {piece.text} " if piece.gap else visible(piece.text), _style(piece))
     if inside:
         text.append("⟧", LEARNED)
     return text
+
+
+def _style(piece: Piece) -> str:
+    if piece.gap:
+        return "italic"
+    if piece.special:
+        return f"{SPECIAL} bold underline" if piece.trained else SPECIAL
+    return LEARNED if piece.trained else READ

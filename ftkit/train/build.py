@@ -222,14 +222,13 @@ def notices(recipe: Recipe, parts: Parts, steps: WholeSteps) -> list[str]:
     sequences, step_sequences = len(steps.order), steps.step_sequences
     if rest := sequences - len(steps):
         lines.append(f"{rest} of {counted(sequences, 'sequence')} left over in each epoch: a step takes {step_sequences}")
-    lines += rows.left_out(steps.order)
     made, warmup = steps_of(recipe, sequences, step_sequences), recipe.optimizer.warmup_steps
     if warmup >= made:
         lines.append(f"warning: optimizer.warmup_steps is {warmup} and the run has {counted(made, 'step')}")
     length, positions, longest = recipe.data.sequence_tokens, positions_of(parts.model), parts.tokenizer.model_max_length
     if positions and length > positions:
         lines.append(f"warning: data.sequence_tokens is {length} and the model was trained with {positions} positions")
-    if (most := min(report.lengths.most, length)) > longest:
+    if (most := min(report.longest, length)) > longest:
         lines.append(f"warning: samples have up to {most} tokens and the tokenizer's model_max_length is {longest}")
     if recipe.output.save_every_steps is None:
         lines.append("no checkpoints will be saved (output.save_every_steps is not set)")

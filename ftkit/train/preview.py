@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ftkit.config.recipe import Recipe, load, parse
+from ftkit.config.recipe import Recipe, load
 from ftkit.data.prepare import Prepared
 from ftkit.data.preview import Findings, Shown, row_at, sequence_of
 from ftkit.data.report import Checks, Warned, stops_of
@@ -29,7 +28,7 @@ WARNINGS_SHOWN = 4
 
 
 class Preview(Findings):
-    """What is known of a recipe's data before training. A notebook shows it as a picture."""
+    """Facts of a recipe's data before training. A notebook shows it as a picture."""
 
     def __repr__(self) -> str:
         text = io.StringIO()
@@ -49,38 +48,29 @@ class Preview(Findings):
         return data_page.render(self)
 
 
-def preview(
-    recipe: Recipe | Mapping[str, Any] | str | Path, *, settings: Sequence[str] = (), rows: int = ROWS_SHOWN
-) -> Preview:
+def preview(recipe: str | Path, *, settings: Sequence[str] = (), rows: int = ROWS_SHOWN) -> Preview:
     """Prepare a recipe's data as a run does, and return counts, warnings and some rows.
 
     Args:
-        recipe: A YAML file, the name of a packaged recipe, a dictionary, or a recipe.
-        settings: `key.sub=value`, laid over the recipe in order. Not used with a `Recipe`.
+        recipe: A YAML file, or the name of a packaged recipe.
+        settings: `key.sub=value`, laid over the recipe in order.
         rows: Rows (or packed sequences) to show, beside one for each kind of warning.
 
     Raises:
-        UserError: The recipe or the tokenizer cannot be used. Data that a run refuses are no error here: the result
-            has the reason in `refused`.
+        UserError: The recipe, the tokenizer or the model's configuration cannot be used. Data that a run refuses are no
+            error here: the result has the reason in `refused`.
     """
-    title = f"data of {Path(recipe).name}" if isinstance(recipe, (str, Path)) else "data of a recipe"
-    known = _recipe(recipe, settings)
+    title, known = f"data of {Path(recipe).name}", load(str(recipe), list(settings))
     tokenizer = load_tokenizer(known.model)
     prepared, refused = _prepared(known, tokenizer)
     if prepared is None:
         return Preview(title, None, None, (), refused, (), known.data.sequence_tokens)
-    warnings = prepared.warnings(tokenizer, _stops(known))
+    model, remote = known.model, known.model.trust_remote_code
+    config = generation_config(model.name, config=model.config, revision=model.revision, trust_remote_code=remote)
+    warnings = tuple(prepared.warnings(tokenizer, stops_of(config)))
     shown = tuple(_shown(prepared, warnings, Checks.of(tokenizer), known, rows))
     report, held_out = prepared.report, prepared.held_out_report
-    return Preview(title, report, held_out, tuple(warnings), refused, shown, known.data.sequence_tokens)
-
-
-def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path, settings: Sequence[str]) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return parse(json.dumps(recipe), "recipe", list(settings))  # JSON is YAML
-    return load(str(recipe), list(settings))
+    return Preview(title, report, held_out, warnings, refused, shown, known.data.sequence_tokens)
 
 
 def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Prepared | None, str]:
@@ -95,18 +85,7 @@ def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Prepared | None, str]:
     return None, refused
 
 
-def _stops(recipe: Recipe) -> tuple[int, ...]:
-    """Return the tokens at which the model stops generating; none if its configuration is not available."""
-    model = recipe.model
-    remote = model.trust_remote_code
-    try:
-        config = generation_config(model.name, config=model.config, revision=model.revision, trust_remote_code=remote)
-    except UserError:
-        return ()
-    return stops_of(config)
-
-
-def _shown(prepared: Prepared, warnings: list[Warned], checks: Checks, recipe: Recipe, count: int) -> list[Shown]:
+def _shown(prepared: Prepared, warnings: Sequence[Warned], checks: Checks, recipe: Recipe, count: int) -> list[Shown]:
     """Return the first rows, and one for each kind of warning."""
     dataset = prepared.train
     packed = "position_ids" in dataset.column_names

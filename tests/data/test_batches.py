@@ -163,5 +163,3 @@ def test_weights_are_shares_of_the_samples():
     thirds = list(StepOrder(10, seed=3, sources=[0, 1, 1, 1, 1, 2, 2, 2, 2, 2], weights=[1, 1, 1]))
     shares = (thirds.count(0), sum(1 <= number < 5 for number in thirds), sum(number >= 5 for number in thirds))
     assert shares == (4, 3, 3)
-    with pytest.raises(UserError, match=r"source 2 has a weight and no samples"):
-        StepOrder(2, seed=0, sources=[0, 0], weights=[1, 1])

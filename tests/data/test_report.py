@@ -7,22 +7,20 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from ftkit.config.recipe import Data
+from ftkit.config.recipe import Data, Source
 from ftkit.data.batches import Collator
 from ftkit.data.prepare import prepare
 from ftkit.data.report import (
+    BARS,
     BITS,
     Checks,
     Found,
-    Lengths,
     Report,
     SourceReport,
     Warned,
+    bars_of,
     duplicates_of,
-    ends_of,
-    found_of,
-    overlap_of,
-    overlap_warning,
+    overlap_warnings,
     stops_of,
     warnings_of,
 )
@@ -70,19 +68,15 @@ def checks(tmp_path_factory):
     return Checks.of(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def source(**changed):
+SOURCE = SourceReport("rows.jsonl", "messages", 3)
+
+
+def report(**changed):
     counts = {"rows": 3, "bad_rows": 0, "samples": 3, "tokens": 60, "trained_tokens": 30}
     counts |= dict.fromkeys(("truncated_rows", "cut_tokens", "split_rows", "split_samples"), 0)
-    lengths = {"lengths": Lengths(((10, 2), (40, 1))), "trained_lengths": Lengths(((10, 3),))}
-    rest = {"label": "rows.jsonl", "format": "messages", "bad_examples": (), "ends": {"<end>": 3}, "found": {}}
-    return SourceReport(**{**counts, **lengths, **rest, **changed})
-
-
-def report(*sources, **changed):
-    return Report(**{"sources": sources, "rendering": "marked", "sequences": 3, **NOTHING_MORE, **changed})
-
-
-NOTHING_MORE = {"packing_efficiency": None, "duplicates": Found(0, ())}
+    lengths = {"longest": 40, "lengths": [(0, 16, 2), (32, 48, 1)], "trained_lengths": [(0, 16, 3)]}
+    rest = {"sources": (SOURCE,), "bad_examples": (), "ends": {"<end>": 3}, "found": {}, "duplicates": Found(0, ())}
+    return Report(**{**counts, **lengths, **rest, **changed})
 
 
 # --- one row
@@ -201,66 +195,65 @@ def test_duplicates(ready, packing):
 
 
 def test_duplicates_and_overlap_by_checksum():
-    assert duplicates_of(np.array([7, 8, 7, 7]), ["a:1", "a:2", "a:3", "a:4"]) == Found(2, ("a:3, as a:1", "a:4, as a:1"))
-    found = overlap_of(np.array([7, 8]), np.array([9, 8, 6]), ["b:1", "b:2", "b:3"])
-    assert found == Found(1, ("b:2",))
-    assert str(overlap_warning(found, 3)).startswith("1 of 3 held-out samples are also trained on")
-    assert overlap_warning(overlap_of(np.array([7]), np.array([9]), ["b:1"]), 1) is None
+    places = np.array(["a:1", "a:2", "a:3", "a:4"])
+    assert duplicates_of(np.array([7, 8, 7, 7]), places) == Found(2, ("a:3, as a:1", "a:4, as a:1"))
+    [warned] = overlap_warnings(np.array([7, 8]), np.array([9, 8, 6]), places)
+    assert warned.text.startswith("1 of 3 held-out samples are also trained on")
+    assert warned.places == ("a:2",)
+    assert overlap_warnings(np.array([7]), np.array([9]), places) == []
 
 
-def test_findings_and_ends_of_rows(checks):
-    flags = np.array([BITS["cut"], 0, BITS["cut"] | BITS["no_end"], BITS["cut"], BITS["cut"]])
-    places = [f"a:{row}" for row in range(1, 6)]
-    assert found_of(flags, places) == {"cut": Found(4, ("a:1", "a:3", "a:4")), "no_end": Found(1, ("a:3",))}
-    assert ends_of(np.array([END, -1, END, 0]), checks) == {"<end>": 2, "<pad>": 1}
+def test_all_sources_are_counted_together(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    sources = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        rows = [chat(f"{name}{number}?", "two " * 40) for number in range(2)] + [chat(name, "two"), chat(name, "")]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append(Source(path=str(path)))
+    settings = {"sequence_tokens": 64, "workers": 1, "cache_dir": str(tmp_path / "cache"), "on_bad_row": "skip"}
+    report = prepare(Data(sources=tuple(sources), **settings), tokenizer).report
+    assert (report.rows, report.bad_rows, report.samples, report.truncated_rows) == (8, 2, 6, 4)
+    assert [place[-9:] for place in report.found["answer_cut"].places] == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1"]
+    assert report.found["answer_cut"].rows == 4
+    assert report.ends == {"<end>": 2}
+    assert [example.split(": ")[0][-9:] for example in report.bad_examples] == ["a.jsonl:4", "b.jsonl:4"]
 
 
-def test_warnings_sum_the_sources():
-    first = source(found={"cut": Found(1, ("a:1",))}, ends={"<end>": 2, "<stop>": 1})
-    second = source(found={"cut": Found(2, ("b:1", "b:2"))}, bad_rows=1, bad_examples=("b:3: is bad",), trained_tokens=0)
-    warned = {each.kind: each for each in warnings_of(report(first, second), ["<end>"])}
-    assert list(warned) == ["unusable", "cut", "other_end"]
-    assert warned["cut"].text.startswith("3 of 6 samples have tokens beyond")
-    assert warned["cut"].places == ("a:1", "b:1", "b:2")
-    assert warned["unusable"] == Warned("unusable", "1 of 6 rows cannot be used and are skipped", ("b:3: is bad",))
-    assert warned["other_end"].text.startswith("1 of 6 samples end with <stop>, at which generation does not stop")
-    copies = report(source(), duplicates=Found(1, ("a:2, as a:1",)))
-    assert [each.text for each in warnings_of(copies, ["<end>"])] == ["1 of 3 samples are the same as an earlier one"]
-    [little] = warnings_of(report(source(tokens=10_000, trained_tokens=30)), ["<end>"])
-    assert (little.kind, little.text[:8]) == ("little_trained", "only 0.3")
+def test_the_worst_warning_comes_first():
+    found = {"cut": Found(3, ("a:1", "b:1", "b:2"))}
+    bad = {"bad_rows": 1, "bad_examples": ("b:3: is bad",)}
+    ends = {"<end>": 2, "<stop>": 1}
+    unusable, cut, other_end, copies = warnings_of(
+        report(found=found, ends=ends, duplicates=Found(1, ("a:2, as a:1",)), **bad), ["<end>"]
+    )
+    assert unusable == Warned("unusable", "1 of 3 rows cannot be used and are skipped", ("b:3: is bad",))
+    assert cut.text.startswith("3 of 3 samples have tokens beyond")
+    assert cut.places == found["cut"].places
+    assert other_end.text.startswith("1 of 3 samples end with <stop>, at which generation does not stop")
+    assert copies.text == "1 of 3 samples are the same as an earlier one"
 
 
 # --- the report
 
 
 def test_the_report_as_text():
-    assert str(report(source())) == "rows.jsonl: 3 rows, format messages\n3 samples, 60 tokens, 50 % of them trained on"
-    files = tuple(f"{number}.jsonl" for number in range(7))
-    changed = {"files": files, "unused": ("id", "source"), "cut_tokens": 20, "truncated_rows": 1, "split_rows": 1}
-    changed |= {"split_samples": 2, "bad_rows": 1, "bad_examples": ("0.jsonl:3: is bad",)}
-    assert str(report(source(**changed), source(), day="2026-11-28", packing_efficiency=0.5)).splitlines() == [
+    assert str(report()) == "rows.jsonl: 3 rows, format messages\n3 samples, 60 tokens, 50 % of them trained on"
+    changed = {"sources": (SourceReport("rows.jsonl", "messages", 3, ("id", "source")), SOURCE)}
+    changed |= {"cut_tokens": 20, "truncated_rows": 1, "split_rows": 1, "split_samples": 2, "day": "2026-11-28"}
+    changed |= {"bad_rows": 1, "bad_examples": ("0.jsonl:3: is bad",), "sequences": 3, "packing_efficiency": 0.5}
+    assert str(report(**changed)).splitlines() == [
         "rows.jsonl: 3 rows, format messages",
-        "  7 files: 0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl, 4.jsonl, 5.jsonl, …",
         "rows.jsonl: 3 rows, format messages",
         "rows.jsonl: not read: id, source",
         "date in the prompt: 2026-11-28",
-        "6 samples, 120 tokens, 50 % of them trained on",
-        "1 sample truncated: 20 tokens cut (14.3 %)",
+        "3 samples, 60 tokens, 50 % of them trained on",
+        "1 sample truncated: 20 tokens cut (25.0 %)",
         "1 text longer than a sequence: split into 2 samples",
         "1 row skipped, the first:",
         "  0.jsonl:3: is bad",
         "packed into 3 sequences, 50.0 % full",
     ]
-    assert ", 6.jsonl\n" in str(report(source(files=files[1:])))
-
-
-def test_the_report_is_the_same_after_json():
-    whole = source(found={"cut": Found(1, ("a:1",))}, bad_examples=("a:3: is bad",), files=("a", "b"), unused=("id",))
-    written = report(whole, source(), packing_efficiency=0.5, digest="d", cached=True, day="2026-11-28")
-    assert Report.from_json(written.to_json()) == written
-    for text in ("{", "{}"):
-        with pytest.raises(ValueError, match=r"^not a report: .*$"):
-            Report.from_json(text)
 
 
 def test_unused_columns_are_named_and_not_trained_on(ready):
@@ -280,19 +273,19 @@ def test_findings_are_kept_with_the_prepared_data(ready):
     assert second.warnings(tokenizer) == first.warnings(tokenizer)
     assert {warned.kind for warned in first.warnings(tokenizer)} == {"answer_cut", "duplicates"}
     assert second.report.lengths == first.report.lengths
-    assert sum(count for _, count in first.report.lengths.counts) == 3
+    assert sum(samples for _, _, samples in first.report.lengths) == 3
 
 
-def test_lengths_fall_into_bars_of_a_round_width(ready):
+def test_lengths_fall_into_bars_of_one_width(ready):
     _, prepared = ready([chat("x", "y" * n) for n in (1, 9, 40, 200)], sequence_tokens=128)
-    lengths = prepared.report.lengths
-    assert lengths.counts == ((9, 1), (17, 1), (48, 1), (208, 1))  # before cutting
-    assert [each for each in lengths.classes(12) if each[2]] == [(0, 20, 2), (40, 60, 1), (200, 220, 1)]
-    assert len(lengths.classes(12)) == 11
-    assert [lengths.at(share) for share in (0.25, 0.5, 0.95)] == [9, 17, 208]
-    assert lengths.most == 208
-    assert Lengths.of(np.array([5, 5, 1000]), 128).counts == ((5, 2), (512, 1))  # at most four sequences
-    assert Lengths.sum([lengths, Lengths(((9, 2),))]).counts == ((9, 3), (17, 1), (48, 1), (208, 1))
+    report = prepared.report
+    assert report.longest == 208  # before cutting
+    assert [bar for bar in report.lengths if bar[2]] == [(0, 16, 1), (16, 32, 1), (48, 64, 1), (208, 224, 1)]
+    assert len(report.lengths) == 14
+    assert bars_of(np.array([5, 5, 1]), 128) == [(0, 1, 0), (1, 2, 1), (2, 3, 0), (3, 4, 0), (4, 5, 0), (5, 6, 2)]
+    assert bars_of(np.array([5, 1000]), 128)[-1] == (512, 544, 1)  # at most four sequences
+    for longest in range(1, 2000, 7):
+        assert len(bars_of(np.array([longest]), 1024)) <= BARS
 
 
 # --- what is learned

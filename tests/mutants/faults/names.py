@@ -64,8 +64,8 @@ FAULTS = (
     _fault(
         "an answer is counted as held out in the training set as well",
         "ftkit/data/prepare.py",
-        "np.flatnonzero(~mask)",
-        "np.arange(len(mask))",
+        "chosen = usable & ~held_out",
+        "chosen = usable",
         "tests/data/test_prepare.py::test_a_share_of_the_rows_is_held_out_before_packing",
     ),
     _fault(
