@@ -17,8 +17,6 @@ def _bundled_folder() -> str:
 
 
 def _expand(text: str) -> str:
-    if not text.strip():
-        raise ValueError("is empty; write a name")
     if text.startswith("bundled/"):
         return _bundled_folder() + text.removeprefix("bundled/")
     return os.path.expanduser(text)

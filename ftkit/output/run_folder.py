@@ -64,10 +64,10 @@ class RunFolder:
         self._check_place()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / LOCK, "a")
+            (self.path / LOCK).touch()
         except OSError as error:
             raise self._unwritable(error) from None
-        with file:  # it stays in the folder: another process may have opened it to lock it next
+        with open(self.path / LOCK) as file:  # it stays in the folder: another process may have opened it to lock it next
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
