@@ -6,13 +6,14 @@ The branches of a union (`auto` or a number) become one problem. Other kinds of 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from ftkit.config.foreign_keys import NOTES, PEERS, REFUSED
+from ftkit.config.foreign_keys import PEERS, REFUSED
 from ftkit.config.wording import brief, counted, did_you_mean
 from ftkit.config.yaml_lines import Document, KeyPath, Problem, dotted
 from ftkit.errors import UserError
@@ -91,7 +92,7 @@ def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
         return _unknown(path, root)
     if kind == "value_error":
         return str(found["ctx"]["error"]).removeprefix(f"{dotted(path)} ")
-    text = found["msg"].replace("Input should be", "needs", 1).partition(", unable to")[0]
+    text = found["msg"].replace("Input should be", "needs", 1).replace("valid tuple", "list").partition(", unable to")[0]
     if kind == "literal_error":
         text += did_you_mean(str(found["input"]), re.findall(r"'([^']+)'", found["ctx"]["expected"]))
     return f"found {value}, {text}"
@@ -102,16 +103,15 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
     key = str(path[-1])
     if key in REFUSED:
         return REFUSED[key]
+    sections = {name: keys_of(inner) for name, field in root.model_fields.items() if (inner := section_of(field))}
     if key in PEERS:
-        return f"unknown key; here it is '{PEERS[key]}'{NOTES.get(PEERS[key], '')}"
-    section: type = root
-    for name in path[:-1]:
-        if isinstance(name, str):  # not the index of a section in a list
-            section = section_of(keys_of(section)[name]) or root
-    elsewhere: dict[str, str] = {}
-    for name, field in root.model_fields.items():
-        if inner := section_of(field):
-            elsewhere |= {key_there: f"{name}.{key_there}" for key_there in keys_of(inner)}
-    here = keys_of(section)
-    hint = did_you_mean(key, {**elsewhere, **dict(zip(here, here))})
+        name, _, inner_key = PEERS[key].partition(".")
+        meaning = f" ({sections[name][inner_key].description})" if inner_key else ""
+        return f"unknown key; here it is '{PEERS[key]}'{meaning}"
+    here: Mapping[str, FieldInfo] = root.model_fields
+    for part in path[:-1]:
+        if isinstance(part, str):  # not the index of a section in a list
+            here = keys_of(section_of(here[part]) or root)
+    elsewhere = {inner_key: f"{name}.{inner_key}" for name, keys in sections.items() for inner_key in keys}
+    hint = did_you_mean(key, {**elsewhere, **{name: name for name in here}})
     return f"unknown key{hint or '; known here: ' + ', '.join(here)}"
