@@ -53,6 +53,7 @@ def changed(folder, **fields):
         ("eval={path: /dev/null}", "/dev/null"),
         ("engine={stage: 1, parameters: host}", "parameters"),
         ("memory.host_gib=0.001", "does not fit"),
+        ("engine.state=nvme", "set memory.nvme_dir to a folder"),
     ],
 )
 def test_what_a_recipe_says(home, setting, words):

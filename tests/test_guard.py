@@ -171,7 +171,7 @@ def test_exit_codes_and_the_cause():
     assert (MemoryShort("x", True).exit_code, MemoryShort("x", False).exit_code) == (RESUME_ME, NOTHING_SAVED) == (75, 71)
     assert type(refusal("x", 2)) is UserError
     pids = {0: 10, 1: 11}
-    cause = explain({0: Failure(-9), 1: Failure(RESUME_ME, refusal="the report", time_ns=5)}, pids)
+    cause = explain({0: Failure(-9), 1: Failure(RESUME_ME, refusal="the report")}, pids)
     assert isinstance(cause, MemoryShort)
     assert (str(cause), cause.exit_code) == ("the report", RESUME_ME)
     assert isinstance(explain({0: Failure(RESUME_ME)}, {0: 10}), RankError)  # the code alone is no report

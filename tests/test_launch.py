@@ -385,14 +385,14 @@ def test_a_rank_ignores_signals_after_its_work(tmp_path):
 
 
 def test_the_cause_goes_before_its_consequences():
-    lost = Failure(1, "RuntimeError: [1.2.3.4] Connection closed by peer", "Traceback\n", time_ns=1)
-    early, late = (Failure(1, f"IndexError: {time}", "Traceback\n", time_ns=time) for time in (2, 4))
-    refused, killed, aborted, left = Failure(2, refusal="no text", time_ns=3), Failure(-9), Failure(-6), Failure(3)
+    lost = Failure(1, "RuntimeError: [1.2.3.4] Connection closed by peer", "Traceback\n")
+    raised = Failure(1, "IndexError: 2", "Traceback\n")
+    refused, killed, aborted, left = Failure(2, refusal="no text"), Failure(-9), Failure(-6), Failure(3)
     pids = {0: 10, 1: 11, 2: 12}
     assert isinstance(explain({0: lost, 1: killed, 2: refused}, pids), UserError)
-    assert explain({0: lost, 1: early, 2: killed}, pids).rank == 2
-    assert explain({0: late, 1: early, 2: lost}, pids).rank == 1
-    assert explain({0: aborted, 1: early}, pids).rank == 1
+    assert explain({0: lost, 1: raised, 2: killed}, pids).rank == 2
+    assert explain({0: lost, 1: raised, 2: lost}, pids).rank == 1
+    assert explain({0: aborted, 1: raised}, pids).rank == 1
     assert explain({0: lost, 1: left}, pids).rank == 1
     assert "ended with exit code 3 before its work was done" in str(explain({1: left}, pids))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ftkit.config.errors import keys_of, section_of
-from ftkit.config.foreign_keys import NOTES, PEERS
+from ftkit.config.foreign_keys import PEERS
 from ftkit.config.recipe import Recipe, RecipeError, parse
 
 FACTS = """\
@@ -20,7 +20,7 @@ def told(*overrides):
 
 
 def test_every_name_of_another_tool_leads_to_a_key_that_is_there():
-    for key in {*PEERS.values(), *NOTES}:
+    for key in PEERS.values():
         section, _, inner = key.partition(".")
         kind = section_of(Recipe.model_fields[section])
         assert not inner or inner in keys_of(kind), key
@@ -32,10 +32,10 @@ def test_every_name_of_another_tool_leads_to_a_key_that_is_there():
     ("assignment", "meant"),
     [
         ("learning_rate=1e-5", "here it is 'optimizer.lr'"),
-        ("train.per_device_train_batch_size=2", "here it is 'train.batch_tokens', in tokens of one optimizer step"),
+        ("train.per_device_train_batch_size=2", "here it is 'train.batch_tokens' (tokens of one optimizer step"),
         ("train.weight_decy=1", "did you mean 'optimizer.weight_decay'?"),
         ("optimizer.epochs=2", "did you mean 'train.epochs'?"),
-        ("data.dataset=org/rows", "here it is 'data.path', a file; or 'data.name', a hub data set"),
+        ("data.dataset=org/rows", "here it is 'data.path' (file or folder: JSONL"),
         ("deepspeed=zero.json", "ftkit starts its ranks itself"),
         ("optimizer.foo=1", "known here: name, lr,"),
     ],

@@ -140,7 +140,7 @@ def _train(
                 raise
             restarts -= 1
             # What was saved since the start, then what the user said.
-            checkpoints = [*(path for path in folder.newest_first() if written_at(path) > last), *given]
+            checkpoints = [*(path for path in folder.checkpoints()[::-1] if written_at(path) > last), *given]
             _say(f"{error}\nstarting again, {counted(restarts, 'restart')} left")
     if result.get("stopped"):
         raise EndedEarly(result["stopped"])

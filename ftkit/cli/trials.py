@@ -163,7 +163,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
     checkpoint = None
     if trial.resumes is not None:
         quiet = Console(quiet=True)
-        found = [str(path) for path in RunFolder(Path(trial.resumes)).newest_first()]
+        found = [str(path) for path in RunFolder(Path(trial.resumes)).checkpoints()[::-1]]
         checkpoint = first_whole(found, Communicator(arguments.device), quiet.print)
         if checkpoint is None:
             raise UserError(f"{trial.resumes}: the run that was killed left no checkpoint")

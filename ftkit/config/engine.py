@@ -1,12 +1,11 @@
 """The engine's settings: a strategy, and the memory that it may use.
 
 A recipe has them as its sections `engine:` and `memory:`. `TrainingArguments(ftkit=...)` and `ftkit.Accelerator(ftkit=...)`
-take the same keys in one mapping. The same two classes read both, so keys, defaults and errors are the same.
+take the same keys in one mapping.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ftkit.config.errors import first_message
+from ftkit.config.errors import problems
 from ftkit.config.values import ExistingPath, Positive, Section
-from ftkit.config.yaml_lines import read
+from ftkit.config.wording import did_you_mean
+from ftkit.config.yaml_lines import Document, read
 from ftkit.errors import UserError
 from ftkit.spec.strategy import AUTO, OPEN, Strategy
-from ftkit.spec.tiers import KINDS, NVME
 
 STEPS = ("micro_batch", "accumulation")
 """Keys of recipes only: the Trainer has arguments for them, and a loop passes its own batches."""
@@ -34,22 +33,9 @@ class Memory(Section):
     nvme_gib: Positive | None = Field(None, description="GiB of that drive; default: what is free there")
 
 
-def contradiction(strategy: Strategy, memory: Memory) -> str | None:
-    """Return why a strategy cannot run with this memory, or None."""
-    on_nvme = [kind for kind in KINDS if getattr(strategy, kind) == NVME]
-    if on_nvme and memory.nvme_dir is None:
-        return f"engine.{on_nvme[0]} is nvme and no folder is named for it; set memory.nvme_dir"
-    return None
-
-
 @dataclass(frozen=True)
 class EngineSettings:
-    """The engine's settings.
-
-    Args:
-        strategy: How the model is stored and trained. The plan replaces each "auto".
-        memory: What may be used. Default: what is free.
-    """
+    """The strategy, of which the plan replaces each "auto", and the memory that may be used. Default: what is free."""
 
     strategy: Strategy = OPEN
     memory: Memory = field(default_factory=Memory)
@@ -64,22 +50,20 @@ class EngineSettings:
         if isinstance(value, EngineSettings):
             return value
         if isinstance(value, str):
-            value = {} if value == AUTO else _file(value)
+            value = {} if value == AUTO else _read_file(value)
         if not isinstance(value, Mapping):
             raise UserError(f"ftkit settings: found {value!r}, needs 'auto', a mapping or a .yaml file")
         choices = {each.name for each in fields(Strategy)}
         known = sorted({*choices, *Memory.model_fields}.difference(STEPS))
         if unknown := [str(key) for key in value if key not in known]:
-            near = difflib.get_close_matches(unknown[0], known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise UserError(f"ftkit settings: unknown key {unknown[0]!r}{hint} Known: {', '.join(known)}")
+            hint = did_you_mean(unknown[0], known)
+            raise UserError(f"ftkit settings: unknown key {unknown[0]!r}{hint}; known: {', '.join(known)}")
         try:
             strategy = Strategy(**{key: given for key, given in value.items() if key in choices})
             memory = Memory(**{key: given for key, given in value.items() if key not in choices})
         except ValidationError as error:
-            raise UserError(f"ftkit settings: {first_message(error)}") from None
-        if problem := contradiction(strategy, memory):
-            raise UserError(f"ftkit settings: {problem}")
+            first = problems(error, Document("", dict(value)), Memory)[0]
+            raise UserError(f"ftkit settings: {first.key}: {first.message}") from None
         return cls(strategy, memory)
 
     def choosing(self, **choices: Any) -> EngineSettings:
@@ -92,7 +76,7 @@ class EngineSettings:
         return {key: value for key, value in settings.items() if key not in STEPS and value is not None}
 
 
-def _file(path: str) -> Mapping[str, Any]:
+def _read_file(path: str) -> Mapping[str, Any]:
     try:
         document = read(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:

@@ -5,28 +5,18 @@ The branches of a union (`auto` or a number) become one problem. Other kinds of 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from ftkit.config.foreign_keys import NOTES, PEERS, REFUSED
-from ftkit.config.wording import counted
-from ftkit.config.yaml_lines import Document, KeyPath, Problem, brief, dotted
+from ftkit.config.foreign_keys import PEERS, REFUSED
+from ftkit.config.wording import brief, counted, did_you_mean
+from ftkit.config.yaml_lines import Document, KeyPath, Problem, dotted
 from ftkit.errors import UserError
-
-_NEEDS = {
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
-    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type", "dataclass_type"), "a section with keys"),
-    "string_type": "text (quote it)",
-}
 
 
 class RecipeError(UserError):
@@ -42,13 +32,7 @@ class RecipeError(UserError):
 
 
 def problems(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Problem]:
-    """Return pydantic's errors as problems, in the order of the file.
-
-    Args:
-        error: The error of `root.model_validate`.
-        document: What was validated.
-        root: The class of the whole recipe.
-    """
+    """Return pydantic's errors in a document of class `root` as problems, in the order of the file."""
     grouped: dict[KeyPath, list[Any]] = {}
     for found in error.errors(include_url=False):
         path = _written_path(found["loc"] or _first_named(found), document.values)
@@ -57,23 +41,14 @@ def problems(error: ValidationError, document: Document, root: type[BaseModel]) 
     return sorted(listed, key=_order)
 
 
-def first_message(error: ValidationError) -> str:
-    """Return the first of pydantic's errors in a mapping without sections."""
-    founds = error.errors(include_url=False)
-    key = founds[0]["loc"][:1]
-    return f"{dotted(key)}: {_messages([each for each in founds if each['loc'][:1] == key], key, BaseModel)}"
-
-
 def keys_of(section: type) -> dict[str, FieldInfo]:
     """Return the keys of a section, or of the strategy, which is a dataclass."""
-    if issubclass(section, BaseModel):
-        return section.model_fields
-    found: dict[str, FieldInfo] = section.__pydantic_fields__  # type: ignore[attr-defined]  # of a pydantic dataclass
-    return found
+    fields: dict[str, FieldInfo] = section.__pydantic_fields__  # type: ignore[attr-defined]  # models and dataclasses have it
+    return fields
 
 
 def section_of(field: FieldInfo) -> type | None:
-    """Return the class of the section, or of the sections in a list, that a key takes; None for a plain value."""
+    """Return the class of the section, or of the sections in a list, that a key takes."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and (issubclass(kind, BaseModel) or is_pydantic_dataclass(kind)):
             return kind
@@ -87,8 +62,8 @@ def _order(problem: Problem) -> tuple[bool, int]:
 
 def _first_named(found: Any) -> tuple[str, ...]:
     """Return the key that the message begins with. Pydantic gives no location to checks of the whole recipe."""
-    named = re.match(r"([a-z_]+\.[a-z_]+) ", str((found.get("ctx") or {}).get("error", "")))
-    return tuple(named[1].split(".")) if named else ()
+    named = re.match(r"([a-z_]+)\.([a-z_]+) ", str(found.get("ctx", {}).get("error", "")))
+    return named.groups() if named else ()
 
 
 def _written_path(location: tuple[str | int, ...], values: Any) -> KeyPath:
@@ -110,19 +85,16 @@ def _messages(founds: list[Any], path: KeyPath, root: type[BaseModel]) -> str:
 
 
 def _message(found: Any, path: KeyPath, root: type[BaseModel]) -> str:
-    kind, context, value = found["type"], found.get("ctx") or {}, brief(found["input"])
+    kind, value = found["type"], brief(found["input"])
     if kind == "missing":
         return "is missing"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(path, root)
     if kind == "value_error":
-        return str(context["error"]).removeprefix(f"{dotted(path)} ")
-    if kind in _NEEDS:
-        return f"found {value}, needs {_NEEDS[kind]}"
-    text = found["msg"].replace("Input should be", "needs", 1)
+        return str(found["ctx"]["error"]).removeprefix(f"{dotted(path)} ")
+    text = found["msg"].replace("Input should be", "needs", 1).replace("valid tuple", "list").partition(", unable to")[0]
     if kind == "literal_error":
-        allowed = re.findall(r"'([^']+)'", context["expected"])
-        text += _did_you_mean(str(found["input"]), {word: word for word in allowed})
+        text += did_you_mean(str(found["input"]), re.findall(r"'([^']+)'", found["ctx"]["expected"]))
     return f"found {value}, {text}"
 
 
@@ -131,23 +103,15 @@ def _unknown(path: KeyPath, root: type[BaseModel]) -> str:
     key = str(path[-1])
     if key in REFUSED:
         return REFUSED[key]
+    sections = {name: keys_of(inner) for name, field in root.model_fields.items() if (inner := section_of(field))}
     if key in PEERS:
-        return f"unknown key; here it is '{PEERS[key]}'{NOTES.get(PEERS[key], '')}"
-    section: type = root
-    for name in path[:-1]:
-        if isinstance(name, str):  # not the index of a section in a list
-            section = section_of(keys_of(section)[name]) or root
-    known = {inner: f"{name}.{inner}" for name, field in root.model_fields.items() for inner in _keys_in(field)}
-    known |= {name: name for name in keys_of(section)}
-    return f"unknown key{_did_you_mean(key, known) or '; known here: ' + ', '.join(keys_of(section))}"
-
-
-def _keys_in(field: FieldInfo) -> Iterable[str]:
-    section = section_of(field)
-    return keys_of(section) if section is not None else ()
-
-
-def _did_you_mean(word: str, known: dict[str, str]) -> str:
-    """Return a hint at the nearest of some words. `known` has the text to write for each."""
-    nearest = difflib.get_close_matches(word, known, 1, cutoff=0.7)
-    return f" (did you mean '{known[nearest[0]]}'?)" if nearest else ""
+        name, _, inner_key = PEERS[key].partition(".")
+        meaning = f" ({sections[name][inner_key].description})" if inner_key else ""
+        return f"unknown key; here it is '{PEERS[key]}'{meaning}"
+    here: Mapping[str, FieldInfo] = root.model_fields
+    for part in path[:-1]:
+        if isinstance(part, str):  # not the index of a section in a list
+            here = keys_of(section_of(here[part]) or root)
+    elsewhere = {inner_key: f"{name}.{inner_key}" for name, keys in sections.items() for inner_key in keys}
+    hint = did_you_mean(key, {**elsewhere, **{name: name for name in here}})
+    return f"unknown key{hint or '; known here: ' + ', '.join(here)}"

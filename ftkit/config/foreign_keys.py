@@ -60,18 +60,6 @@ _TARGETS: dict[str, str] = {
 }
 PEERS = {word: key for key, words in _TARGETS.items() for word in words.split()}
 """The key of another tool to the recipe's."""
-NOTES = {
-    "optimizer.warmup_steps": ", in optimizer steps",
-    "optimizer.betas": ", a list of two",
-    "train.batch_tokens": ", in tokens of one optimizer step over all ranks; the plan chooses those of one forward",
-    "engine.micro_batch": ", in sequences; default: chosen by the plan",
-    "engine.accumulation": "; default: derived from train.batch_tokens",
-    "train.dtype": ": auto, fp32, bf16 or fp16",
-    "data.loss_on": ": answers or all",
-    "data.path": ", a file; or 'data.name', a hub data set",
-    "engine.activations": ": auto, recompute or keep",
-}
-"""How the recipe's key differs from those of other tools."""
 _QUANTISED = "quantised bases are not supported: ftkit shards plain weights; remove the key, or train an adapter"
 _LAUNCHER = "ftkit starts its ranks itself, and joins those of torchrun or Slurm; remove the key, and set `ranks` or --nproc"
 REFUSED = {

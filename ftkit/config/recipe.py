@@ -7,7 +7,6 @@ problems of a recipe are reported at once, with file, line and key. This module 
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from importlib import resources
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from ftkit.config.engine import Memory, contradiction
+from ftkit.config.engine import Memory
 from ftkit.config.errors import RecipeError, problems
 from ftkit.config.values import (
     Count,
@@ -36,7 +35,7 @@ from ftkit.config.values import (
     Texts,
     as_list,
 )
-from ftkit.config.wording import counted
+from ftkit.config.wording import counted, did_you_mean
 from ftkit.config.yaml_lines import Problem, override, read
 from ftkit.errors import UserError
 from ftkit.spec.strategy import AUTO, OPEN, Strategy
@@ -47,9 +46,7 @@ class Model(Section):
 
     name: ModelName | None = Field(None, description="folder or hub id; weights are read from it")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
-    config: ExistingPath | dict[str, Any] | None = Field(
-        None, description="config.json, its folder, or an inline mapping: train from scratch, without weights"
-    )
+    config: ExistingPath | dict[str, Any] | None = Field(None, description="config.json or a mapping: train from scratch")
     tokenizer: ModelName | None = Field(None, description="folder or hub id; default: that of the model")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
@@ -57,14 +54,9 @@ class Model(Section):
     def _enough(self) -> Model:
         if (self.name is None) == (self.config is None):
             raise ValueError("needs either `name` (a folder or hub id), or `config` to train from scratch")
-        if self.tokenizer_name == "":
+        if self.config is not None and self.tokenizer is None:
             raise ValueError("a model from `config` needs a `tokenizer` (folder or hub id)")
         return self
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Folder or hub id of the tokenizer."""
-        return self.tokenizer or self.name or ""
 
 
 class Rows(Section):
@@ -85,8 +77,6 @@ class Source(Rows):
     def _one(self) -> Source:
         if (self.path is None) == (self.name is None):
             raise ValueError("needs one of `path` (a file) and `name` (a hub data set)")
-        if self.path is not None and self.split != "train":
-            raise ValueError(f"found `split: {self.split}`, which is of hub data sets, beside `path`; remove it")
         return self
 
     @property
@@ -98,12 +88,8 @@ class Source(Rows):
 class Data(Rows):
     """The rows to train on and how they become sequences."""
 
-    sources: tuple[Source, ...] = Field(
-        (), description="several data sets, with weights or without, instead of path or name"
-    )
-    sequence_tokens: Length = Field(
-        1024, description="tokens of a sequence; longer samples are cut, or split (`long_text`), and that is reported"
-    )
+    sources: tuple[Source, ...] = Field((), description="several data sets, instead of path or name")
+    sequence_tokens: Length = Field(1024, description="tokens of a sequence; longer samples are cut, or see `long_text`")
     long_text: Literal["split", "cut", "stop"] = Field("split", description="plain text that is longer than a sequence")
     packing: bool = Field(False, description="fill each sequence with several rows, positions restarting per row")
     loss_on: Literal["answers", "all"] = Field("answers", description="tokens that count in the loss")
@@ -162,9 +148,7 @@ def _source_of(section: Rows) -> Source:
 class Train(Section):
     """How long to train, and with what arithmetic."""
 
-    batch_tokens: Count = Field(
-        65536, description="tokens of one optimizer step, all ranks together; default: rounded to whole sequences"
-    )
+    batch_tokens: Count = Field(65536, description="tokens of one optimizer step, all ranks together; whole sequences")
     epochs: Positive = Field(1.0, description="passes over the data")
     max_steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
     seed: Seed = Field(17, description="of weights, dropout and the order of samples")
@@ -188,14 +172,6 @@ class Optimizer(Section):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
     max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
     momentum: Fraction = Field(0.0, description="of sgd; 0 = none")
-
-    @model_validator(mode="after")
-    def _settings_of_the_rule(self) -> Optimizer:
-        other, unread = ("sgd", ["momentum"]) if self.name == "adamw" else ("adamw", ["betas", "eps"])
-        for key in unread:  # a dumped recipe has them, with their defaults
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set name: {other}")
-        return self
 
 
 class Adapter(Section):
@@ -250,11 +226,6 @@ class Recipe(Section):
     output: Output
     show: Show | None = None
 
-    @field_validator("train", "optimizer", "memory", "engine", mode="before")
-    @classmethod
-    def _empty_section(cls, value: Any) -> Any:
-        return {} if value is None else value
-
     @model_validator(mode="after")
     def _whole_sequences(self) -> Recipe:
         batch, sequence = self.train.batch_tokens, self.data.sequence_tokens
@@ -275,19 +246,16 @@ class Recipe(Section):
             raise ValueError("data.packing works with task: causal-lm only; set data.packing to false")
         if self.task == "seq2seq" and self.data.loss_on != "answers":
             raise ValueError(f"data.loss_on is {self.data.loss_on} and task: seq2seq trains on answers only; remove it")
-        if problem := contradiction(self.engine, self.memory):
-            raise ValueError(problem)
         if self.engine.dtype != AUTO:
             raise ValueError(f"engine.dtype is {self.engine.dtype}; in a recipe, set train.dtype")
         return self
 
     def inputs(self) -> list[str]:
         """Return the files, folders and hub names that the run reads."""
-        model, held_out, show = self.model, self.eval, self.show
-        named = [model.name, model.tokenizer, model.config if isinstance(model.config, str) else None]
-        named += [source.path for source in self.data.all_sources]
-        named += [held_out.path if held_out else None, show.path if show else None]
-        return [name for name in named if name is not None]
+        sections = (*self.data.all_sources, self.eval, self.show)
+        paths = [section.path for section in sections if section is not None]
+        named = [self.model.name, self.model.tokenizer, self.model.config, *paths]
+        return [name for name in named if isinstance(name, str)]
 
     def dump(self) -> str:
         """Return the recipe as YAML, with every default."""
@@ -301,19 +269,14 @@ def packaged() -> dict[str, Path]:
 
 
 def find(path_or_name: str) -> Path:
-    """Return the file of a recipe given by path or packaged name.
-
-    Raises:
-        RecipeError: There is no such file and no packaged recipe of that name.
-    """
+    """Return the file of a recipe given by path or packaged name, or raise RecipeError."""
     path, known = Path(os.path.expanduser(path_or_name)), packaged()
     name = path_or_name.removesuffix(".yaml")
     if path.is_file():
         return path
     if name in known:
         return known[name]
-    nearest = difflib.get_close_matches(name, known, 1)
-    hint = f" (did you mean '{nearest[0]}'?)" if nearest else ""
+    hint = did_you_mean(name, list(known))
     message = f"no such file, and no packaged recipe of that name{hint}; `ftkit recipes list` shows them"
     raise RecipeError([Problem(path_or_name, "", message)])
 
@@ -353,28 +316,18 @@ def parse(text: str, source: str, overrides: list[str] | None = None, *, check_f
 
 
 def steps_of(recipe: Recipe, sequences: int, step_sequences: int) -> int:
-    """Return the optimizer steps of a run.
-
-    Args:
-        recipe: The recipe; its `train.max_steps` wins over `train.epochs`.
-        sequences: Sequences of one epoch.
-        step_sequences: Sequences of one step, over all ranks.
-    """
+    """Return the optimizer steps of a run with so many sequences in an epoch, and in a step over all ranks."""
     return recipe.train.max_steps or math.ceil(recipe.train.epochs * (sequences // step_sequences))
 
 
 def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
-    """Divide the sequences of a step among ranks and micro-batches.
-
-    Args:
-        recipe: The recipe; `engine.micro_batch` and `engine.accumulation` are kept where they are set.
-        ranks: Processes of the whole run.
+    """Divide the sequences of a step among the ranks of the whole run, and those of a rank among micro-batches.
 
     Returns:
         Sequences of a rank in one forward, and micro-batches in one optimizer step.
 
     Raises:
-        UserError: The sequences cannot be divided evenly. The text has the numbers.
+        UserError: The sequences cannot be divided evenly.
     """
     sequence_tokens = recipe.data.sequence_tokens
     sequences = recipe.train.batch_tokens // sequence_tokens
@@ -385,8 +338,7 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
         raise UserError(
             f"a step has {counted(sequences, 'sequence')} (train.batch_tokens {recipe.train.batch_tokens} / "
             f"data.sequence_tokens {sequence_tokens}), which {counted(ranks, 'rank')} x micro_batch {micro_batch} x "
-            f"accumulation {accumulation} cannot share evenly; set train.batch_tokens to {fitting * sequence_tokens}, or "
-            "change the number of ranks"
+            f"accumulation {accumulation} cannot share evenly; set train.batch_tokens to {fitting * sequence_tokens}"
         )
     each = sequences // ranks
     if micro_batch != AUTO:

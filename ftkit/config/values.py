@@ -17,8 +17,6 @@ def _bundled_folder() -> str:
 
 
 def _expand(text: str) -> str:
-    if not text.strip():
-        raise ValueError("is empty; write a name")
     if text.startswith("bundled/"):
         return _bundled_folder() + text.removeprefix("bundled/")
     return os.path.expanduser(text)
@@ -26,7 +24,7 @@ def _expand(text: str) -> str:
 
 def _shorten(text: str) -> str:
     """Write a packaged path as `bundled/...` again, so that a dumped recipe is valid on another machine."""
-    return text.replace(_bundled_folder(), "bundled/") if text.startswith(_bundled_folder()) else text
+    return text.replace(_bundled_folder(), "bundled/")
 
 
 def _existing(text: str, info: ValidationInfo) -> str:

@@ -13,21 +13,14 @@ from typing import Any
 
 import yaml
 
-KeyPath = tuple[str | int, ...]
+from ftkit.config.wording import brief
 
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""Errors of PyYAML: of syntax, on dates that do not exist, and on a section that contains itself."""
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a recipe.
-
-    Args:
-        place: `file:line`, or the `--set key=value` that caused it.
-        key: Dotted key path, or the empty string for the whole file.
-        message: What was found, what was needed, what to change.
-    """
+    """One error in a recipe: its place (`file:line` or `--set key=value`), its dotted key or "", and a message."""
 
     place: str
     key: str
@@ -39,21 +32,13 @@ class Problem:
 
 @dataclass
 class Document:
-    """A mapping read from YAML, with the places of its keys.
-
-    Args:
-        source: Name of the file, as the user wrote it.
-        values: The mapping. Lists and mappings below it are plain Python.
-        places: Key path to `file:line` or `--set ...`.
-        problems: Syntax errors, keys given twice, and overrides that do not fit.
-        readable: Whether `values` can be checked.
-    """
+    """A mapping read from YAML, with the `file:line` or `--set ...` of each key in `places`."""
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    readable: bool = True
+    readable: bool = True  # if not, `values` is empty
 
     def place(self, path: KeyPath) -> str:
         """Return the place of a key, or of the nearest section around it that the user wrote."""
@@ -76,29 +61,16 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def brief(value: Any) -> str:
-    """Write a value in at most 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def read(text: str, source: str) -> Document:
-    """Read one YAML mapping with the line of each key.
-
-    Args:
-        text: The YAML text.
-        source: Name of the file, used in places.
-
-    Returns:
-        The document. Errors are in its `problems`; nothing is raised.
-    """
+    """Read one YAML mapping from a file named `source`. Errors are in the document's `problems`; nothing is raised."""
     document = Document(source)
     try:
-        values = _load(text, document) or {}
+        values = yaml.load(text, _Loader) or {}
         if not isinstance(values, dict):
             raise ValueError(f"found {brief(values)}, needs sections such as `model:`")
-        document.values = values
-    except UNREADABLE as error:
+        document.values = {key: value for key, value in values.items() if value is not None}  # `eval:` without keys
+        _note(yaml.compose(text, _Loader), (), document)
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for a date such as 2024-13-01
         line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
         message = f"not readable as YAML sections: {_reason(error)}"
         document.problems.append(Problem(f"{source}:{line}", "", message))
@@ -115,64 +87,45 @@ def override(document: Document, assignment: str) -> None:
     """
     place = f"--set {assignment}"
     key, equals, text = assignment.partition("=")
+    path = tuple(int(part) if part.isdecimal() else part for part in key.strip().split("."))
     try:
         if not equals:
             raise ValueError("needs the form key.sub=value, for example optimizer.lr=1e-5")
-        section, path = _find(document.values, key.strip())
-        document.places = {known: said for known, said in document.places.items() if known[: len(path)] != path}
-        document.places[path] = place
-        section[path[-1]] = _load(text, document, path, place)
-    except UNREADABLE as error:
+        _section_of(path, document.values)[path[-1]] = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:
         document.problems.append(Problem(place, "", _reason(error)))
+    except (LookupError, TypeError):
+        document.problems.append(Problem(place, "", "found no section with that key, and no list with that index"))
+    document.places = {known: said for known, said in document.places.items() if known[: len(path)] != path}
+    document.places[path] = place
+
+
+def _section_of(path: KeyPath, values: Any) -> Any:
+    """Return the section or list of a key. Sections that are missing are created."""
+    for part in path[:-1]:
+        if isinstance(values, dict) and values.get(part) is None:
+            values[part] = {}
+        values = values[part]
+    return values
 
 
 def _reason(error: Exception) -> str:
     return getattr(error, "problem", None) or str(error)  # PyYAML's text has several lines and the position
 
 
-def _find(values: Any, key: str) -> tuple[Any, KeyPath]:
-    """Return the section or list with a dotted key, and the key's path. Sections that are missing are created."""
-    path: KeyPath = ()
-    section = values
-    for part in key.split("."):
-        if path:
-            if isinstance(section, dict) and section.get(path[-1]) is None:
-                section[path[-1]] = {}
-            section = section[path[-1]]
-        step = int(part) if isinstance(section, list) and part.isdecimal() else part
-        if isinstance(section, list) and step not in range(len(section)):
-            raise ValueError(f"{dotted(path)}: found index {part}, needs one below {len(section)}")
-        if not isinstance(section, (dict, list)):
-            raise ValueError(f"{dotted(path)}: found {brief(section)}, needs a section to set a key in")
-        path = (*path, step)
-    return section, path
-
-
-def _load(text: str, document: Document, path: KeyPath = (), place: str = "") -> Any:
-    """Return the value of a text that is at `path`, and note the places of its keys: `place`, or their lines."""
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)) > 20:
-        raise ValueError("found more than 20 aliases (*name); write their values out")  # aliases of aliases multiply
-    loader = _Loader(text)
-    root = loader.get_single_node()
-    if root is None:
-        return None
-    _note(root, path, document, place)
-    return loader.construct_document(root)
-
-
-def _note(node: yaml.Node, path: KeyPath, document: Document, place: str) -> None:
+def _note(node: yaml.Node | None, path: KeyPath, document: Document) -> None:
     """Note the place of every key below a node, and keys given twice."""
     pairs: list[tuple[str | int, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         pairs = [(str(key.value), key, value) for key, value in node.value if key.tag != "tag:yaml.org,2002:merge"]
     elif isinstance(node, yaml.SequenceNode):
         pairs = [(index, item, item) for index, item in enumerate(node.value)]
-    lines: dict[str | int, int] = {}
     for name, start, value in pairs:
-        below, line = (*path, name), start.start_mark.line + 1
-        document.places[below] = place or f"{document.source}:{line}"
-        if name in lines:
-            message = f"given twice, first on line {lines[name]}; keep one of the two"
-            document.problems.append(Problem(document.places[below], dotted(below), message))
-        lines.setdefault(name, line)
-        _note(value, below, document, place)
+        below = (*path, name)
+        place = f"{document.source}:{start.start_mark.line + 1}"
+        if below in document.places:
+            first = document.places[below].rpartition(":")[2]
+            message = f"given twice, first on line {first}; keep one of the two"
+            document.problems.append(Problem(place, dotted(below), message))
+        document.places[below] = place
+        _note(value, below, document)

@@ -56,43 +56,28 @@ LOST_CONNECTION = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed.
+    """How one rank failed."""
 
-    Args:
-        exit_code: Exit code; if negative, the number of the signal that killed the rank.
-        message: `Type: text` of the exception, if one was raised.
-        traceback: Traceback of the exception.
-        refusal: Text of a `UserError`, if one was raised.
-        time_ns: Time of the exception, nanoseconds since the epoch.
-    """
-
-    exit_code: int
-    message: str = ""
+    exit_code: int  # if negative, the number of the signal that killed the rank
+    message: str = ""  # `Type: text` of the exception, if one was raised
     traceback: str = ""
-    refusal: str = ""
-    time_ns: int = 0
+    refusal: str = ""  # text of a `UserError`, if one was raised
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return the failure of a rank that raised an error."""
         if isinstance(error, UserError):
-            return cls(error.exit_code, refusal=str(error), time_ns=time.time_ns())
-        return cls(1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), time_ns=time.time_ns())
+            return cls(error.exit_code, refusal=str(error))
+        return cls(1, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
 @dataclass
 class Stop:
-    """The user's request to end, as one rank sees it.
+    """The user's request to end, as one rank sees it."""
 
-    Args:
-        asked: Whether the user asked. Read it after each step.
-        rank: Rank of this process.
-        launcher: Pipe to the launcher; None in an outer job.
-    """
-
-    asked: bool = False
+    asked: bool = False  # read it after each step
     rank: int = 0
-    launcher: Connection | None = None
+    launcher: Connection | None = None  # None in an outer job
 
     def listen(self) -> None:
         """Take the signals of `ENDING` as the request, except SIGHUP if `nohup` silenced it."""
@@ -161,8 +146,6 @@ def start(
         UserError: A rank refused the user's input.
         RankError: A rank raised another error, was killed, or ended before its work was done.
         StoppedError: The user ended the run at once.
-
-    Cost: The other ranks are gone a few seconds after the first one failed.
     """
     threads = None if "OMP_NUM_THREADS" in environ else threads_per_rank(ranks)
     with counted_signals() as heard:
@@ -260,15 +243,10 @@ def _kill_children(pid: int) -> None:
 def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: str = RESUME) -> Exception:
     """Choose the rank whose failure is the cause, and return the error to raise.
 
-    A `UserError` comes first, then a rank that was killed, then the earliest error that is not a lost connection.
-
-    Args:
-        failures: Failures by rank.
-        pids: Process numbers by rank.
-        way_out: What the user can do.
+    A `UserError` comes first, then a rank that was killed, then an error that is not a lost connection. `way_out` is advice.
     """
 
-    def order(rank: int) -> tuple[int, int, int]:
+    def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         if failure.refusal:
             kind = 0
@@ -276,7 +254,7 @@ def explain(failures: Mapping[int, Failure], pids: Mapping[int, int], way_out: s
             kind = 4 if LOST_CONNECTION.search(failure.message) else 2
         else:  # torch aborts a rank that waits for one that is gone: such a rank is not the cause
             kind = 1 if failure.exit_code < 0 and failure.exit_code != -signal.SIGABRT else 3
-        return kind, failure.time_ns, rank
+        return kind, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -315,14 +293,9 @@ def counted_signals(numbers: Sequence[signal.Signals] = ENDING) -> Iterator[list
 
 
 def environment(rank: int, ranks: int, port: int, threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one rank of this node, to be added to `environ`.
+    """Return the variables of one rank of this node, to be added to `environ`. The user's own settings in it stay.
 
-    Args:
-        rank: Rank of the process.
-        ranks: Number of processes.
-        port: Port of the store on the loopback.
-        threads: CPU threads of a rank; None if the user set the number.
-        environ: The environment. The user's own settings in it stay.
+    `port` is that of the store on the loopback. `threads` is None if the user set the number.
     """
     variables = {
         "RANK": str(rank),
@@ -335,9 +308,8 @@ def environment(rank: int, ranks: int, port: int, threads: int | None, environ: 
         "TORCHELASTIC_RUN_ID": "ftkit",
     }
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environ):
-        # Threads of an operation spin for milliseconds by default while they wait for each other. On a node with other work
-        # the thread that they wait for then gets no core: small steps of one rank on two cores took 105 to 190 s beside two
-        # other processes, instead of some 20. Alone, a rank loses a tenth.
+        # Threads spin for milliseconds by default while they wait for each other, and take the core of the one they wait
+        # for: small steps of one rank on two cores took 105 to 190 s beside two other processes, instead of some 20.
         variables["GOMP_SPINCOUNT"] = "3000"
     if threads is not None:
         variables |= {"OMP_NUM_THREADS": str(threads), OWN_THREADS: str(threads)}

@@ -360,7 +360,7 @@ class Ranks:
             self._crew = None
 
     def _checkpoints(self) -> list[Path]:
-        return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).newest_first()
+        return [] if self._recipe is None else RunFolder(Path(self._recipe.output.dir)).checkpoints()[::-1]
 
     def _way_out(self) -> str:
         found = self._checkpoints()

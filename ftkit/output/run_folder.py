@@ -23,12 +23,9 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,117 +43,47 @@ OTHERWISE = "choose another folder with --set output.dir=PATH"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run.
+    """The folder of one run. Its attributes are the paths of the files above."""
 
-    Args:
-        path: The folder.
-    """
-
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logging step and per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def divergences(self) -> Path:
-        """One JSON object per step whose loss diverged."""
-        return self.path / "divergences.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The result of the run."""
-        return self.path / "summary.json"
-
-    @property
-    def standing(self) -> Path:
-        """The state of the run, and its plan."""
-        return self.path / "report.json"
-
-    @property
-    def report(self) -> Path:
-        """The report as a page."""
-        return self.path / "report.html"
-
-    @property
-    def trace(self) -> Path:
-        """One step of rank 0."""
-        return self.path / "trace.json"
-
-    @property
-    def per_example(self) -> Path:
-        """Loss of each held-out row, before and after training."""
-        return self.path / "eval_per_example.json"
-
-    @property
-    def model(self) -> Path:
-        """The Hugging Face folder."""
-        return self.path / "model"
-
-    # --- the lock
+    def __init__(self, path: Path):
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.divergences = path / "divergences.jsonl"
+        self.summary = path / "summary.json"
+        self.per_example = path / "eval_per_example.json"
+        self.standing = path / "report.json"
+        self.report = path / "report.html"
+        self.trace = path / "trace.json"
+        self.model = path / "model"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder for one run. The kernel releases the lock when the process ends.
-
-        Raises:
-            UserError: The folder is refused, or cannot be made, or another run has locked it.
-        """
+        """Make the folder, and lock it for one run. The kernel releases the lock when the process ends."""
         self._check_place()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            (self.path / LOCK).touch()
         except OSError as error:
             raise self._unwritable(error) from None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            raise self.locked_error() from None
-        try:
+        with open(self.path / LOCK) as file:  # it stays in the folder: another process may have opened it to lock it next
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                text = f"output.dir: a run is active in {self.path}; wait for its end, or {OTHERWISE}"
+                raise UserError(text) from None
             yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # forked processes have the handle too
-            os.close(handle)  # the file stays: a process may have opened it to lock it next
 
     def is_locked(self) -> bool:
         """Return whether a run is active in this folder; False if that cannot be found out."""
         try:
-            handle = os.open(self.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
+            handle = os.open(self.path / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the reader
+            with open(handle, "rb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         return False
-
-    def locked_error(self) -> UserError:
-        """Return the error for a folder with an active run."""
-        return UserError(f"output.dir: a run is active in {self.path}; wait for its end, or {OTHERWISE}")
-
-    # --- checkpoints
-
-    def checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints in the order in which they were written."""
-        found = [path for path in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-        return sorted(found, key=lambda path: (written_at(path), step_of(path)))
-
-    def newest_first(self) -> list[Path]:
-        """Return the complete checkpoints, the one that was written last first."""
-        return self.checkpoints()[::-1]
-
-    # --- the start of a run
 
     def prepare(
         self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = (), owner: bool = True
@@ -174,66 +101,56 @@ class RunFolder:
             Checkpoints in the order in which they are tried; empty to start from the beginning.
 
         Raises:
-            UserError: The folder is refused or cannot be written, or the checkpoint does not exist.
+            UserError: The folder is refused, or the checkpoint does not exist.
         """
-        self._check_place()
         if owner:
             remove_unfinished(self.path)
         elif overwrite:  # the owner may be removing the earlier run now
             return []
-        checkpoints = self._find(resume, overwrite=overwrite, inputs=inputs)
+        checkpoints = self.check(resume, overwrite=overwrite, inputs=inputs)
         if overwrite:
-            self._remove_earlier_run()
+            for path in self._removable():
+                _discard(path)
+                if path.exists():
+                    raise UserError(f"--overwrite: {path} cannot be removed; remove it yourself")
         return checkpoints
 
     def check(self, resume: str | None, *, overwrite: bool = False, inputs: Iterable[str] = ()) -> list[Path]:
-        """Refuse what `lock` and `prepare` refuse, return what `prepare` returns, and change nothing."""
+        """Refuse what `prepare` refuses, return what `prepare` returns, and change nothing."""
         self._check_place()
-        if self.is_locked():
-            raise self.locked_error()
-        return self._find(resume, overwrite=overwrite, inputs=inputs)
-
-    def _check_place(self) -> None:
-        """Refuse a folder that is not a run of ftkit or cannot be written. Hidden files do not count."""
-        try:
-            nearest = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
-            with tempfile.TemporaryFile(dir=nearest):
-                pass
-            found = sorted(name for name in os.listdir(self.path) if name[0] != ".") if nearest == self.path else []
-        except OSError as error:
-            raise self._unwritable(error) from None
-        if set(found) - {VERIFY} and not self._is_marked():
-            raise UserError(
-                f"output.dir: {self.path} is not a run of ftkit: it holds {' and '.join(found[:2])}, and no recipe.yaml "
-                f"that ftkit wrote; {OTHERWISE}"
-            )
-
-    def _is_marked(self) -> bool:
-        try:
-            return self.recipe.read_text(encoding="utf-8").startswith(RECIPE_MARK)
-        except (OSError, UnicodeDecodeError):
-            return False
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"output.dir: {self.path} cannot be written ({error.strerror or error}); {OTHERWISE}")
-
-    def _find(self, resume: str | None, *, overwrite: bool, inputs: Iterable[str]) -> list[Path]:
-        """Return the checkpoints to continue from; refuse to mix a new run with an earlier one."""
         if overwrite and resume is not None:
             raise UserError("found both --overwrite (remove the earlier run) and --resume (continue it); keep one")
         if overwrite:
             self._refuse_inputs(inputs)
             return []
+        checkpoints = self.checkpoints()[::-1]
         if resume not in (None, "auto"):
             path = Path(resume).expanduser()
             if not path.is_dir():
-                known = ", ".join(map(str, self.checkpoints())) or "none"
+                known = ", ".join(map(str, checkpoints)) or "none"
                 raise UserError(f"--resume: no such checkpoint folder: {path}; checkpoints of this run: {known}")
             return [path]
-        newest_first = self.newest_first()
-        if resume is None or not newest_first:
-            self._refuse_earlier_run(newest_first)
-        return newest_first
+        if resume is None or not checkpoints:
+            self._refuse_earlier_run(checkpoints)
+        return checkpoints
+
+    def _check_place(self) -> None:
+        """Refuse a folder that is not a run of ftkit. Hidden files do not count."""
+        try:
+            found = sorted(name for name in os.listdir(self.path) if name[0] != ".")
+            is_marked = self.recipe.is_file() and self.recipe.read_text(errors="replace").startswith(RECIPE_MARK)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise self._unwritable(error) from None
+        if set(found) - {VERIFY} and not is_marked:
+            raise UserError(
+                f"output.dir: {self.path} is not a run of ftkit: it holds {' and '.join(found[:2])}, and no recipe.yaml "
+                f"that ftkit wrote; {OTHERWISE}"
+            )
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"output.dir: {self.path} cannot be written ({error.strerror or error}); {OTHERWISE}")
 
     def _refuse_inputs(self, inputs: Iterable[str]) -> None:
         """Refuse to remove what the run reads, such as the model of the run before."""
@@ -242,12 +159,13 @@ class RunFolder:
                 if path.exists() and Path(name).resolve().is_relative_to(path.resolve()):
                     raise UserError(f"--overwrite would remove {path}, and the recipe reads {name}; {OTHERWISE}")
 
-    def _refuse_earlier_run(self, newest_first: list[Path]) -> None:
-        found = [path.name for path in (*newest_first[:1], self.summary, self.model) if path.exists()]
+    def _refuse_earlier_run(self, checkpoints: list[Path]) -> None:
+        """Refuse to mix a new run with an earlier one."""
+        found = [path.name for path in (*checkpoints[:1], self.summary, self.model) if path.exists()]
         if found:
-            way = "continue it with --resume auto" if newest_first else "it has no checkpoint to resume from"
+            advice = "continue it with --resume auto" if checkpoints else "it has no checkpoint to resume from"
             raise UserError(
-                f"output.dir: {self.path} holds {' and '.join(found[:2])} of an earlier run; {way}, replace it with "
+                f"output.dir: {self.path} holds {' and '.join(found[:2])} of an earlier run; {advice}, replace it with "
                 f"--overwrite, or {OTHERWISE}"
             )
 
@@ -256,17 +174,11 @@ class RunFolder:
         files = (self.metrics, self.divergences, self.per_example, self.standing, self.report, self.trace)
         return [self.summary, *self.checkpoints(), self.model, *files]
 
-    def _remove_earlier_run(self) -> None:
-        for path in self._removable():
-            try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-            except OSError as error:
-                raise UserError(f"--overwrite: {path} cannot be removed ({error.strerror}); remove it yourself") from None
-
-    # --- its files
+    def checkpoints(self) -> list[Path]:
+        """Return the complete checkpoints in the order in which they were written."""
+        steps = {path: path.name.removeprefix("checkpoint-") for path in self.path.glob("checkpoint-*")}
+        found = [path for path, step in steps.items() if step.isdecimal()]
+        return sorted(found, key=lambda path: (written_at(path), int(steps[path])))
 
     def write_recipe(self, text: str) -> None:
         """Write recipe.yaml, with the line that marks the folder as a run of ftkit."""
@@ -292,20 +204,21 @@ class RunFolder:
         return sum(path.lstat().st_blocks * 512 for path in files if path.is_file())
 
 
+def _step(line: str) -> float:
+    """Return the step of a line of metrics.jsonl; infinity if it was cut off."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 # --- checkpoints
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step of a folder checkpoint-N."""
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def written_at(checkpoint: Path) -> float:
     """Return the time when a checkpoint was completed, seconds since the epoch. Its list of files is written last."""
-    for path in (checkpoint / "contents.json", checkpoint):
-        with suppress(OSError):
-            return path.stat().st_mtime
-    return 0.0
+    listed = checkpoint / "contents.json"
+    return (listed if listed.exists() else checkpoint).stat().st_mtime
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -338,11 +251,12 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, or a link to one, as far as that is possible."""
-    if path.is_symlink():
-        path.unlink()
-    else:
+    """Remove a file, a folder or a link, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 # --- files
@@ -358,7 +272,7 @@ def append_line(path: Path, record: Any) -> None:
     """Append a line of JSON to a file. A full disk costs the line, not the run."""
     try:
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json_line(record) + "\n")
+            file.write(json.dumps(_plain(record)) + "\n")
     except OSError as error:
         logger.error("%s: a line could not be written: %s", path, error.strerror)
 
@@ -378,22 +292,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write(path, json.dumps(_plain(content), indent=1) + "\n")
 
 
-def json_line(content: Any) -> str:
-    """Return one line of JSON, with null for NaN and infinity."""
-    return json.dumps(_plain(content))
-
-
 def _plain(content: Any) -> Any:
     if isinstance(content, Mapping):
         return {str(key): _plain(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
         return [_plain(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def _step(line: str) -> float:
-    """Return the step of a line of metrics.jsonl; infinity if it was cut off."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

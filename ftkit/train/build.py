@@ -94,7 +94,7 @@ def load_tokenizer(model: Model) -> Any:
     Raises:
         UserError: There is no tokenizer of that name, or it needs its own code.
     """
-    name = model.tokenizer_name
+    name = str(model.tokenizer or model.name)
     revision = model.revision if model.tokenizer is None else None
     needed = "needed: a folder with tokenizer.json, or a hub id; set model.name or model.tokenizer"
     with reading(name, "no tokenizer could be loaded from it", advice=needed):

@@ -251,7 +251,7 @@ class Job:
 
     def _advice(self) -> str:
         """Return the advice for a run that failed."""
-        last, divergences = next(iter(self.folder.newest_first()), None), self.folder.divergences
+        last, divergences = next(reversed(self.folder.checkpoints()), None), self.folder.divergences
         advice = f"{divergences} names the steps. " if divergences.exists() else ""
         advice += f"--resume auto continues from {last.name}. " if last else "There is no checkpoint to resume from. "
         return f"{advice}Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"

@@ -67,9 +67,9 @@ FAULTS = (
     fault(
         "of a key given twice the last value is taken in silence",
         "ftkit/config/yaml_lines.py",
-        "        if name in lines:",
-        "        if name in ():",
-        "tests/test_recipe.py::test_a_key_given_twice_in_an_override_stops",
+        "        if below in document.places:",
+        "        if below in ():",
+        "tests/test_recipe.py::test_refusals",
     ),
     fault(
         "an override keeps the lines of the section that it replaces",

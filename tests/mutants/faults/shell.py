@@ -8,7 +8,7 @@ FAULTS = (
     fault(
         "a folder of a user's is taken for a run",
         "ftkit/output/run_folder.py",
-        "if set(found) - {VERIFY} and not self._is_marked():",
+        "if set(found) - {VERIFY} and not is_marked:",
         "if False:",
         f"{OWN}::test_a_folder_that_is_no_run_is_refused",
     ),
@@ -43,8 +43,8 @@ FAULTS = (
     fault(
         "the newest checkpoint is that of the highest step",
         "ftkit/output/run_folder.py",
-        "key=lambda path: (written_at(path), step_of(path))",
-        "key=step_of",
+        "key=lambda path: (written_at(path), int(steps[path]))",
+        "key=lambda path: int(steps[path])",
         f"{OWN}::test_checkpoints_are_ordered_by_when_they_were_written",
     ),
     fault(
