@@ -15,8 +15,8 @@ from ftkit.config.recipe import load
 from ftkit.data.preview import pieces_of, row_at, sample_of
 from ftkit.data.report import Checks
 from ftkit.errors import UserError
-from ftkit.train.build import build_model
-from ftkit.train.dry_run import dry_run
+from ftkit.train.planning import model_of
+from ftkit.train.run import dry_run
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\x07\u202e&amp;' onload=\"x"
@@ -205,7 +205,7 @@ def test_generation_stops_where_the_run_s_model_stops(recipe, base, tmp_path):
         (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 0]}))
         path = recipe(rows, template)
         assert ftkit.preview(path).warnings == ()
-        stops = build_model(load(str(path))).generation_config.eos_token_id
+        stops = model_of(load(str(path)), weights=True).generation_config.eos_token_id
         assert stops == [2, 0]
     finally:
         says.write_text(before)

@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.config.recipe import load
 from ftkit.errors import UserError
-from ftkit.train.dry_run import dry_run
+from ftkit.train.run import dry_run
 from tests.tiny import make_base, write_rows
 
 
@@ -48,7 +48,6 @@ def changed(folder, **fields):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("output.report_to=tensorbord", "output.report_to: tensorbord is unknown"),
         ("adapter={targets: [q_proj, typo_proj]}", "'typo_proj' matches no module"),
         ("eval={path: /dev/null}", "/dev/null"),
         ("engine={stage: 1, parameters: host}", "parameters"),

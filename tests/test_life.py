@@ -22,7 +22,7 @@ from ftkit.launch import ranks as launch
 from ftkit.output.run_folder import RunFolder, append_line
 from ftkit.spec.strategy import Strategy
 from ftkit.train.callbacks import EndOnRequest
-from ftkit.train.planning import disk_room
+from ftkit.train.planning import ask
 from tests.engine.test_checkpoint import load_and_tell, make, write
 from tests.jobs import losses, recipe
 from tests.worlds import PATIENCE
@@ -116,7 +116,7 @@ def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path, monkeypatch):
     for step in (4, 8):
         checkpoint(tmp_path, step)
     monkeypatch.setattr("ftkit.train.planning.disk_free", lambda path: 1000)
-    assert disk_room(facts) == 1000 + RunFolder(tmp_path).disk_bytes() > 1000
+    assert ask(facts, 1).limits.disk_bytes == 1000 + RunFolder(tmp_path).disk_bytes() > 1000
 
 
 def test_who_asked_to_end_does_not_wait_for_an_evaluation():

@@ -207,7 +207,6 @@ def test_a_run_is_continued_by_the_same_recipe():
         ("train.batch_tokens=176", r"train\.batch_tokens: 2112"),
         ("data.packing=false", r"data\.packing: True in .*, now False"),
         ("adapter.rank=8", "adapter: None"),
-        ("eval={share: 0.1}", r"eval\.share: None"),
     ]:
         with pytest.raises(UserError, match=words):
             told(change)

@@ -102,7 +102,7 @@ def finetune(
     ranks = int(os.environ["WORLD_SIZE"]) if joined is not None else _ranks(facts, nproc)
     if dry_run:
         # Imported here: torch and transformers take seconds, see the top of this file.
-        from ftkit.train.dry_run import dry_run as say_what_would_be_run
+        from ftkit.train.run import dry_run as say_what_would_be_run
 
         checkpoints = RunFolder(Path(facts.output.dir)).check(resume, overwrite=overwrite, inputs=facts.inputs())
         say_what_would_be_run(facts, ranks, checkpoints)
@@ -198,7 +198,7 @@ def plan(
         with Console(stderr=True).status("and what if …"):
             answers = list(what_if(made.asked))
     if as_json:
-        found = {"hardware": hardware, **made.as_dict(), "epoch": None if epoch is None else epoch.as_dict()}
+        found = {"hardware": hardware, **made.as_dict(), "epoch": epoch}
         if wonder:
             found["what_if"] = [each.as_dict() for each in answers]
         typer.echo(json.dumps(found, indent=1))
@@ -206,7 +206,7 @@ def plan(
         _show_plan(made, epoch, answers, most=most)
 
 
-def _show_plan(made: Plan, epoch: object, answers: list[Answer], *, most: bool) -> None:
+def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer], *, most: bool) -> None:
     """Print a plan, and what was asked for beside it: an epoch's time, other boxes."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if most:
@@ -214,7 +214,8 @@ def _show_plan(made: Plan, epoch: object, answers: list[Answer], *, most: bool) 
         console.print(f"the largest that fits: {counted(len(made.shape.blocks), 'block')}, {size}")
     show_plan(console, made)
     if epoch is not None:
-        console.print(f"[bold]{'an epoch':<13}[/] {epoch}")
+        text = f"{epoch['seconds'] / 3600:,.2f} h for about {epoch['tokens']:,} tokens (4 bytes of the file each)"
+        console.print(f"[bold]{'an epoch':<13}[/] {text}")
     if answers:
         show_answers(console, answers, made.speed)
 

@@ -37,8 +37,8 @@ from ftkit.hf.sharding import units_of
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.arguments import lora_config, training_arguments
-from ftkit.train.build import build_model, check_fit, load_tokenizer, make_trainer, prepare_rows
-from ftkit.train.planning import ask_here
+from ftkit.train.build import check_fit, load_tokenizer, make_trainer, prepare_rows
+from ftkit.train.planning import ask_here, model_of
 from ftkit.train.resume import first_whole
 from ftkit.train.trainer import RecipeTrainer
 
@@ -148,7 +148,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
     Path(recipe.output.dir).mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(recipe.model)
     arguments = training_arguments(recipe, trial.ranks)
-    model = build_model(recipe)
+    model = model_of(recipe, weights=True)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
     still(model)
     try:
@@ -192,10 +192,10 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
     if told.name is not None:
         options = {"revision": told.revision, "trust_remote_code": told.trust_remote_code, "dtype": torch.float32}
         if told.config is not None:
-            options["config"] = build_model(recipe).config
+            options["config"] = model_of(recipe, weights=True).config
         model = family.from_pretrained(told.name, **options)
     else:
-        model = family.from_config(build_model(recipe).config, dtype=torch.float32)
+        model = family.from_config(model_of(recipe, weights=True).config, dtype=torch.float32)
     adapter = lora_config(recipe.adapter, recipe.task)
     if adapter is not None:
         model = add_adapter(model, adapter)

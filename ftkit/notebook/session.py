@@ -98,13 +98,13 @@ class Session:
     def evaluate(self, path: str | None) -> dict[str, Any]:
         """Return loss, perplexity and label tokens of rows of a file, or of those that the run holds out."""
         model, job = self._model("evaluate"), self.job
-        if job is None or job.rows is None:
+        if job is None or job.parts is None:
             raise UserError("evaluate: no recipe says how rows become tokens: train with ranks.finetune first")
-        rows = job.rows.held_out
+        rows = job.parts.rows.held_out
         if path is not None:
             data = job.recipe.data
             named = {"path": path, "name": None, "split": "train", "format": "auto", "sources": (), "packing": False}
-            rows = prepare(data.model_copy(update=named), job.tokenizer, task=job.recipe.task).train
+            rows = prepare(data.model_copy(update=named), job.parts.tokenizer, task=job.recipe.task).train
         if rows is None:
             raise UserError("evaluate: the recipe holds no rows out (eval:), and no file was named: ranks.evaluate(path)")
         planned_rows = job.trainer.args.per_device_eval_batch_size  # of a micro-batch, whose memory was planned
@@ -140,7 +140,7 @@ class Session:
     def _keep(self, job: Job) -> None:
         if job.trainer is not None:
             self.job = job
-            self.names.update(zip(OF_A_RUN, (job.trainer.model, job.tokenizer, job.trainer)))
+            self.names.update(zip(OF_A_RUN, (job.trainer.model, job.trainer.processing_class, job.trainer)))
 
     def _forget(self) -> None:
         """Give back the memory of the run before."""

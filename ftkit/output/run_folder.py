@@ -184,14 +184,6 @@ class RunFolder:
         """Write recipe.yaml, with the line that marks the folder as a run of ftkit."""
         write(self.recipe, f"{RECIPE_MARK}. A run overwrites this file: edit a copy.\n{text}")
 
-    def read_summary(self, recipe: str) -> dict[str, Any]:
-        """Return the summary of a finished run with its model; empty if there is none, or if its recipe is another."""
-        try:
-            same = self.recipe.read_text(encoding="utf-8").partition("\n")[2] == recipe
-            return dict(json.loads(self.summary.read_text(encoding="utf-8"))) if same and self.model.is_dir() else {}
-        except (OSError, ValueError):
-            return {}
-
     def keep_metrics_until(self, step: int) -> None:
         """Remove the lines of metrics.jsonl after a step. A resumed run writes them again."""
         if self.metrics.exists():

@@ -10,12 +10,10 @@ from __future__ import annotations
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, TaskType
-from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
-from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
 
 
@@ -45,13 +43,6 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
 def engine_settings(recipe: Recipe) -> EngineSettings:
     """Return the engine's settings of a recipe, with the dtype that it computes in on this machine."""
     return EngineSettings(recipe.engine, recipe.memory).choosing(dtype=compute_dtype(recipe.train.dtype))
-
-
-def check_report_to(names: tuple[str, ...]) -> None:
-    """Raise UserError for a reporting integration of HF Trainer that is unknown or not installed."""
-    for name in names:
-        if name not in get_available_reporting_integrations():
-            raise UserError(f"output.report_to: {name} is unknown or not installed; pip install {name}, or remove it")
 
 
 def checkpoints_kept(recipe: Recipe) -> int | None:
@@ -103,7 +94,6 @@ def training_arguments(recipe: Recipe, ranks: int) -> TrainingArguments:
         save_steps=output.save_every_steps or 500,
         save_total_limit=checkpoints_kept(recipe),
         metric_for_best_model="token_loss" if held_out else None,  # the best checkpoint stays
-        greater_is_better=False if held_out else None,
         eval_strategy="steps" if every_steps else "epoch" if held_out and held_out.every_epoch else "no",
         eval_steps=every_steps,
         include_num_input_tokens_seen="non_padding",

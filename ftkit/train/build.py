@@ -7,8 +7,7 @@ Cost: the module tree, the headers of the weights, and the rows.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,24 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PrinterCallback
 
-from ftkit.config.recipe import Model, Recipe, split_batch, steps_of
+from ftkit.config.recipe import Model, Recipe, steps_of
 from ftkit.config.wording import counted
 from ftkit.data.batches import Collator
 from ftkit.data.prepare import Prepared, prepare
 from ftkit.data.report import stops_of
+from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
-from ftkit.hf.adapters import base_of
 from ftkit.hf.dtypes import check_dtype
-from ftkit.hf.generate.generation import prompt_ids, unanswerable
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
-from ftkit.train.arguments import check_report_to, compute_dtype
+from ftkit.train.arguments import compute_dtype
 from ftkit.train.callbacks import Question, questions
-from ftkit.train.planning import model_of
-from ftkit.train.resume import Start, noted
+from ftkit.train.planning import ask_here, model_of
+from ftkit.train.resume import Start, choose, noted
 from ftkit.train.trainer import RecipeTrainer, WholeSteps
 
 
@@ -59,33 +57,32 @@ class Parts:
     questions: list[Question]
 
 
-def make_parts(recipe: Recipe, ranks: int, plan: Callable[[Any], Plan], start: Callable[[], Start]) -> Parts:
-    """Make the parts of a run.
+def make_parts(
+    recipe: Recipe, ranks: int, checkpoints: Sequence[str], comm: Communicator | None, say: Callable[[str], None]
+) -> Parts:
+    """Make the parts of a run. With `comm` a collective.
 
     Args:
         recipe: The recipe.
         ranks: Number of processes of the whole run.
-        plan: Returns the plan for a model, the same on all ranks.
-        start: Returns where the run begins. It is called before the rows are prepared, which belong to its day.
+        checkpoints: Folders to resume from, in the order in which they are tried.
+        comm: The ranks. None for a dry run, which is one process.
+        say: Shows a line to the user.
 
     Raises:
         UserError: The run cannot begin.
     """
-    split_batch(recipe, ranks)
-    check_report_to(recipe.output.report_to)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_dtype(DTYPES[compute_dtype(recipe.train.dtype)], device)
     tokenizer = load_tokenizer(recipe.model)
-    model = build_model(recipe)
+    model = model_of(recipe, weights=True)
     check_fit(model, tokenizer, recipe.data.sequence_tokens)
-    asked = make_questions(recipe, model, tokenizer)
-    chosen = plan(model)
-    if chosen.strategy.uses_nvme:
-        check_nvme(recipe.memory.nvme_dir)
-    begin = start()
-    rows = prepare_rows(recipe, tokenizer, begin.day)
-    begin.check_rows(rows.report.digest)
-    return Parts(tokenizer, model, chosen, begin, rows, asked)
+    asked = questions(recipe.show) if recipe.show else []
+    plan = ask_here(recipe, model, ranks, comm).plan()
+    start = choose(checkpoints, recipe, comm, say)  # before the rows, which belong to its day
+    rows = prepare_rows(recipe, tokenizer, start.day)
+    start.check_rows(rows.report.digest)
+    return Parts(tokenizer, model, plan, start, rows, asked)
 
 
 def load_tokenizer(model: Model) -> Any:
@@ -104,16 +101,6 @@ def load_tokenizer(model: Model) -> Any:
 def prepare_rows(recipe: Recipe, tokenizer: Any, day: str | None = None) -> Prepared:
     """Prepare the rows to train on and those held out; see `ftkit.data.prepare.prepare`."""
     return prepare(recipe.data, tokenizer, task=recipe.task, seed=recipe.train.seed, held_out=recipe.eval, day=day)
-
-
-def build_model(recipe: Recipe) -> Any:
-    """Build the model. An adapter is drawn with the recipe's seed, the same on all ranks.
-
-    Raises:
-        UserError: See `ftkit.hf.load.model.load_model`.
-    """
-    torch.manual_seed(recipe.train.seed)
-    return model_of(recipe, weights=True)
 
 
 def check_fit(model: Any, tokenizer: Any, sequence_tokens: int) -> None:
@@ -136,34 +123,6 @@ def positions_of(model: Any) -> int | None:
     config = model.config.get_text_config()
     positions, rotary = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     return positions if isinstance(positions, int) and "factor" not in rotary else None
-
-
-def make_questions(recipe: Recipe, model: Any, tokenizer: Any) -> list[Question]:
-    """Return the questions of the recipe.
-
-    Raises:
-        UserError: A question has no tokens, or is too long for the model. The text has its number.
-    """
-    if recipe.show is None:
-        return []
-    asked = questions(recipe.show)
-    base = base_of(model)
-    seq2seq = base.config.is_encoder_decoder
-    ids = [prompt_ids(tokenizer, each.turns, seq2seq=seq2seq, separator=each.separator) for each in asked]
-    if (problem := unanswerable(base, ids, recipe.show.max_new_tokens)) is not None:
-        raise UserError(f"show: {problem}")
-    return asked
-
-
-def check_nvme(folder: str | None) -> None:
-    """Raise UserError if the folder of the NVMe tier cannot be written."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"memory.nvme_dir: {folder} cannot be written ({error.strerror}), and the plan uses it; name another folder"
-        ) from None
 
 
 def make_trainer(
@@ -201,7 +160,7 @@ def make_trainer(
         processing_class=tokenizer,
         data_collator=Collator.of(tokenizer, decoder_inputs=decoder_inputs, boundaries=boundaries),
         order=rows.order(recipe.train.seed),
-        step_sequences=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        step_sequences=recipe.train.batch_tokens // recipe.data.sequence_tokens,
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
         per_example=RunFolder(Path(recipe.output.dir)).per_example,
@@ -212,24 +171,25 @@ def make_trainer(
     return trainer
 
 
-def notices(recipe: Recipe, parts: Parts, steps: WholeSteps) -> list[str]:
+def notices(recipe: Recipe, parts: Parts) -> list[str]:
     """Return the lines to show before the first step."""
     rows, report = parts.rows, parts.rows.report
     found = rows.warnings(parts.tokenizer, stops_of(getattr(parts.model, "generation_config", None)))
     lines = [f"warning: {each}" for each in found if each.kind != "unusable"]  # the report has those
     if report.rendering == "plain" and recipe.task == "causal-lm" and {each.format for each in report.sources} != {"text"}:
         lines.append("no chat template: questions and answers are plain text")
-    sequences, step_sequences = len(steps.order), steps.step_sequences
-    if rest := sequences - len(steps):
+    step_sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
+    order = WholeSteps(rows.order(recipe.train.seed), step_sequences)
+    sequences, warmup = len(order.order), recipe.optimizer.warmup_steps
+    steps = steps_of(recipe, sequences, step_sequences)
+    lines.append(f"steps: {steps:,}, {sequences // step_sequences:,} an epoch of {sequences:,} sequences")
+    if rest := sequences - len(order):
         lines.append(f"{rest} of {counted(sequences, 'sequence')} left over in each epoch: a step takes {step_sequences}")
-    made, warmup = steps_of(recipe, sequences, step_sequences), recipe.optimizer.warmup_steps
-    if warmup >= made:
-        lines.append(f"warning: optimizer.warmup_steps is {warmup} and the run has {counted(made, 'step')}")
-    length, positions, longest = recipe.data.sequence_tokens, positions_of(parts.model), parts.tokenizer.model_max_length
+    if warmup >= steps:
+        lines.append(f"warning: optimizer.warmup_steps is {warmup} and the run has {counted(steps, 'step')}")
+    length, positions = recipe.data.sequence_tokens, positions_of(parts.model)
     if positions and length > positions:
         lines.append(f"warning: data.sequence_tokens is {length} and the model was trained with {positions} positions")
-    if (most := min(report.longest, length)) > longest:
-        lines.append(f"warning: samples have up to {most} tokens and the tokenizer's model_max_length is {longest}")
     if recipe.output.save_every_steps is None:
         lines.append("no checkpoints will be saved (output.save_every_steps is not set)")
     return lines

@@ -6,9 +6,9 @@ built on the meta device from its configuration alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,14 +36,19 @@ from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 from ftkit.spec.update_rules import rule_of
-from ftkit.train.arguments import checkpoints_kept, engine_settings, lora_config
+from ftkit.train.arguments import checkpoints_kept, compute_dtype, engine_settings, lora_config
 
 BYTES_PER_TOKEN = 4
 """Bytes of a data file per token: about 4 characters of English text, JSON keys included."""
 
 
 def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
-    """Return the plan of a recipe.
+    """Return the plan of a recipe. Arguments and errors are those of `ask`; also `DoesNotFit`."""
+    return ask(recipe, ranks, box).plan()
+
+
+def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
+    """Return the planner's input for a recipe.
 
     Args:
         recipe: The recipe.
@@ -51,21 +56,15 @@ def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
         box: Hardware profile to plan for. None plans for this machine.
 
     Raises:
-        DoesNotFit: No strategy fits the memory.
         UserError: The model cannot be built, or the hardware lacks the dtype.
     """
-    return ask(recipe, ranks, box).plan()
-
-
-def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
-    """Return the planner's input for a recipe. Arguments and errors are those of `plan_recipe`."""
     model = model_of(recipe)
     if box is None:
         return ask_here(recipe, model, ranks)
     dtype = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
     if dtype == "bf16" and box.dtype == "fp16":
         raise UserError(f"train.dtype: the GPUs of {box.name} have no bf16 (they would emulate it); use auto, fp16 or fp32")
-    return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype=dtype)
+    return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype)
 
 
 def ask_here(recipe: Recipe, model: Any, ranks: int, comm: Communicator | None = None) -> Asked:
@@ -76,7 +75,9 @@ def ask_here(recipe: Recipe, model: Any, ranks: int, comm: Communicator | None =
         limits = limits_here(settings, device, ranks)
     else:
         limits, box = common_limits(settings, comm), comm.same(box)
-    return ask_model(recipe, model, ranks, replace(limits, disk_bytes=disk_room(recipe)), box)
+    folder = recipe.output.dir  # the run replaces an earlier one in it
+    limits = replace(limits, disk_bytes=disk_free(folder) + RunFolder(Path(folder)).disk_bytes())
+    return ask_model(recipe, model, ranks, limits, box, compute_dtype(recipe.train.dtype))
 
 
 def box_here(recipe: Recipe) -> Box | None:
@@ -86,38 +87,16 @@ def box_here(recipe: Recipe) -> Box | None:
     return box_with([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One pass over a recipe's rows: tokens, estimated from the size of the data file, and seconds at the planned speed."""
-
-    tokens: int
-    seconds: float
-
-    def __str__(self) -> str:
-        hours = self.seconds / 3600
-        time = f"{hours / 24:.1f} days" if hours >= 24 else f"{hours:.1f} h" if hours > 1 else f"{self.seconds:.0f} s"
-        return f"{time} for about {self.tokens:,} tokens ({BYTES_PER_TOKEN} bytes of the file each)"
-
-    def as_dict(self) -> dict[str, float]:
-        """Return an object for JSON."""
-        return {"tokens": self.tokens, "seconds": self.seconds, "days": self.seconds / 86400}
-
-
-def epoch_of(recipe: Recipe, plan: Plan) -> Epoch | None:
-    """Return the duration of an epoch. None without rates, or if the rows are not one local file."""
+def epoch_of(recipe: Recipe, plan: Plan) -> dict[str, float] | None:
+    """Return the estimated tokens and seconds of an epoch. None without rates, or if the rows are not one local file."""
     path = recipe.data.path
     if plan.speed is None or path is None or not Path(path).is_file():
         return None
     tokens = Path(path).stat().st_size // BYTES_PER_TOKEN
-    return Epoch(tokens, tokens / plan.speed.tokens_per_s)
+    return {"tokens": tokens, "seconds": tokens / plan.speed.tokens_per_s}
 
 
-def disk_room(recipe: Recipe) -> int:
-    """Return the bytes of disk for checkpoints and model: free bytes, and those that an earlier run in the folder uses."""
-    return disk_free(recipe.output.dir) + RunFolder(Path(recipe.output.dir)).disk_bytes()
-
-
-def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, *, dtype: str | None = None) -> Asked:
+def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, dtype: str) -> Asked:
     """Return the planner's input for a model on the meta device.
 
     Args:
@@ -126,24 +105,22 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box |
         ranks: Number of processes of the whole run.
         limits: Memory that may be used.
         box: Hardware profile with the rates. None plans without seconds.
-        dtype: Compute dtype. None takes the recipe's on this machine.
+        dtype: Compute dtype: fp32, bf16 or fp16.
     """
-    strategy = engine_settings(recipe).strategy
     if recipe.data.packing and not limits.cpu:
         use_packed_attention(model)  # the run does so, and it saves other tensors
     micro_batch, accumulation = split_batch(recipe, ranks)
-    forced = recipe.engine.micro_batch != "auto" or recipe.engine.accumulation != "auto"
-    name: Any = dtype or strategy.dtype
-    blocks, sequence_tokens = find_blocks(model), recipe.data.sequence_tokens
+    blocks, sequence_tokens, engine = find_blocks(model), recipe.data.sequence_tokens, recipe.engine
     shape = replace(
-        model_shape(model, blocks, ranks, DTYPES[name], sequence_tokens, cpu=limits.cpu),
+        model_shape(model, blocks, ranks, DTYPES[dtype], sequence_tokens, cpu=limits.cpu),
         fresh=recipe.model.name is None,
-        chunked_loss=_has_chunked_loss(recipe, model, DTYPES[name]),
+        chunked_loss=_has_chunked_loss(recipe, model, DTYPES[dtype]),
         checkpoints=checkpoints_kept(recipe) or 1 if recipe.output.save_every_steps else None,
         rule=rule_of(recipe.optimizer.name, momentum=recipe.optimizer.momentum),
     )
-    wanted = replace(strategy, dtype=name, micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)
-    if strategy.accumulate_in == AUTO and not divisible(blocks):
+    forced = engine.micro_batch != AUTO or engine.accumulation != AUTO
+    wanted = replace(engine, dtype=cast(Any, dtype), micro_batch=micro_batch if forced else AUTO, accumulation=AUTO)
+    if engine.accumulate_in == AUTO and not divisible(blocks):
         wanted = replace(wanted, accumulate_in=STEP)
     return Asked(
         shape,
@@ -172,17 +149,24 @@ def _rates(box: Box | None, ranks: int, *, cpu: bool) -> Rates | None:
 def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
     """Return the memory of a hardware profile. A number in the recipe's `memory:` replaces the profile's."""
     memory, cpu = recipe.memory, box.gpus == 0
-    granted = {DEVICE: None if cpu else memory.device_gib, HOST: memory.host_gib, NVME: memory.nvme_gib}
-    nvme = int(box.nvme_gib * GIB) if memory.nvme_dir is not None else None
-    if cpu and memory.nvme_dir is not None:
-        nvme = disk_free(memory.nvme_dir)
-    host = box.host_bytes
+    host, nvme = box.host_bytes, None
     if host is None:  # the profile of CPU ranks: the memory of this machine
         host = limits_here(EngineSettings(), torch.device("cpu"), ranks).host_bytes
-    own = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
-    device, host, nvme = (own[tier] if gib is None else int(gib * GIB) for tier, gib in granted.items())
-    names = ((tier, f"the profile {box.name}" if gib is None else f"memory.{tier}_gib") for tier, gib in granted.items())
-    return Limits(device, host, nvme, ranks_per_node=min(ranks, box.gpus or ranks), cpu=cpu, names=tuple(names))
+    if memory.nvme_dir is not None:
+        nvme = disk_free(memory.nvme_dir) if cpu else int(box.nvme_gib * GIB)
+    granted = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
+    names = dict.fromkeys(granted, f"the profile {box.name}")
+    for tier in [HOST, NVME] if cpu else [DEVICE, HOST, NVME]:
+        if (gib := getattr(memory, f"{tier}_gib")) is not None:
+            granted[tier], names[tier] = int(gib * GIB), f"memory.{tier}_gib"
+    return Limits(
+        granted[DEVICE],
+        granted[HOST],
+        granted[NVME],
+        ranks_per_node=min(ranks, box.gpus or ranks),
+        cpu=cpu,
+        names=tuple(names.items()),
+    )
 
 
 def model_of(recipe: Recipe, *, weights: bool = False) -> Any:
@@ -204,6 +188,7 @@ def model_of(recipe: Recipe, *, weights: bool = False) -> Any:
         config = known.config if known else read_config(name, None, model.revision, trust_remote_code=remote)
         name = None
     adapter = lora_config(recipe.adapter, recipe.task)
+    torch.manual_seed(recipe.train.seed)  # all ranks draw the same adapter
     return load_model(
         name, task=recipe.task, revision=model.revision, config=config, trust_remote_code=remote, adapter=adapter
     )

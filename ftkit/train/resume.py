@@ -21,10 +21,11 @@ from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.trainer.checkpoints import check_folder
 
-RECIPE, ROWS, DAY = "recipe", "rows", "day"
-FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "eval.share", "optimizer.name")
-"""Keys that decide which tensors are trained, and on which samples."""
-FREE = ("output", "memory", "engine", "ranks", "box", "show", "data.cache_dir", "data.workers", "model.trust_remote_code")
+FIXED = ("task", "model", "data", "adapter", "train.seed", "train.batch_tokens", "optimizer.name")
+"""Keys that decide which tensors are trained, and on which samples. The checksum of the rows covers `eval.share`."""
+FREE = ("data.cache_dir", "data.workers", "model.trust_remote_code")
+COMPARED = ("task", "model", "data", "adapter", "train", "optimizer")
+"""Sections whose changes are refused or shown, except the keys of `FREE`."""
 FROM_CHECKPOINT = ("optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
 
 
@@ -60,15 +61,14 @@ def choose(checkpoints: Sequence[str], recipe: Recipe, comm: Communicator | None
     if path is None:
         return Start(today)
     found = read_manifest(Path(path) / ENGINE_FOLDER)["extra"]
-    before = found.get(RECIPE)
-    if before and (changed := compare(recipe, before, path)):
+    if changed := compare(recipe, found.get("recipe") or {}, path):
         say(changed)
-    return Start(found.get(DAY) or today, path, found.get(ROWS))
+    return Start(found.get("day") or today, path, found.get("rows"))
 
 
 def noted(recipe: Recipe, digest: str, day: str | None) -> dict[str, Any]:
     """Return the notes of a run's checkpoints: its recipe, and checksum and day of its rows."""
-    return {RECIPE: recipe.model_dump(mode="json"), ROWS: digest, DAY: day}
+    return {"recipe": recipe.model_dump(mode="json"), "rows": digest, "day": day}
 
 
 def first_whole(checkpoints: Sequence[str], comm: Communicator | None, say: Callable[[str], None]) -> str | None:
@@ -84,32 +84,32 @@ def first_whole(checkpoints: Sequence[str], comm: Communicator | None, say: Call
     """
     problems: list[str] = []
     for path in checkpoints:
-        own = _problem(Path(path), comm)
-        found = next((each for each in (comm.all(own) if comm else [own]) if each is not None), None)
-        if found is None:
-            for problem in problems:
-                say(f"passed over: {problem}")
+        problem = _problem(Path(path), comm)
+        if problem is None:
+            for each in problems:
+                say(f"passed over: {each}")
             return path
-        problems.append(found)
-    if problems:
-        listed = "\n  ".join(problems)
-        raise UserError(
-            f"--resume: of the checkpoints asked for none is whole:\n  {listed}\nname another with --resume PATH, or start "
-            "anew with --overwrite, which removes them all"
-        )
-    return None
+        problems.append(problem)
+    if not problems:
+        return None
+    listed = "\n  ".join(problems)
+    raise UserError(
+        f"--resume: of the checkpoints asked for none is whole:\n  {listed}\nname another with --resume PATH, or start "
+        "anew with --overwrite, which removes them all"
+    )
 
 
 def _problem(path: Path, comm: Communicator | None) -> str | None:
-    """Return the fault of this rank's share of a checkpoint, or None."""
+    """Return the first fault that a rank finds in its share of a checkpoint, or None. A collective."""
     rank, world_size = (comm.rank, comm.world_size) if comm else (0, 1)
+    own = None
     try:
         if rank == 0:
             check_folder(path)
         check_checkpoint(path / ENGINE_FOLDER, rank, world_size)
     except UserError as error:
-        return str(error)
-    return None
+        own = str(error)
+    return next((each for each in (comm.all(own) if comm else [own]) if each is not None), None)
 
 
 def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
@@ -123,7 +123,7 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
     Raises:
         UserError: A key of `FIXED` changed.
     """
-    changes = [each for each in _changes(before, recipe.model_dump(mode="json")) if not each[0].startswith(FREE)]
+    changes = list(_changes(before, recipe.model_dump(mode="json")))
     if fixed := [f"  {key}: {old} in {where}, now {new}" for key, old, new in changes if key.startswith(FIXED)]:
         listed = "\n".join(fixed)
         raise UserError(
@@ -136,10 +136,10 @@ def compare(recipe: Recipe, before: dict[str, Any], where: str) -> str:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, old and new value for each key of both recipes that changed. Of `eval`, only the share is compared."""
-    before, now = ({**each, "eval": {"share": (each.get("eval") or {}).get("share")}} for each in (before, now))
-    for section in [each for each in now if each in before]:
+    """Yield key, old and new value for each key of both recipes that is compared and changed."""
+    for section in [each for each in COMPARED if each in before]:
         old, new = before[section], now[section]
-        both = isinstance(old, dict) and isinstance(new, dict)
-        pairs = [(f"{section}.{key}", old[key], new[key]) for key in new if key in old] if both else [(section, old, new)]
-        yield from (each for each in pairs if each[1] != each[2])
+        pairs = [(section, old, new)]
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs = [(f"{section}.{key}", old[key], new[key]) for key in new if key in old]
+        yield from (each for each in pairs if each[1] != each[2] and each[0] not in FREE)

@@ -3,6 +3,8 @@
 `ftkit finetune` calls `run` in every rank. A notebook makes a `Job`, whose model stays in memory. Rank 0 alone prints and
 writes. A run that is asked to end, by the user or by the memory guard, saves a checkpoint and writes no model.
 
+From the command to `trainer.train()`: cli/app.py -> config/recipe.py -> this file -> train/build.py -> train/arguments.py.
+
 Cost: an evaluation before the first step and one after the last, where the recipe has held-out rows.
 """
 
@@ -11,30 +13,27 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 from accelerate.state import GradientState
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.config.recipe import Recipe, steps_of
+from ftkit.config.recipe import Recipe
 from ftkit.config.wording import counted
 from ftkit.data.packing import check_isolation
-from ftkit.data.prepare import Prepared
 from ftkit.engine.checkpoint.finite import NotFinite
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import Diverged, UserError
 from ftkit.hf.generate.generation import generate
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder, write_json
-from ftkit.plan.choice import Plan
 from ftkit.report.live import RunReport, simulated
+from ftkit.report.plan_text import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments
@@ -42,8 +41,6 @@ from ftkit.train.build import Parts, make_parts, make_trainer, notices
 from ftkit.train.callbacks import Bar, EndOnRequest, FindOverflows, MetricsLog, ProgressBar, Question, ShowFused
 from ftkit.train.divergence import DivergenceWatch
 from ftkit.train.memory_guard import MemoryStop
-from ftkit.train.planning import ask_here
-from ftkit.train.resume import choose
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
 
 
@@ -64,11 +61,34 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
         Diverged: The loss or the weights are not finite.
     """
     job = Job(stop, recipe, ranks)
-    summary = job.run(checkpoints, unless_over=True)
+    summary = job.run(checkpoints)
     job.trainer.end()
-    if not summary.pop("saved", True):
-        raise UserError(summary["stopped"])
     return summary
+
+
+def dry_run(recipe: Recipe, ranks: int, checkpoints: Sequence[Path] = ()) -> None:
+    """Make the parts of a run in one process, and print them. Arguments and errors are those of `run`."""
+    say = Console(soft_wrap=True, highlight=False, emoji=False)
+
+    def tell(text: object) -> None:
+        say.print(literal(str(text)))
+
+    parts = make_parts(recipe, ranks, [str(each) for each in checkpoints], None, tell)
+    lines, rows, strategy = notices(recipe, parts), parts.rows, parts.plan.strategy
+    micro_batch, accumulation = decided(strategy.micro_batch), decided(strategy.accumulation)
+    if parts.start.checkpoint is not None:
+        tell(f"would resume from {parts.start.checkpoint}")
+    tell(recipe.dump())
+    tell(rows.report)
+    tell(f"held out: {counted(0 if rows.held_out is None else len(rows.held_out), 'row')}")
+    show_plan(say, parts.plan)
+    tell(
+        f"step: {recipe.train.batch_tokens:,} tokens = {counted(ranks, 'rank')} x {counted(micro_batch, 'sequence')} x "
+        f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} x {recipe.data.sequence_tokens:,} tokens"
+    )
+    for line in lines:
+        tell(line)
+    tell("nothing was trained (--dry-run)")
 
 
 class Job:
@@ -82,34 +102,19 @@ class Job:
 
     Attributes:
         trainer: The Trainer, which has the model. None until it is made.
-        tokenizer: The model's tokenizer. None until it is made.
-        rows: The prepared rows. None until they are made.
-        plan: How memory is used. None until it is made.
+        parts: The parts of the run. None until they are made.
     """
 
     def __init__(self, stop: Stop, recipe: Recipe, ranks: int, bar: Callable[[Console], Bar] = ProgressBar) -> None:
         self.stop, self.recipe, self.ranks, self.bar = stop, recipe, ranks, bar
         self.folder = RunFolder(Path(recipe.output.dir))
         self.trainer: Any = None
-        self.tokenizer: Any = None
-        self.rows: Prepared | None = None
-        self.plan: Plan | None = None
+        self.parts: Parts | None = None
 
-    def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
-        """Train and write the run's folder. A collective. Arguments, result and errors are those of `run`.
-
-        Args:
-            checkpoints: As for `run`.
-            unless_over: Return the summary of an earlier run with this recipe that made all steps, and read no weights.
-
-        Returns:
-            As `run`. With `stopped` also `saved`: whether the last step has a checkpoint.
-        """
+    def run(self, checkpoints: list[str]) -> dict[str, Any]:
+        """Train and write the run's folder. A collective. Argument, result and errors are those of `run`."""
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
-            parts = self._build(checkpoints)
-            if unless_over and (summary := self._summary_if_over(parts)) is not None:
-                return summary
-            return self._train(parts, memory)
+            return self._train(self._build(checkpoints), memory)
 
     def restore(self, checkpoints: list[str]) -> int:
         """Load the first whole checkpoint, train nothing, write nothing, and return its step. A collective."""
@@ -129,48 +134,34 @@ class Job:
         GradientState().dataloader_references = [None]  # an interrupted run of this process leaves its own
         arguments = training_arguments(recipe, self.ranks)
         self.say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=arguments.process_index > 0)
-        comm, tell = Communicator(arguments.device), self._tell
-        parts = make_parts(
-            recipe,
-            self.ranks,
-            lambda model: ask_here(recipe, model, self.ranks, comm).plan(),
-            lambda: choose(checkpoints, recipe, comm, tell),
-        )
-        self.tokenizer, self.plan, self.rows = parts.tokenizer, parts.plan, parts.rows
+        parts = make_parts(recipe, self.ranks, checkpoints, Communicator(arguments.device), self._tell)
         arguments.eval_on_start = parts.rows.held_out is not None and parts.start.checkpoint is None
         if parts.start.checkpoint is not None:
-            tell(f"resuming from {parts.start.checkpoint}")
-        tell(parts.rows.report)
-        tell(f"plan: {parts.plan.strategy}; micro-batches of a step: {decided(parts.plan.strategy.accumulation)}")
+            self._tell(f"resuming from {parts.start.checkpoint}")
+        self._tell(parts.rows.report)
+        strategy = parts.plan.strategy
+        self._tell(f"plan: {strategy}; micro-batches of a step: {decided(strategy.accumulation)}")
         self.trainer = make_trainer(recipe, parts.rows, parts.tokenizer, parts.model, arguments, parts.plan)
+        self.parts = parts
         return parts
-
-    def _summary_if_over(self, parts: Parts) -> dict[str, Any] | None:
-        """Return the summary of an earlier run that has nothing more to do, or None. A collective."""
-        folder, order, checkpoint = self.folder, self.trainer.order, parts.start.checkpoint
-        steps = steps_of(self.recipe, len(order.order), order.step_sequences)
-        found = folder.read_summary(self.recipe.dump())
-        last = checkpoint is not None and Path(checkpoint).resolve() == (folder.path / f"checkpoint-{steps}").resolve()
-        over = last and found.get("steps") == steps and found.get("problem") is None
-        [summary] = broadcast_object_list([found if over else None])
-        if summary is not None:
-            text = f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there"
-            self._tell(f"{text}. With more train.epochs or train.max_steps it goes on; --overwrite begins anew")
-        return summary
 
     def _train(self, parts: Parts, memory: MemoryStop) -> dict[str, Any]:
         """Train with the parts, and finish the run."""
         recipe, trainer, folder, say = self.recipe, self.trainer, self.folder, self.say
-        checkpoint = parts.start.checkpoint
-        if trainer.is_world_process_zero():
-            for line in notices(recipe, parts, trainer.order):
-                self._tell(line)
+        checkpoint, writes = parts.start.checkpoint, trainer.is_world_process_zero()
+
+        # --- the folder and the notices
+        for line in notices(recipe, parts):
+            self._tell(line)
+        if writes:
             folder.write_recipe(recipe.dump())
             folder.summary.unlink(missing_ok=True)  # it belongs to the model beside it
         self.before = state_of(checkpoint)  # retention may remove the checkpoint
-        shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
+
+        # --- the callbacks
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
         end = EndOnRequest(lambda: self.stop.asked or memory.asked, trainer.any_rank, trainer.checkpoints.finish)
+        shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         facts = {
             "resumed_from": None if checkpoint is None else Path(checkpoint).name,
             "device": device_name(),
@@ -179,31 +170,28 @@ class Job:
             "plan": parts.plan.as_dict(),
             "simulated": simulated(parts.plan.speed),
         }
-        writes, events = trainer.is_world_process_zero(), lambda: len(watch.found)
-        report = RunReport(folder, writes, facts, lambda: trainer.units, shown.records, events, say)
+        report = RunReport(
+            folder, writes, facts, lambda: trainer.units, lambda: shown.records, lambda: len(watch.found), say
+        )
         bar = self.bar(say)
-        log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, events)
+        log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
         memory.attach(trainer)
-        first: list[TrainerCallback] = [CheckPacking(trainer.data_collator)] if recipe.data.packing else []
-        first += [ShowFused(say), FindOverflows(trainer, parts.plan)]
-        first += [shown] if parts.questions and checkpoint is None else []
-        for callback in (*first, bar, log, end, watch, report):  # `watch` may take back the saves that others ask for
-            trainer.add_callback(callback)
+        if recipe.data.packing:
+            trainer.add_callback(CheckPacking(trainer.data_collator))
+        for callback in (ShowFused(say), FindOverflows(trainer, parts.plan), shown, bar, log, end, watch, report):
+            trainer.add_callback(callback)  # `watch` after `end`: it may take back a save
+
+        # --- training
         with report:
             began = time.perf_counter()
             trainer.train(resume_from_checkpoint=checkpoint)
-            if end.ended_at_step is not None:
+            if (step := end.ended_at_step) is not None:
                 memory.leave_if_asked()
-                return self._stopped(end.ended_at_step, report)
+                report.end(f"ended at step {step}, because it was asked to")
+                if problem := trainer.checkpoints.problem:
+                    raise UserError(f"ended at step {step} without a checkpoint of it: {problem}")
+                return {"stopped": f"ended at step {step} with a checkpoint; --resume auto continues from it"}
             return self._finish(watch, shown, report, time.perf_counter() - began)
-
-    def _stopped(self, step: int, report: RunReport) -> dict[str, Any]:
-        """Return the result of a run that was asked to end after `step`."""
-        problem = self.trainer.checkpoints.problem
-        saved = "with a checkpoint; --resume auto continues from it"
-        report.end(f"ended at step {step}, because it was asked to")
-        how = saved if problem is None else f"without a checkpoint of it: {problem}"
-        return {"stopped": f"ended at step {step} {how}", "saved": problem is None}
 
     def _finish(self, watch: DivergenceWatch, shown: ShowAnswers, report: RunReport, seconds: float) -> dict[str, Any]:
         """Evaluate, write the model, answer the questions, and write and return the summary.
@@ -212,22 +200,28 @@ class Job:
             Diverged: The run failed. The summary has the reason.
         """
         trainer, folder = self.trainer, self.folder
-        problem, written = (str(watch.ended_by), False) if watch.ended_by else self._outcome(watch)
-        answers = shown.records(shown.answers(trainer.model) if written and shown.asked else None)
+        problem, written = self._outcome(watch)
+        if written:
+            shown.answer(trainer.model, "after")
         dtype = compute_dtype(self.recipe.train.dtype)
         summary = summarise(trainer, folder, seconds, dtype, trainer.plan, self.before)
-        summary |= {"problem": problem, "model_written": written, "answers": answers}
+        summary |= {"problem": problem, "model_written": written, "answers": shown.records}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)
-            show_answers(self.say, answers)
+            show_answers(self.say, shown.records)
             show_summary(self.say, summary, folder)
         if problem is not None:
-            raise Diverged(f"{problem}. {self._advice()}")
+            saved = folder.newest_first()
+            resume = f"--resume auto continues from {saved[0].name}. " if saved else ""
+            advice = "Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"
+            raise Diverged(f"{problem}. {resume}{advice}")
         report.end()
         return summary
 
     def _outcome(self, watch: DivergenceWatch) -> tuple[str | None, bool]:
         """Evaluate, and write the model. Return the problem, if there is one, and whether the model was written."""
+        if watch.ended_by is not None:
+            return str(watch.ended_by), False
         trainer, problem = self.trainer, None
         held_out = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
         if (last := watch.broken_loss(trainer.state.global_step)) is not None:
@@ -249,58 +243,44 @@ class Job:
         """Print text without markup, on rank 0."""
         self.say.print(literal(str(text)))
 
-    def _advice(self) -> str:
-        """Return the advice for a run that failed."""
-        last, divergences = next(reversed(self.folder.checkpoints()), None), self.folder.divergences
-        advice = f"{divergences} names the steps. " if divergences.exists() else ""
-        advice += f"--resume auto continues from {last.name}. " if last else "There is no checkpoint to resume from. "
-        return f"{advice}Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"
 
-
-@dataclass
 class CheckPacking(TrainerCallback):
-    """Check, with the model in place, that packed samples do not see each other.
+    """Check, with the model in place, that packed samples do not see each other."""
 
-    Args:
-        collate: The run's collator.
-    """
-
-    collate: Callable[[list[dict]], dict[str, Any]]
+    def __init__(self, collate: Callable[[list[dict]], dict[str, Any]]):
+        self.collate = collate
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Raise UserError if they do."""
         check_isolation(model, self.collate)
 
 
-@dataclass
 class ShowAnswers(TrainerCallback):
-    """Answer the questions before the first step, and keep the answers.
+    """Answer the recipe's questions before the first step and after the last.
 
     Args:
-        asked: The questions.
+        questions: The questions.
         tokenizer: The model's tokenizer.
         max_new_tokens: Most tokens of an answer.
-        before: The answers before the first step. Filled when training begins.
+
+    Attributes:
+        records: Per question its text, the expected answer, and the answers before and after.
     """
 
-    asked: list[Question]
-    tokenizer: Any
-    max_new_tokens: int
-    before: list[str] = field(default_factory=list)
+    def __init__(self, questions: Sequence[Question], tokenizer: Any, max_new_tokens: int):
+        self.questions, self.tokenizer, self.max_new_tokens = questions, tokenizer, max_new_tokens
+        self.records = [{"question": each.text, "expected": each.expected, "before": "", "after": ""} for each in questions]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Answer with the model as it was loaded."""
-        self.before = self.answers(model)
+        """Answer with the model as it was loaded, unless the run was resumed."""
+        if state.global_step == 0:
+            self.answer(model, "before")
 
-    def answers(self, model: Any) -> list[str]:
-        """Answer every question. A collective."""
-        turns, separators = [each.turns for each in self.asked], [each.separator for each in self.asked]
-        return generate(model, self.tokenizer, turns, max_new_tokens=self.max_new_tokens, separator=separators)
-
-    def records(self, after: list[str] | None = None) -> list[dict[str, str]]:
-        """Return question, expected answer, and the answers before and after, one dictionary per question."""
-        none = [""] * len(self.asked)
-        return [
-            {"question": each.text, "expected": each.expected, "before": first, "after": last}
-            for each, first, last in zip(self.asked, self.before or none, after or none)
-        ]
+    def answer(self, model: Any, when: str) -> None:
+        """Answer all questions, and record the answers as `before` or `after`. A collective."""
+        if not self.questions:
+            return
+        turns, separators = [each.turns for each in self.questions], [each.separator for each in self.questions]
+        answers = generate(model, self.tokenizer, turns, max_new_tokens=self.max_new_tokens, separator=separators)
+        for record, answer in zip(self.records, answers):
+            record[when] = answer

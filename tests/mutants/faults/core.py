@@ -480,7 +480,7 @@ FAULTS = (
     _fault(
         "--resume auto takes the newest checkpoint unread",
         "ftkit/train/resume.py",
-        "        if found is None:\n",
+        "        if problem is None:\n",
         "        if True:\n",
         "tests/test_finetune.py::test_resume_takes_the_newest_checkpoint_that_is_whole",
     ),

@@ -83,17 +83,10 @@ FAULTS = (
         "tests/hf/test_model_config.py::test_the_error_names_the_file_and_has_the_reason",
     ),
     fault(
-        "a dry run takes any reporter",
-        "ftkit/train/build.py",
-        "    check_report_to(recipe.output.report_to)\n",
-        "",
-        "tests/test_dry_run_refuses.py::test_what_a_recipe_says",
-    ),
-    fault(
         "a dry run looks at no checkpoint",
-        "ftkit/train/dry_run.py",
-        "tried = [str(each) for each in checkpoints]",
-        "tried = []",
+        "ftkit/train/run.py",
+        "make_parts(recipe, ranks, [str(each) for each in checkpoints], None, tell)",
+        "make_parts(recipe, ranks, [], None, tell)",
         "tests/test_dry_run_refuses.py::test_a_checkpoint_that_is_none_or_another_runs",
     ),
     fault(
@@ -106,8 +99,8 @@ FAULTS = (
     fault(
         "a resumed run prepares its rows for today",
         "ftkit/train/resume.py",
-        "return Start(found.get(DAY) or today, path, found.get(ROWS))",
-        "return Start(today, path, found.get(ROWS))",
+        'return Start(found.get("day") or today, path, found.get("rows"))',
+        'return Start(today, path, found.get("rows"))',
         "tests/test_hostile_checkpoints.py::test_the_day_of_the_rows_is_the_checkpoints",
     ),
 )
