@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from ftkit.hf.dtypes import check_dtype
 from ftkit.hf.generate.generation import prompt_ids, unanswerable
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
-from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import check_report_to, compute_dtype
@@ -204,7 +202,6 @@ def make_trainer(
         step_sequences=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
-        per_example=RunFolder(Path(recipe.output.dir)).per_example,
         noted=noted(recipe, rows.report.digest, rows.report.day),
         plan=plan,
     )

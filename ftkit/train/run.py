@@ -39,7 +39,7 @@ from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments
 from ftkit.train.build import Parts, make_parts, make_trainer, notices
-from ftkit.train.callbacks import Bar, EndOnRequest, FindOverflows, MetricsLog, ProgressBar, Question, ShowFused
+from ftkit.train.callbacks import Bar, EndOnRequest, LookAtModel, MetricsLog, ProgressBar, Question
 from ftkit.train.divergence import DivergenceWatch
 from ftkit.train.memory_guard import MemoryStop
 from ftkit.train.planning import ask_here
@@ -116,7 +116,7 @@ class Job:
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             parts = self._build(checkpoints)
             memory.attach(self.trainer)
-            self.trainer.add_callback(FindOverflows(self.trainer, parts.plan))
+            self.trainer.add_callback(LookAtModel(self.trainer, self.say))
             self.trainer.args.eval_on_start = False
             self.trainer.restore(parts.start.checkpoint)
             return self.trainer.state.global_step
@@ -170,7 +170,7 @@ class Job:
         self.before = state_of(checkpoint)  # retention may remove the checkpoint
         shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
-        end = EndOnRequest(lambda: self.stop.asked or memory.asked, trainer.any_rank, trainer.checkpoints.finish)
+        end = EndOnRequest(trainer, lambda: self.stop.asked or memory.asked)
         facts = {
             "resumed_from": None if checkpoint is None else Path(checkpoint).name,
             "device": device_name(),
@@ -179,13 +179,13 @@ class Job:
             "plan": parts.plan.as_dict(),
             "simulated": simulated(parts.plan.speed),
         }
-        writes, events = trainer.is_world_process_zero(), lambda: len(watch.found)
+        writes, events = trainer.is_world_process_zero(), lambda: watch.count
         report = RunReport(folder, writes, facts, lambda: trainer.units, shown.records, events, say)
         bar = self.bar(say)
-        log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, events)
+        log = MetricsLog(trainer, folder, bar.show, events)
         memory.attach(trainer)
         first: list[TrainerCallback] = [CheckPacking(trainer.data_collator)] if recipe.data.packing else []
-        first += [ShowFused(say), FindOverflows(trainer, parts.plan)]
+        first += [LookAtModel(trainer, say)]
         first += [shown] if parts.questions and checkpoint is None else []
         for callback in (*first, bar, log, end, watch, report):  # `watch` may take back the saves that others ask for
             trainer.add_callback(callback)
@@ -212,10 +212,10 @@ class Job:
             Diverged: The run failed. The summary has the reason.
         """
         trainer, folder = self.trainer, self.folder
-        problem, written = (str(watch.ended_by), False) if watch.ended_by else self._outcome(watch)
+        problem, written = (watch.ended_by, False) if watch.ended_by else self._outcome(watch)
         answers = shown.records(shown.answers(trainer.model) if written and shown.asked else None)
         dtype = compute_dtype(self.recipe.train.dtype)
-        summary = summarise(trainer, folder, seconds, dtype, trainer.plan, self.before)
+        summary = summarise(trainer, trainer.plan, folder, seconds, dtype, self.before)
         summary |= {"problem": problem, "model_written": written, "answers": answers}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)
@@ -230,15 +230,15 @@ class Job:
         """Evaluate, and write the model. Return the problem, if there is one, and whether the model was written."""
         trainer, problem = self.trainer, None
         held_out = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
-        if (last := watch.broken_loss(trainer.state.global_step)) is not None:
-            problem = f"training failed: the loss of the last step is {last}"
+        if not math.isfinite(watch.last_loss):
+            problem = f"training failed: the loss of the last step is {watch.last_loss}"
         elif not math.isfinite(held_out):
             problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         try:
             trainer.save_model(str(self.folder.model))
         except UserError as error:
             # The rank with a weight that is not finite raises NotFinite, the others an error with its text.
-            if not trainer.any_rank(isinstance(error, NotFinite)):
+            if not trainer.engine.comm.any(isinstance(error, NotFinite)):
                 raise
             with suppress(OSError):  # another rank was faster
                 self.folder.model.rmdir()
