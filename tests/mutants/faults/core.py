@@ -560,7 +560,7 @@ FAULTS = (
         "after a resume in mid-epoch the order is that of epoch 0",
         "ftkit/train/trainer.py",
         '        self.order.order.set_epoch(kwargs["epoch"])\n',
-        "        self.order.order.set_epoch(0)\n",
+        '        self.order.order.set_epoch(kwargs["epoch"] - kwargs["epochs_trained"])\n',
         "tests/test_data_cursor.py::test_the_next_sample_is_the_one_that_would_have_come[plain-3-22-in two]",
     ),
     _fault(
