@@ -91,7 +91,7 @@ def test_by_default_a_divergence_is_reported_and_counted(home, worlds):
         worlds[2].run(spoiled_job, text, {6: math.inf})
     summary = json.loads((home / "continue" / "summary.json").read_text())
     assert summary["problem"].startswith("training failed")
-    assert summary["train_losses_left_out"] == 3
+    assert summary["train_loss"] > 0, "the mean of the finite ones"
     assert not (home / "continue" / "model").exists()
     assert [path.name for path in (home / "continue").glob("checkpoint-*")] == ["checkpoint-4"]
     lines = [json.loads(line) for line in (home / "continue" / "metrics.jsonl").read_text().splitlines()]

@@ -121,7 +121,9 @@ def test_what_a_run_has_on_its_disk_is_room_for_it(home, tmp_path, monkeypatch):
 
 def test_who_asked_to_end_does_not_wait_for_an_evaluation():
     finished = []
-    end = EndOnRequest(lambda: True, lambda flag: flag, lambda: finished.append(True))
+    checkpoints = SimpleNamespace(finish=lambda: finished.append(True))
+    trainer = SimpleNamespace(engine=SimpleNamespace(comm=SimpleNamespace(any=bool)), checkpoints=checkpoints)
+    end = EndOnRequest(trainer, lambda: True)
     control = SimpleNamespace(should_evaluate=True, should_save=False, should_training_stop=False)
     state = SimpleNamespace(global_step=3, max_steps=10)
     assert end.on_epoch_end(None, state, control).should_evaluate, "not asked yet"

@@ -168,7 +168,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
         if checkpoint is None:
             raise UserError(f"{trial.resumes}: the run that was killed left no checkpoint")
     trainer.train(resume_from_checkpoint=checkpoint)
-    made = _trajectory(trial, trainer, trainer.all_ranks(dict(trainer.seen)))
+    made = _trajectory(trial, trainer, trainer.engine.comm.all(dict(trainer.seen)))
     trainer.units.tiers.close()
     made.strategy = str(plan.strategy)
     return made

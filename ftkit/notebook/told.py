@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ftkit.notebook.output import Tell
-from ftkit.train.callbacks import Bar, StepMetrics, describe
+from ftkit.train.callbacks import Bar, describe
 
 STEPS_A_SECOND = 5.0
 
@@ -43,10 +43,7 @@ class ToldBar(Bar):
         if state.is_world_process_zero:
             self._tell({"step": int(state.global_step), "steps": int(state.max_steps)})
 
-    def show(self, metrics: StepMetrics) -> None:
-        """Tell the numbers of a logging step."""
-        self._tell({"step": metrics.step, "numbers": describe(metrics)})
-
-    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
-        """Tell what the held-out rows gave."""
-        self._tell({"step": step, "held_out": {name: float(value) for name, value in numbers.items()}})
+    def show(self, record: dict[str, Any]) -> None:
+        """Tell the numbers of a logging step, or what the held-out rows gave."""
+        held_out = {key.removeprefix("eval_"): float(value) for key, value in record.items() if key.startswith("eval_")}
+        self._tell({"step": record["step"], **({"held_out": held_out} if held_out else {"numbers": describe(record)})})

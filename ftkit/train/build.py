@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ftkit.errors import UserError
 from ftkit.hf.dtypes import check_dtype
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
-from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype
@@ -163,7 +161,6 @@ def make_trainer(
         step_sequences=recipe.train.batch_tokens // recipe.data.sequence_tokens,
         metrics=recipe.eval.metrics if recipe.eval else (),
         seq2seq=recipe.task == "seq2seq",
-        per_example=RunFolder(Path(recipe.output.dir)).per_example,
         noted=noted(recipe, rows.report.digest, rows.report.day),
         plan=plan,
     )

@@ -1,11 +1,8 @@
 """Callbacks of a run: metrics.jsonl, a progress bar, ending on request, and the sample prompts.
 
-`MetricsLog` writes one line per logging step, always with the same keys, and one line per evaluation, with `eval_loss` in
-place of `loss`. `ProgressBar` shows the same numbers: a bar on a terminal, otherwise about twenty lines. With `EndOnRequest`
-all ranks save and end after the same step. `ShowFused` prints which parts of the model use fused kernels. `FindOverflows`
-finds modules that overflow in fp16. `questions` returns the prompts of the recipe's `show`.
-
-Cost: one all-reduce of one number per step.
+metrics.jsonl has one line per logging step and one per evaluation, with `eval_loss` in place of `loss`. Losses are in nats
+per label token; `loss` is the mean since the last line. `tokens` counts those of all ranks since the beginning, without
+padding. `divergences` counts the diverged steps of this process, and the peaks of memory are those of rank 0.
 """
 
 from __future__ import annotations
@@ -25,21 +22,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from ftkit.config.recipe import Show, Source
-from ftkit.data.formats import BadRowError, Conversation, detect, parse_record, read_row
+from ftkit.data.formats import BadRowError, detect, parse_record, read_row
 from ftkit.data.sources import rows
 from ftkit.engine.comm.shared_memory import of_other_ranks
 from ftkit.errors import UserError
 from ftkit.hf.fp16.search import widens_inputs
-from ftkit.hf.sharding import units_of
 from ftkit.output.run_folder import RunFolder, append_line
-from ftkit.plan.choice import Plan
-from ftkit.report.text import literal
+from ftkit.report.text import GIB, literal
 
-GIB = 1 << 30
 PLAIN_LINES = 20
-"""Lines of a run whose output is not a terminal."""
 QUESTION_ROWS = 50
 """First rows of `show.path` in which questions are looked for."""
+NUMBERS = {
+    "loss": ("loss", ".4f"),
+    "eval_loss": ("held-out loss", ".4f"),
+    "eval_perplexity": ("perplexity", ".4f"),
+    "eval_accuracy": ("accuracy", ".4f"),
+    "grad_norm": ("grad norm", ".3f"),
+    "learning_rate": ("lr", ".2e"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "loss_scale": ("scale", ".0f"),
+}
+"""Keys of metrics.jsonl that are shown, their names and formats."""
 
 
 def peak_device_bytes() -> int:
@@ -53,58 +57,20 @@ def peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes - of_other_ranks()
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One line of metrics.jsonl.
-
-    Args:
-        step: Optimizer steps done.
-        epoch: Passes over the data done.
-        loss: Mean training loss since the last line, nats per label token.
-        grad_norm: Global norm before clipping.
-        learning_rate: Learning rate of the last step.
-        tokens: Tokens of all ranks since the beginning, without padding.
-        tokens_per_second: Tokens per second since the last line.
-        loss_scale: Loss scale of fp16, else None.
-        divergences: Diverged steps of this process.
-        peak_device_bytes: Peak device memory of rank 0.
-        peak_host_bytes: Peak host memory of rank 0.
-    """
-
-    step: int
-    epoch: float | None
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    tokens: int
-    tokens_per_second: float | None
-    loss_scale: float | None
-    divergences: int
-    peak_device_bytes: int
-    peak_host_bytes: int
-
-
 class MetricsLog(TrainerCallback):
     """Write metrics.jsonl and show each line.
 
     Args:
+        trainer: Trainer of the run.
         folder: Folder of the run.
-        loss_scale: Returns the loss scale of fp16, or None.
-        show: Called with each line of a training step.
-        show_evaluation: Called with the step and the numbers of each evaluation.
-        divergences: Returns the number of diverged steps.
+        show: Called with each line, on rank 0.
+        divergences: Returns the number of diverged steps of this process.
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        loss_scale: Callable[[], float | None],
-        show: Callable[[StepMetrics], None],
-        show_evaluation: Callable[[int, dict[str, float]], None],
-        divergences: Callable[[], int],
+        self, trainer: Any, folder: RunFolder, show: Callable[[dict[str, Any]], None], divergences: Callable[[], int]
     ):
-        self.folder, self.loss_scale, self.show, self.show_evaluation = folder, loss_scale, show, show_evaluation
-        self.divergences = divergences
+        self.trainer, self.folder, self.show, self.divergences = trainer, folder, show, divergences
         self.evaluated_at: int | None = None
         self.since: tuple[float, int] | None = None
 
@@ -124,12 +90,9 @@ class MetricsLog(TrainerCallback):
         if not state.is_world_process_zero or self.evaluated_at == state.global_step or not metrics:
             return
         self.evaluated_at = state.global_step
-        names = ("token_loss", "perplexity", "accuracy")
-        numbers = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
-        numbers["loss"] = numbers.pop("token_loss")  # the mean over label tokens; `eval_loss` is the mean over batches
-        record = {"step": state.global_step, "epoch": state.epoch, **{f"eval_{k}": v for k, v in numbers.items()}}
-        append_line(self.folder.metrics, record)
-        self.show_evaluation(state.global_step, numbers)
+        others = {name: metrics[name] for name in ("eval_perplexity", "eval_accuracy") if name in metrics}
+        # The mean over label tokens; `eval_loss` of the Trainer is the mean over batches.
+        self._write({"step": state.global_step, "epoch": state.epoch, "eval_loss": metrics["eval_token_loss"], **others})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write the line of a training step. Logs of evaluations and of the end have no `loss`."""
@@ -138,77 +101,53 @@ class MetricsLog(TrainerCallback):
         now, tokens = time.perf_counter(), int(state.num_input_tokens_seen)
         before, tokens_before = self.since or (now, tokens)
         self.since = (now, tokens)
-        metrics = StepMetrics(
-            step=state.global_step,
-            epoch=state.epoch,
-            loss=logs["loss"],
-            grad_norm=logs.get("grad_norm"),
-            learning_rate=logs.get("learning_rate"),
-            tokens=tokens,
-            tokens_per_second=(tokens - tokens_before) / (now - before) if now > before else None,
-            loss_scale=self.loss_scale(),
-            divergences=self.divergences(),
-            peak_device_bytes=peak_device_bytes(),
-            peak_host_bytes=peak_host_bytes(),
-        )
-        append_line(self.folder.metrics, vars(metrics))
-        self.show(metrics)
+        scale = self.trainer.engine_optimizer.loss_scale
+        record = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": logs["loss"],
+            "grad_norm": logs.get("grad_norm"),
+            "learning_rate": logs.get("learning_rate"),
+            "tokens": tokens,
+            "tokens_per_second": (tokens - tokens_before) / (now - before) if now > before else None,
+            "loss_scale": scale.value if scale.dynamic else None,
+            "divergences": self.divergences(),
+            "peak_device_bytes": peak_device_bytes(),
+            "peak_host_bytes": peak_host_bytes(),
+        }
+        self._write(record)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        append_line(self.folder.metrics, record)
+        self.show(record)
 
 
-class ShowFused(TrainerCallback):
-    """Print which parts of the model use fused kernels, once it is sharded.
+class LookAtModel(TrainerCallback):
+    """Print which parts of the sharded model use fused kernels, and find what overflows in fp16 on the first batches."""
 
-    Args:
-        console: Console for the user.
-    """
-
-    def __init__(self, console: Console):
-        self.console = console
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Print the parts."""
-        units = units_of(model)
-        if units is not None:
-            where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
-            self.console.print(literal(f"fused{where}: {units.fused.summary()}"))
-
-
-class FindOverflows(TrainerCallback):
-    """Find what overflows in fp16 on the first batches, before the first step.
-
-    Args:
-        trainer: Trainer of the run.
-        plan: Plan of the run, made before it was known what overflows.
-    """
-
-    def __init__(self, trainer: Any, plan: Plan):
-        self.trainer, self.plan = trainer, plan
+    def __init__(self, trainer: Any, console: Console):
+        self.trainer, self.console = trainer, console
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find them, and refuse a run in which the modules that need fp32 do not fit."""
+        """Look at the model, and refuse a run in which the modules that need fp32 do not fit."""
+        units = self.trainer.engine
+        where = "" if units.comm.device.type == "cuda" else " (computed by PyTorch: there is no GPU)"
+        self.console.print(literal(f"fused{where}: {units.fused.summary()}"))
         self.trainer.overflow_scan.look(self.trainer.first_batches())
-        if widens_inputs(self.trainer.units):
-            self.plan.check_wide_inputs()
+        if widens_inputs(units):
+            self.trainer.plan.check_wide_inputs()
 
 
 class Bar(TrainerCallback):
-    """Shows the steps of a run. `show` and `show_evaluation` are called on rank 0 alone."""
+    """Shows the steps of a run."""
 
-    def show(self, metrics: StepMetrics) -> None:
-        """Show the numbers of a logging step."""
-        raise NotImplementedError
-
-    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
-        """Show the loss of the held-out rows, and perplexity and accuracy if they were wanted."""
+    def show(self, record: dict[str, Any]) -> None:
+        """Show a line of metrics.jsonl. Called on rank 0 alone."""
         raise NotImplementedError
 
 
 class ProgressBar(Bar):
-    """Show the steps on rank 0's console.
-
-    Args:
-        console: Console for the user.
-    """
+    """Show the steps on rank 0's console: a bar on a terminal, otherwise about twenty lines."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -235,60 +174,43 @@ class ProgressBar(Bar):
             self.bar.stop()
             self.bar = None
 
-    def show(self, metrics: StepMetrics) -> None:
-        """Show the numbers of a logging step."""
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], numbers=describe(metrics))
-        elif metrics.step in (1, self.steps) or metrics.step % max(1, self.steps // PLAIN_LINES) == 0:
-            self.console.print(f"step {metrics.step}/{self.steps}  {describe(metrics)}")
-
-    def show_evaluation(self, step: int, numbers: dict[str, float]) -> None:
-        """Show an evaluation, above the bar if there is one."""
-        rest = "".join(f"  {name} {numbers[name]:.4f}" for name in ("perplexity", "accuracy") if name in numbers)
-        self.console.print(f"step {step}/{self.steps}  held-out loss {numbers['loss']:.4f}{rest}")
+    def show(self, record: dict[str, Any]) -> None:
+        """Show a logging step in the bar, an evaluation above it. Without a bar, print some of the steps."""
+        step, evaluated = record["step"], "eval_loss" in record
+        if self.bar is not None and not evaluated:
+            self.bar.update(self.bar.task_ids[0], numbers=describe(record))
+        elif evaluated or step in (1, self.steps) or step % max(1, self.steps // PLAIN_LINES) == 0:
+            self.console.print(f"step {step}/{self.steps}  {describe(record)}")
 
 
-def describe(metrics: StepMetrics) -> str:
-    """Return the numbers of a step as one line of text."""
-    numbers = {
-        "loss": (metrics.loss, ".4f"),
-        "grad norm": (metrics.grad_norm, ".3f"),
-        "lr": (metrics.learning_rate, ".2e"),
-        "tokens/s": (metrics.tokens_per_second, ",.0f"),
-        "scale": (metrics.loss_scale, ".0f"),
-    }
-    parts = [f"{name} {value:{form}}" for name, (value, form) in numbers.items() if value is not None]
-    if metrics.peak_device_bytes:
-        parts.append(f"GPU {metrics.peak_device_bytes / GIB:.1f} GiB")
-    return "  ".join([*parts, f"host {metrics.peak_host_bytes / GIB:.1f} GiB"])
+def describe(record: dict[str, Any]) -> str:
+    """Return the numbers of a line of metrics.jsonl as text."""
+    parts = [f"{name} {record[key]:{form}}" for key, (name, form) in NUMBERS.items() if record.get(key) is not None]
+    for key, name in (("peak_device_bytes", "GPU"), ("peak_host_bytes", "host")):
+        if record.get(key):
+            parts.append(f"{name} {record[key] / GIB:.1f} GiB")
+    return "  ".join(parts)
 
 
 class EndOnRequest(TrainerCallback):
-    """Save and end after the same step on all ranks, once one rank was asked to.
+    """Save and end after the same step on all ranks, once `asked` is true on one. Cost: one small all-reduce per step."""
 
-    Args:
-        asked: Whether this rank was asked.
-        any_rank: Returns whether a flag is true on any rank; a collective.
-        finish_save: Waits for the checkpoint that is being written; a collective.
-    """
-
-    def __init__(self, asked: Callable[[], bool], any_rank: Callable[[bool], bool], finish_save: Callable[[], None]):
-        self.asked, self.any_rank, self.finish_save = asked, any_rank, finish_save
+    def __init__(self, trainer: Any, asked: Callable[[], bool]):
+        self.trainer, self.asked = trainer, asked
         self.ended_at_step: int | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Ask all ranks, and save and end if one was asked. The last step ends anyway."""
-        if self.any_rank(self.asked()) and state.global_step < state.max_steps:
+        if self.trainer.engine.comm.any(self.asked()) and state.global_step < state.max_steps:
             self.ended_at_step = state.global_step
-            control.should_save = True
-            control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Complete the checkpoint at once, without an evaluation: there may be little time."""
         if self.ended_at_step is not None:
             control.should_evaluate = False
-            self.finish_save()
+            self.trainer.checkpoints.finish()
         return control
 
 
@@ -313,10 +235,7 @@ class Question:
 
 
 def questions(show: Show) -> list[Question]:
-    """Return the sample prompts of a recipe.
-
-    Args:
-        show: Section of the recipe, with prompts, or with a file whose first rows are taken.
+    """Return the sample prompts of a recipe, or those of the first rows of a file.
 
     Raises:
         UserError: The file has no row with a question and an answer.
@@ -330,7 +249,7 @@ def questions(show: Show) -> list[Question]:
 
 
 def _of_file(path: str) -> Iterator[Question]:
-    """Yield each conversation of the first rows up to its last answer. Rows that cannot be used are passed over."""
+    """Yield each conversation of the first rows up to its last answer. Skip rows that cannot be used."""
     records = []
     for row in islice(rows(Source(path=path)), QUESTION_ROWS):
         with suppress(BadRowError):
@@ -339,11 +258,9 @@ def _of_file(path: str) -> Iterator[Question]:
     for record in records:
         with suppress(BadRowError):
             conversation = read_row(record, kind)
-            if isinstance(conversation, Conversation) and (question := _question(conversation)):
-                yield question
-
-
-def _question(conversation: Conversation) -> Question | None:
-    turns = conversation.turns
-    last = max(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
-    return Question(turns[:last], turns[last]["content"], conversation.separator) if last else None
+            if isinstance(conversation, str):
+                continue
+            turns = conversation.turns
+            last = max(number for number, turn in enumerate(turns) if turn["role"] == "assistant")
+            if last:
+                yield Question(turns[:last], turns[last]["content"], conversation.separator)

@@ -24,7 +24,6 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,38 +52,8 @@ DONE = {
 }
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """A step that diverged.
-
-    Args:
-        step: Number of the step.
-        reason: What was found.
-        loss: Loss of the step, the mean over ranks.
-        grad_norm: Gradient norm of the step.
-        action: What was done.
-        places: Where the samples of the step are in the data.
-    """
-
-    step: int
-    reason: str
-    loss: float
-    grad_norm: float
-    action: Action
-    places: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        more = len(self.places) - PLACES_SHOWN
-        shown = ", ".join(self.places[:PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        return f"step {self.step}: {self.reason}; {DONE[self.action]}. Samples of the step: {shown}"
-
-
 class LossWindow:
-    """The losses of the last steps.
-
-    Args:
-        losses: Losses to begin with, oldest first.
-    """
+    """The losses of the last steps, oldest first."""
 
     def __init__(self, losses: Sequence[float] = ()) -> None:
         self.losses: deque[float] = deque(losses, maxlen=WINDOW)
@@ -92,10 +61,7 @@ class LossWindow:
     def judge(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
         """Return why a step has diverged, or None. A finite loss joins the window.
 
-        Args:
-            loss: Loss of the step.
-            grad_norm: Gradient norm of the step.
-            scaled: Whether a dynamic loss scale handles gradients that are not finite.
+        With `scaled`, a dynamic loss scale handles gradients that are not finite.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"
@@ -121,21 +87,16 @@ class LossWindow:
 class DivergenceWatch(TrainerCallback):
     """Judge each step before its update, and do what the recipe says.
 
-    Args:
-        trainer: The Trainer whose steps are judged.
-        folder: Folder of the run.
-        action: Value of `train.on_divergence`.
-        say: Console for the user.
-
     Attributes:
-        found: Steps of this process that diverged.
-        ended_by: The step that ended training, or None.
+        count: Steps of this process that diverged.
+        last_loss: Loss of the last step.
+        ended_by: Why training was ended, or None.
     """
 
     def __init__(self, trainer: RecipeTrainer, folder: RunFolder, action: Action, say: Console) -> None:
         self.trainer, self.folder, self.action, self.say = trainer, folder, action, say
-        self.found: list[Divergence] = []
-        self.ended_by: Divergence | None = None
+        self.count, self.last_loss = 0, 0.0
+        self.ended_by: str | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the divergences of an earlier run in this folder."""
@@ -144,20 +105,25 @@ class DivergenceWatch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step whose gradients are complete. All ranks see the same numbers and act alike."""
-        trainer, optimizer, step = self.trainer, self.trainer.engine_optimizer, state.global_step + 1
-        loss, norm = trainer.step_loss(), optimizer.grad_norm()
-        reason = trainer.losses.judge(loss, norm, scaled=optimizer.loss_scale.dynamic)
+        optimizer, step = self.trainer.engine_optimizer, state.global_step + 1
+        loss, norm = self.trainer.step_loss(), optimizer.grad_norm()
+        self.last_loss = loss
+        reason = self.trainer.losses.judge(loss, norm, scaled=optimizer.loss_scale.dynamic)
         if reason is None:
             return
-        event = Divergence(step, reason, loss, norm, self.action, trainer.places(step))
-        self.found.append(event)
+        self.count += 1
+        places = self.trainer.places(step)
         if state.is_world_process_zero:
-            append_line(self.folder.divergences, asdict(event))
-        self.say.print(literal(str(event)))
+            found = {"step": step, "reason": reason, "loss": loss, "grad_norm": norm, "action": self.action}
+            append_line(self.folder.divergences, {**found, "places": places})
+        more = f" and {len(places) - PLACES_SHOWN} more" if len(places) > PLACES_SHOWN else ""
+        samples = ", ".join(places[:PLACES_SHOWN]) + more
+        text = f"step {step}: {reason}; {DONE[self.action]}. Samples of the step: {samples}"
+        self.say.print(literal(text))
         if self.action != "continue":
             optimizer.leave_out()
         if self.action == "stop":
-            self.ended_by = event
+            self.ended_by = text
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """End training after the step that stops it, without a checkpoint and without an evaluation."""
@@ -167,11 +133,6 @@ class DivergenceWatch(TrainerCallback):
         return control
 
     on_epoch_end = on_step_end
-
-    def broken_loss(self, step: int) -> float | None:
-        """Return the loss of a step of this process if it was not finite."""
-        losses = (event.loss for event in self.found if event.step == step and not math.isfinite(event.loss))
-        return next(losses, None)
 
 
 def diverged_steps(path: Path) -> int:

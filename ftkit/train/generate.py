@@ -1,15 +1,14 @@
 """`ftkit generate`: answers of a base model, a fine-tuned folder or an adapter folder.
 
-With a chat template a prompt is a user's turn, otherwise plain text: its tokens are those before an answer in training
-(`ftkit.hf.generate.generation`). The base model of an adapter folder is loaded from where the folder says. One process loads
-the whole model on one device; several ranks shard it. No code that comes with a model is run.
+With a chat template a prompt is a user's turn, otherwise plain text. The base model of an adapter folder is loaded from
+where the folder says. One process loads the whole model on one device; several ranks shard it. No code that comes with a
+model is run.
 
 Cost: the model in memory, in the dtype it is stored in. This is for a look at answers, not for serving.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,26 +41,13 @@ def answers(folder: str, prompts: Sequence[str], **settings: Any) -> Iterator[tu
         folder: A model folder, an adapter folder, or a hub id.
         prompts: Questions, each a user's turn.
         settings: Keyword arguments of `ftkit.hf.generate.generation.generate`.
-
-    Raises:
-        UserError: The folder is not a model, or its tokenizer refuses a prompt.
     """
     model, tokenizer = load(folder)
     yield from zip(prompts, generate(model, tokenizer, prompts, **settings))
 
 
 def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """Return the answers to all prompts, as one of several ranks that share the model.
-
-    Args:
-        stop: Knows the rank of this process.
-        folder: A model folder or a hub id.
-        prompts: Questions, each a user's turn.
-        settings: Keyword arguments of `ftkit.hf.generate.generation.generate`.
-
-    Raises:
-        UserError: See `answers`. Several ranks do not load adapter folders.
-    """
+    """Return the answers to all prompts, as one of several ranks that share the model. They load no adapter folders."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(stop.rank % torch.cuda.device_count())
@@ -78,23 +64,17 @@ def sharded_answers(stop: Stop, folder: str, prompts: Sequence[str], settings: d
 
 
 def load(folder: str) -> tuple[Any, Any]:
-    """Load a model, adapter included, and its tokenizer.
-
-    Raises:
-        UserError: There is no model of that name, or it cannot be read.
-    """
+    """Load a model, adapter included, and its tokenizer."""
     folder = _checked(folder)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log file each tick is a line
     is_adapter = Path(folder, ADAPTER).is_file()
     with reading(folder, "cannot be loaded", NEEDED):
         base = PeftConfig.from_pretrained(folder).base_model_name_or_path if is_adapter else folder
-    with reading(f"{base} (the base model of {folder})" if is_adapter else base, "cannot be loaded", NEEDED):
         # Without `trust_remote_code`, transformers asks on stdin whether to run code from the folder.
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model: Any = kind.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
-    with reading(folder, "cannot be loaded", NEEDED):
         if is_adapter:
             model = PeftModel.from_pretrained(model, folder)
         has_tokenizer = not is_adapter or Path(folder, "tokenizer_config.json").exists()
@@ -103,17 +83,13 @@ def load(folder: str) -> tuple[Any, Any]:
 
 
 def _checked(folder: str) -> str:
-    """Return a folder or hub id with `~` expanded. Refuse a run or a checkpoint in place of a model.
-
-    Raises:
-        UserError: The folder is missing, or is not a model.
-    """
-    path = Path(os.path.expanduser(folder))
-    names = ("config.json", ADAPTER)
+    """Return a folder or hub id with `~` expanded; raise UserError for a run, a checkpoint or a missing folder."""
+    path = Path(folder).expanduser()
     if not path.exists() and looks_like_a_path(folder):
         raise UserError(f"no such folder: {folder}; {NEEDED}")
     if (path / CONTENTS).is_file() and not any(path.glob("*.safetensors")):
         raise UserError(f"{folder}: is a checkpoint, not a model; ftkit export {folder} OUT makes one of it")
-    if not any((path / name).exists() for name in names) and any((path / "model" / name).exists() for name in names):
-        raise UserError(f"{folder}: is the folder of a run, not a model; did you mean {path / 'model'}?")
+    model = path / "model"
+    if model.is_dir() and not (path / "config.json").exists() and not (path / ADAPTER).exists():
+        raise UserError(f"{folder}: is the folder of a run, not a model; did you mean {model}?")
     return str(path)

@@ -45,32 +45,25 @@ class HeldOut:
         return self.loss_sums / np.maximum(self.tokens, 1)
 
     def summary(self) -> dict[str, float]:
-        """Return loss, perplexity and accuracy of all label tokens, and the numbers of rows and tokens."""
+        """Return loss, perplexity and accuracy of all label tokens, and their number."""
         overall = Evaluation.of(self.loss_sums.sum(), self.tokens.sum())
         return {
             "step": self.step,
             "loss": overall.loss,
             "perplexity": overall.perplexity,
             "accuracy": float(self.hits.sum() / max(overall.tokens, 1)),
-            "rows": len(self.tokens),
             "tokens": overall.tokens,
         }
 
     def metrics(self, wanted: tuple[str, ...]) -> dict[str, float]:
         """Return loss and perplexity as the Trainer reports them, and accuracy if it is wanted."""
-        names = ("perplexity", "accuracy") if "accuracy" in wanted else ("perplexity",)
         numbers = self.summary()
-        return {"token_loss": numbers["loss"], **{name: numbers[name] for name in names}}
+        accuracy = {"accuracy": numbers["accuracy"]} if "accuracy" in wanted else {}
+        return {"token_loss": numbers["loss"], "perplexity": numbers["perplexity"], **accuracy}
 
 
 def write_rows(path: Path, before: HeldOut | None, after: HeldOut | None) -> None:
-    """Write the numbers of each row as JSON, in the order of the held-out data.
-
-    Args:
-        path: Has `tokens`, and for each of `before` and `after` the mean loss of each row in nats and its hits.
-        before: Result before the first step, or None.
-        after: Result after the last step, or None.
-    """
+    """Write tokens, mean losses and hits of each row before and after training, in the order of the held-out data."""
     content: dict[str, list[float]] = {}
     for name, each in (("before", before), ("after", after)):
         if each is not None:

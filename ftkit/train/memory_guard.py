@@ -9,11 +9,9 @@ A run that saved a checkpoint ends with exit code 75 (start it again with --resu
 
 Each rank watches from a thread of its own. At the save mark the ranks agree at the end of the step, in the collective that
 also handles Ctrl-C (`EndOnRequest`). At the end mark there is no time to ask: the rank that saw it leaves, and the launcher
-ends the others. Nothing before the first step, such as loading, asks for a checkpoint.
+ends the others. Memory that is allocated faster than the end mark's size in 0.15 s is not caught.
 
-Memory that is allocated faster than the end mark's size in 0.15 s is not caught: 330 GB at 20 GB/s, 6 GiB at 400 MB/s.
-
-Cost: one reading of 0.1 ms twice per second. The last 3 % of each limit cannot be used for longer than half a second.
+Cost: 20 readings of 0.1 ms per second. The last 3 % of each limit cannot be used for longer than half a second.
 """
 
 from __future__ import annotations
@@ -23,35 +21,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from transformers import TrainerCallback
 
 from ftkit.errors import MemoryShort
 from ftkit.plan.host_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, MACHINE, HostMemory, Reading
 from ftkit.spec.tiers import NVME
-
-if TYPE_CHECKING:
-    from ftkit.engine.model import ShardedModel
-    from ftkit.engine.optim.optimizer import ShardedOptimizer
-    from ftkit.train.trainer import RecipeTrainer
+from ftkit.train.trainer import RecipeTrainer
 
 MIB = 1 << 20
-POLL_SECONDS = 0.5
-NEAR_POLL_SECONDS = 0.05
-"""Seconds between two readings while less than twice the save mark is free."""
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How little must be free, and for how long, before the guard acts. See [Note: two marks].
-
-    Args:
-        share: Share of the limit.
-        least_bytes: Least size of the mark: the share of a small limit is less than a few tensors.
-        seconds: Every reading in this time must be below the mark.
-    """
+    """How little must be free, and for how long, before the guard acts. See [Note: two marks]."""
 
     share: float
     least_bytes: int
@@ -66,38 +51,25 @@ SAVE = Mark(GUARDED_SHARE, GUARDED_LEAST_BYTES, 0.5)
 END = Mark(0.01, 32 * MIB, 0.1)
 
 
-class Memory(Protocol):
-    """Reads how much memory is used: `HostMemory`."""
-
-    def read(self) -> list[Reading]:
-        """Return the present reading of each limit."""
-
-
 class Guard:
-    """Watch the limits from a thread.
-
-    Args:
-        memory: Reads how much is used.
-        end: Called in the thread, once, when less than the end mark is free.
-        clock: Returns seconds.
+    """Watch the limits from a thread, which calls `end` once when less than the end mark is free.
 
     Attributes:
         low: The reading that asked for a checkpoint, or None.
     """
 
-    def __init__(self, memory: Memory, end: Callable[[Reading], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, memory: HostMemory, end: Callable[[Reading], None], clock: Callable[[], float] = time.monotonic):
         self.memory, self.end, self.clock = memory, end, clock
         self.low: Reading | None = None
         self.below: dict[tuple[str, Mark], float] = {}  # since when a limit has been below a mark
-        self.ended = self.near = False
+        self.ended = False
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="ftkit-guard", daemon=True)
 
     def look(self) -> None:
         """Read all limits once, and act on them."""
-        now, readings = self.clock(), self.memory.read()
-        self.near = any(reading.free < 2 * SAVE.bytes(reading.limit) for reading in readings)
-        for reading in readings:
+        now = self.clock()
+        for reading in self.memory.read():
             if self._stays_below(SAVE, reading, now):
                 self.low = reading
             if self._stays_below(END, reading, now) and not self.ended:
@@ -112,7 +84,7 @@ class Guard:
         return now - self.below.setdefault(key, now) >= mark.seconds
 
     def _watch(self) -> None:
-        while not self.done.wait(NEAR_POLL_SECONDS if self.near else POLL_SECONDS):
+        while not self.done.wait(POLL_SECONDS):
             self.look()
 
 
@@ -127,7 +99,7 @@ class MemoryStop(TrainerCallback):
     def __init__(self, rank: int, leave: Callable[[MemoryShort], Any]) -> None:
         self.rank, self.leave = rank, leave
         self.guard = Guard(HostMemory.find(), self.end_at_once)
-        self.trainer: RecipeTrainer | None = None
+        self.trainer: Any = None
         self.engine_bytes: dict[str, int] = {}
         self.begun = False
 
@@ -135,9 +107,7 @@ class MemoryStop(TrainerCallback):
         self.guard.thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.guard.done.set()
         self.guard.thread.join()
 
@@ -157,9 +127,8 @@ class MemoryStop(TrainerCallback):
             self.begun, self.guard.low = True, None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count what the engine holds: the guard's thread must not walk through it while it changes."""
-        assert self.trainer is not None
-        self.engine_bytes = host_bytes(self.trainer.units, self.trainer.sharded_optimizer)
+        """Count what the engine holds, here and not in the thread, which would read while it changes."""
+        self.engine_bytes = host_bytes(self.trainer)
 
     def leave_if_asked(self) -> None:
         """End the process with an error if the guard of any rank asked for the end of training. A collective.
@@ -167,13 +136,10 @@ class MemoryStop(TrainerCallback):
         The process group is not torn down, which would keep the memory for some seconds more.
         """
         trainer, low = self.trainer, self.guard.low
-        assert trainer is not None
-        texts = trainer.all_ranks(None if low is None else self._text(low, SAVE))
-        text = next((each for each in texts if each is not None), None)
-        if text is None:
-            return
-        trainer.end()
-        self.leave(MemoryShort(text, resumable=self._saved is not None))
+        texts = trainer.engine.comm.all(None if low is None else self._text(low, SAVE))
+        if text := next(filter(None, texts), None):
+            trainer.end()
+            self.leave(MemoryShort(text, resumable=self._saved is not None))
 
     def end_at_once(self, reading: Reading) -> None:
         """End the process; called in the guard's thread."""
@@ -199,17 +165,10 @@ class MemoryStop(TrainerCallback):
         )
 
 
-def host_bytes(units: ShardedModel | None, optimizer: ShardedOptimizer | None) -> dict[str, int]:
-    """Return the bytes of host memory that the engine holds on this rank, by kind.
-
-    Args:
-        units: The sharded model, or None before it is sharded.
-        optimizer: Its optimizer, or None before there is one.
-    """
-    if units is None:
-        return {}
-    counted, arenas = units.state_bytes(), units.tiers.arenas
-    counted["state"] = optimizer.state_bytes() if optimizer is not None else 0
+def host_bytes(trainer: RecipeTrainer) -> dict[str, int]:
+    """Return the bytes of host memory that the engine holds on this rank, by kind."""
+    units, optimizer = trainer.engine, trainer.engine_optimizer
+    counted, arenas = units.state_bytes() | {"state": optimizer.state_bytes()}, units.tiers.arenas
     on_cpu = units.comm.device.type == "cpu"
     found = {}
     for kind in ("parameters", "gradients", "state"):
@@ -218,7 +177,7 @@ def host_bytes(units: ShardedModel | None, optimizer: ShardedOptimizer | None) -
         else:
             found[kind] = arenas[kind].requested_bytes if kind in arenas else 0
     found["slots"] = counted["slots"] if on_cpu else 0
-    found["staging"] = counted["staging"] + (optimizer.updater.staging_bytes if optimizer is not None else 0)
+    found["staging"] = counted["staging"] + optimizer.updater.staging_bytes
     found["activations"] = units.transfer.activations.host_bytes
     return found
 

@@ -38,7 +38,7 @@ from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments
 from ftkit.train.build import Parts, make_parts, make_trainer, notices
-from ftkit.train.callbacks import Bar, EndOnRequest, FindOverflows, MetricsLog, ProgressBar, Question, ShowFused
+from ftkit.train.callbacks import Bar, EndOnRequest, LookAtModel, MetricsLog, ProgressBar, Question
 from ftkit.train.divergence import DivergenceWatch
 from ftkit.train.memory_guard import MemoryStop
 from ftkit.train.summary import device_name, show_answers, show_summary, state_of, summarise, versions
@@ -121,7 +121,7 @@ class Job:
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
             parts = self._build(checkpoints)
             memory.attach(self.trainer)
-            self.trainer.add_callback(FindOverflows(self.trainer, parts.plan))
+            self.trainer.add_callback(LookAtModel(self.trainer, self.say))
             self.trainer.args.eval_on_start = False
             self.trainer.restore(parts.start.checkpoint)
             return self.trainer.state.global_step
@@ -160,7 +160,7 @@ class Job:
 
         # --- the callbacks
         watch = DivergenceWatch(trainer, folder, recipe.train.on_divergence, say)
-        end = EndOnRequest(lambda: self.stop.asked or memory.asked, trainer.any_rank, trainer.checkpoints.finish)
+        end = EndOnRequest(trainer, lambda: self.stop.asked or memory.asked)
         shown = ShowAnswers(parts.questions, parts.tokenizer, recipe.show.max_new_tokens if recipe.show else 0)
         facts = {
             "resumed_from": None if checkpoint is None else Path(checkpoint).name,
@@ -170,15 +170,13 @@ class Job:
             "plan": parts.plan.as_dict(),
             "simulated": simulated(parts.plan.speed),
         }
-        report = RunReport(
-            folder, writes, facts, lambda: trainer.units, lambda: shown.records, lambda: len(watch.found), say
-        )
+        report = RunReport(folder, writes, facts, lambda: trainer.units, lambda: shown.records, lambda: watch.count, say)
         bar = self.bar(say)
-        log = MetricsLog(folder, trainer.loss_scale, bar.show, bar.show_evaluation, lambda: len(watch.found))
+        log = MetricsLog(trainer, folder, bar.show, lambda: watch.count)
         memory.attach(trainer)
         if recipe.data.packing:
             trainer.add_callback(CheckPacking(trainer.data_collator))
-        for callback in (ShowFused(say), FindOverflows(trainer, parts.plan), shown, bar, log, end, watch, report):
+        for callback in (LookAtModel(trainer, say), shown, bar, log, end, watch, report):
             trainer.add_callback(callback)  # `watch` after `end`: it may take back a save
 
         # --- training
@@ -204,7 +202,7 @@ class Job:
         if written:
             shown.answer(trainer.model, "after")
         dtype = compute_dtype(self.recipe.train.dtype)
-        summary = summarise(trainer, folder, seconds, dtype, trainer.plan, self.before)
+        summary = summarise(trainer, trainer.plan, folder, seconds, dtype, self.before)
         summary |= {"problem": problem, "model_written": written, "answers": shown.records}
         if trainer.is_world_process_zero():
             write_json(folder.summary, summary)
@@ -224,15 +222,15 @@ class Job:
             return str(watch.ended_by), False
         trainer, problem = self.trainer, None
         held_out = trainer.evaluate()["eval_loss"] if trainer.eval_dataset is not None else 0.0
-        if (last := watch.broken_loss(trainer.state.global_step)) is not None:
-            problem = f"training failed: the loss of the last step is {last}"
+        if not math.isfinite(watch.last_loss):
+            problem = f"training failed: the loss of the last step is {watch.last_loss}"
         elif not math.isfinite(held_out):
             problem = f"training failed: the loss of the held-out rows at the end is {held_out}"
         try:
             trainer.save_model(str(self.folder.model))
         except UserError as error:
             # The rank with a weight that is not finite raises NotFinite, the others an error with its text.
-            if not trainer.any_rank(isinstance(error, NotFinite)):
+            if not trainer.engine.comm.any(isinstance(error, NotFinite)):
                 raise
             with suppress(OSError):  # another rank was faster
                 self.folder.model.rmdir()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ftkit.config.wording import counted
-from ftkit.engine.memory.disk import Disk
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
-from ftkit.report.text import literal
+from ftkit.report.text import GIB, literal
 from ftkit.spec.tiers import DEVICE, HOST
-from ftkit.train.callbacks import GIB, peak_device_bytes, peak_host_bytes
+from ftkit.train.callbacks import peak_device_bytes, peak_host_bytes
 from ftkit.train.divergence import diverged_steps
 from ftkit.train.held_out import read_before, write_rows
 from ftkit.train.trainer import RecipeTrainer
@@ -35,26 +33,25 @@ PACKAGES = ("ftkit", "torch", "transformers", "accelerate", "peft", "datasets", 
 
 
 def summarise(
-    trainer: RecipeTrainer, folder: RunFolder, seconds: float, dtype: str, plan: Plan, before: TrainerState | None = None
+    trainer: RecipeTrainer, plan: Plan, folder: RunFolder, seconds: float, dtype: str, before: TrainerState | None = None
 ) -> dict[str, Any]:
     """Return the content of summary.json, and write the loss of each held-out row. A collective.
 
     Args:
         trainer: The Trainer, after the last evaluation.
-        folder: Folder of the run.
-        seconds: Seconds of training, evaluations included.
-        dtype: Compute dtype: fp32, bf16 or fp16.
         plan: Plan of the run.
-        before: Trainer state of the checkpoint that was resumed. `seconds` does not count its steps.
+        folder: Folder of the run.
+        seconds: Seconds of training, evaluations included, without the steps of `before`.
+        dtype: Compute dtype.
+        before: Trainer state of the checkpoint that was resumed.
     """
-    units, state, evaluations = trainer.engine, trainer.state, trainer.held_out
+    units, comm, state, evaluations = trainer.engine, trainer.engine.comm, trainer.state, trainer.held_out
     first = evaluations[0] if evaluations and evaluations[0].step == 0 else read_before(folder.per_example)
     last = evaluations[-1] if evaluations else None
     if trainer.is_world_process_zero() and last is not None:
         write_rows(folder.per_example, first, last)
     eval_before, eval_after = (None if each is None else each.summary() for each in (first, last))
-    losses = [line["loss"] for line in state.log_history if "loss" in line]
-    finite = [loss for loss in losses if math.isfinite(loss)]
+    losses = [line["loss"] for line in state.log_history if "loss" in line and math.isfinite(line["loss"])]
     tokens = int(state.num_input_tokens_seen)
     own_tokens = tokens - int(before.num_input_tokens_seen if before else 0)
     cores = str(units.affinity) if units.affinity else counted(torch.get_num_threads(), "thread")
@@ -66,19 +63,19 @@ def summarise(
         "tokens": tokens,
         "tokens_per_second": own_tokens / seconds if seconds else None,
         "divergences": diverged_steps(folder.divergences),
-        "train_loss": statistics.fmean(finite) if finite else None,
-        "train_losses_left_out": len(losses) - len(finite),
+        "train_loss": statistics.fmean(losses) if losses else None,
         "eval_loss_before": eval_before["loss"] if eval_before else None,
         "eval_loss_after": eval_after["loss"] if eval_after else None,
         "eval_before": eval_before,
         "eval_after": eval_after,
         "best": _best(trainer),
-        "evaluations": [each.summary() for each in evaluations],
-        "peaks_per_rank": trainer.all_ranks({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()}),
-        "planned_per_rank": _planned(plan),
-        "cores_per_rank": trainer.all_ranks(cores),
-        "nvme_per_rank": trainer.all_ranks(_nvme_traffic(units.tiers.disk)),
-        "fused": asdict(units.fused),
+        "peaks_per_rank": comm.all({"device_bytes": peak_device_bytes(), "host_bytes": peak_host_bytes()}),
+        # Measured device bytes are those of torch's allocator, without the runtime.
+        "planned_per_rank": {
+            "device_bytes": max(plan.memory.peak(DEVICE) - DEVICE_RUNTIME, 0),
+            "host_bytes": plan.memory.peak(HOST),
+        },
+        "cores_per_rank": comm.all(cores),
         "fp16": _fp16(trainer),
         "plan": plan.as_dict(),
         "dtype": dtype,
@@ -112,30 +109,12 @@ def _best(trainer: RecipeTrainer) -> dict[str, Any] | None:
     return {"step": step, "loss": loss} if step else None
 
 
-def _planned(plan: Plan) -> dict[str, int]:
-    """Return the planned peaks of a rank. Measured device bytes are those of torch's allocator, without the runtime."""
-    return {
-        "device_bytes": max(plan.memory.peak(DEVICE) - DEVICE_RUNTIME, 0),
-        "host_bytes": plan.memory.peak(HOST),
-    }
-
-
-def _nvme_traffic(disk: Disk | None) -> dict[str, Any] | None:
-    """Return the bytes that a rank has moved to and from its NVMe tier, or None without one."""
-    if disk is None:
-        return None
-    moved = {"bytes_written": disk.threads.moved["writing"], "bytes_read": disk.threads.moved["reading"]}
-    return {**moved, "direct": disk.direct, "filesystem": disk.filesystem}
-
-
 def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
-    """Return the fp32 modules and skipped steps of a run in fp16, or None for another dtype."""
     if trainer.engine.compute_dtype != torch.float16:
         return None
     modules, skipped = trainer.engine.fp32_modules, trainer.engine_optimizer.loss_scale.skipped_steps
-    overflows = [{"step": step, "where": where} for step, where in trainer.overflow_scan.overflows]
     text = f"fp32 modules: {modules.describe()}; {counted(skipped, 'step')} skipped"
-    return {"fp32_modules": {"found": modules.found}, "skipped": skipped, "overflows": overflows, "told": text}
+    return {"fp32_modules": modules.found, "told": text}
 
 
 def show_answers(console: Console, records: list[dict[str, str]]) -> None:
@@ -164,20 +143,15 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
     lines.append(("steps", f"{steps}: {before} before this start; {made}" if before else made))
     if summary["divergences"]:
         lines.append(("diverged", f"{counted(summary['divergences'], 'step')}: {folder.divergences}"))
-    loss, left_out = summary["train_loss"], summary["train_losses_left_out"]
-    note = f" ({left_out} logged losses were not finite)" if left_out else ""
-    lines.append(("train loss", ("none" if loss is None else f"{loss:.4f}") + note))
+    loss = summary["train_loss"]
+    lines.append(("train loss", "none is finite" if loss is None else f"{loss:.4f}"))
     lines += _evaluated(summary)
-    peaks = []
     for name, key in (("GPU", "device_bytes"), ("host", "host_bytes")):
         peak, planned = max(each[key] for each in summary["peaks_per_rank"]), summary["planned_per_rank"][key]
-        peaks += [f"{name} {peak / GIB:.2f} GiB ({planned / GIB:.2f} planned)"] if peak else []
-    lines.append(("peak per rank", ", ".join(peaks)))
+        if peak:
+            lines.append((f"{name} peak", f"{peak / GIB:.2f} GiB per rank ({planned / GIB:.2f} planned)"))
     if summary["fp16"] is not None:
         lines.append(("fp16", summary["fp16"]["told"]))
-    if moved := [each for each in summary["nvme_per_rank"] if each is not None]:
-        written, read = (sum(each[key] for each in moved) / GIB for key in ("bytes_written", "bytes_read"))
-        lines.append(("NVMe", f"{written:.1f} GiB written, {read:.1f} GiB read"))
     model = str(folder.model) if summary.get("model_written", True) else "none was written"
     return [*lines, ("model", model), ("results", str(folder.path))]
 

@@ -1,16 +1,14 @@
 """The Trainer of a recipe: whole steps in the recipe's order, and a loss for each held-out row.
 
-`RecipeTrainer` differs from `ftkit.Trainer` in three points. `WholeSteps` gives it samples in an order that depends on
-(seed, epoch) alone. An epoch ends with a whole step, so no sample is seen twice to fill a batch, and a step has the same
-samples on any number of ranks. Evaluation reduces logits to three numbers per row (`HeldOut`). The loss of a step is known
-before its update, with the places of its samples, so that `DivergenceWatch` can judge it.
+The order of samples depends on (seed, epoch) alone. An epoch ends with a whole step: no sample is seen twice to fill a
+batch, and a step has the same samples on any number of ranks. Evaluation keeps three numbers per row (`HeldOut`). The loss
+of a step is known before its update, with the places of its samples, so that `DivergenceWatch` can judge it.
 
 Cost: up to one step of rows is left out of each epoch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,9 +17,9 @@ from typing import Any, cast
 import datasets
 import numpy as np
 import torch
+from transformers import TrainerCallback
 
 from ftkit.config.wording import counted
-from ftkit.data.batches import Collator
 from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 from ftkit.hf.fp16.search import BATCHES
@@ -29,17 +27,14 @@ from ftkit.hf.generate.evaluation import row_statistics
 from ftkit.hf.kernels.attention import is_packed
 from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.trainer.trainer import Trainer
+from ftkit.output.run_folder import RunFolder
 from ftkit.plan.choice import Plan
 from ftkit.train.divergence import LossWindow
 from ftkit.train.held_out import HeldOut, write_rows
 
 
 class WholeSteps(torch.utils.data.Sampler):
-    """An order of samples, cut to a whole number of steps.
-
-    Args:
-        order: Yields sample numbers; has `set_epoch`.
-        step_sequences: Sequences of one optimizer step, all ranks together.
+    """An order of samples, cut to whole steps of `step_sequences` sequences, all ranks together.
 
     Raises:
         UserError: There are fewer samples than one step takes.
@@ -59,9 +54,13 @@ class WholeSteps(torch.utils.data.Sampler):
     def __iter__(self) -> Iterator[int]:
         return islice(iter(self.order), len(self))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration gives."""
-        self.order.set_epoch(epoch)
+
+class NoSteps(TrainerCallback):
+    """End training before its first step."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave no steps to make."""
+        state.max_steps = state.global_step
 
 
 class RecipeTrainer(Trainer):
@@ -69,15 +68,12 @@ class RecipeTrainer(Trainer):
 
     Args:
         order: Order of the training samples (`StepOrder`).
-        step_sequences: Sequences of one optimizer step, all ranks together.
+        step_sequences: See `WholeSteps`.
         metrics: Names from the recipe's `eval.metrics`.
         seq2seq: Whether the model is an encoder-decoder.
-        per_example: File for the losses of held-out rows before training, which a resumed run reads again.
         noted: Notes about the run that each checkpoint stores.
         plan: How memory is used. None lets the Trainer plan.
     """
-
-    _only_restores = False
 
     def __init__(
         self,
@@ -86,19 +82,19 @@ class RecipeTrainer(Trainer):
         step_sequences: int,
         metrics: tuple[str, ...],
         seq2seq: bool,
-        per_example: Path,
-        noted: Mapping[str, Any] | None = None,
+        noted: Mapping[str, Any],
         plan: Plan | None = None,
         **kwargs: Any,
     ):
         self.plan = plan  # the accelerator reads it while the Trainer is built
         super().__init__(*args, compute_metrics=self._note_held_out, **kwargs)
         self.order = WholeSteps(order, step_sequences)
-        self.wanted_metrics, self.seq2seq, self.per_example = metrics, seq2seq, per_example
+        self.pad_token_id: int = cast(Any, self.data_collator).pad_token_id
+        self.wanted_metrics, self.seq2seq = metrics, seq2seq
         self.held_out: list[HeldOut] = []
         self.losses = LossWindow()
         self._step_loss: float | torch.Tensor = 0.0
-        self._noted = dict(noted or {})
+        self._noted = noted
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """Begin as the Trainer does, but log, evaluate and save as often as this recipe says, not the checkpoint."""
@@ -108,32 +104,19 @@ class RecipeTrainer(Trainer):
 
     def restore(self, checkpoint: str) -> None:
         """Load model, optimizer and schedule of a checkpoint, and train nothing."""
-        self._only_restores = True
-        try:
-            self.train(resume_from_checkpoint=checkpoint)
-        finally:
-            self._only_restores = False
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self._only_restores:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
+        self.add_callback(NoSteps)
+        self.train(resume_from_checkpoint=checkpoint)
+        self.remove_callback(NoSteps)
 
     # --- samples
 
     def _get_train_sampler(self, train_dataset: Any = None) -> WholeSteps:
         return self.order
 
-    def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader, which sets the epoch of `order` also after a resume inside an epoch.
-
-        To skip batches, accelerate wraps the batch sampler of a rank once more. It then looks for the sampler one level too
-        high, finds none, and the order would stay that of epoch 0.
-        """
-        loader: Any = super().get_train_dataloader()
-        loader.set_sampler(self.order)
-        return loader
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # After a resume inside an epoch, neither transformers nor accelerate finds the sampler behind the skipped batches.
+        self.order.order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
 
     def first_batches(self) -> list[Any]:
         """Return this rank's first batches of the first epoch, at most `BATCHES`, as the loader will give them."""
@@ -142,11 +125,6 @@ class RecipeTrainer(Trainer):
         mine = [numbers[start : start + size] for start in range(self.args.process_index * size, len(numbers), size * ranks)]
         rows = cast(datasets.Dataset, self.train_dataset)
         return [self.data_collator([rows[int(number)] for number in each]) for each in mine]
-
-    @property
-    def pad_token_id(self) -> int:
-        """Token with which the batches of this run are padded."""
-        return cast(Collator, self.data_collator).pad_token_id
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count tokens as the Trainer does. A packed batch has boundaries as its mask: count what is not padding."""
@@ -178,26 +156,14 @@ class RecipeTrainer(Trainer):
         total = comm.sum(torch.as_tensor(own, dtype=torch.float32, device=comm.device).clone())
         return float(total) / comm.world_size
 
-    def loss_scale(self) -> float | None:
-        """Return the loss scale of fp16, or None if losses are not scaled."""
-        scale = self.engine_optimizer.loss_scale
-        return scale.value if scale.dynamic else None
-
     @property
     def noted(self) -> dict[str, Any]:
         """See `TrainerMixin.noted`: also the losses that the next step is compared with."""
         return {**self._noted, "losses": list(self.losses.losses)}
 
     def take_noted(self, path: Path, noted: dict[str, Any]) -> None:
-        """Take the losses that a checkpoint stores.
-
-        Raises:
-            UserError: They are not numbers.
-        """
-        losses = noted.get("losses", [])
-        if not isinstance(losses, list) or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
-            raise UserError(f"{path}: its losses are not a list of numbers")
-        self.losses = LossWindow(losses)
+        """Take the losses that a checkpoint stores."""
+        self.losses = LossWindow(noted.get("losses", []))
 
     # --- evaluation
 
@@ -220,13 +186,5 @@ class RecipeTrainer(Trainer):
         held_out = HeldOut.of(self.state.global_step, np.asarray(prediction.predictions))
         self.held_out.append(held_out)
         if held_out.step == 0 and self.is_world_process_zero():
-            write_rows(self.per_example, held_out, None)
+            write_rows(RunFolder(Path(self.args.output_dir)).per_example, held_out, None)
         return held_out.metrics(self.wanted_metrics)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Return whether a flag is true on any rank. A collective; the model must be sharded."""
-        return self.engine.comm.any(flag)
-
-    def all_ranks(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order. A collective; the model must be sharded."""
-        return self.engine.comm.all(value)

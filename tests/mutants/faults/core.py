@@ -494,7 +494,7 @@ FAULTS = (
     _fault(
         "a checkpoint forgets the losses that steps are judged by",
         "ftkit/train/trainer.py",
-        "        self.losses = LossWindow(losses)\n",
+        '        self.losses = LossWindow(noted.get("losses", []))\n',
         "        self.losses = LossWindow()\n",
         "tests/test_divergence.py::test_a_resumed_run_judges_as_the_first",
     ),
@@ -559,8 +559,8 @@ FAULTS = (
     _fault(
         "after a resume in mid-epoch the order is that of epoch 0",
         "ftkit/train/trainer.py",
-        "        loader.set_sampler(self.order)\n",
-        "",
+        '        self.order.order.set_epoch(kwargs["epoch"])\n',
+        '        self.order.order.set_epoch(kwargs["epoch"] - kwargs["epochs_trained"])\n',
         "tests/test_data_cursor.py::test_the_next_sample_is_the_one_that_would_have_come[plain-3-22-in two]",
     ),
     _fault(
