@@ -108,7 +108,7 @@ def finetune(
         say_what_would_be_run(facts, ranks, checkpoints)
         return
     folder = RunFolder(Path(facts.output.dir))
-    lock = folder.lock() if os.environ.get("RANK", "0") == "0" else nullcontext()
+    lock = folder.lock() if joined is None or os.environ["RANK"] == "0" else nullcontext()
     with lock:
         _train(facts, folder, ranks, resume, overwrite=overwrite, restarts=max_restarts, joined=joined is not None)
 
@@ -117,7 +117,7 @@ def _train(
     facts: Recipe, folder: RunFolder, ranks: int, resume: str | None, *, overwrite: bool, restarts: int, joined: bool
 ) -> None:
     """Find what to continue from, and run. After a rank died, resume from the newest checkpoint, `restarts` times."""
-    first = os.environ.get("RANK", "0") == "0"  # it alone holds the folder's lock, and may remove what lies there
+    first = not joined or os.environ["RANK"] == "0"  # it alone holds the folder's lock, and may remove what lies there
     checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
     if resume == "auto" and not checkpoints and first:
         _say(f"no checkpoint in {folder.path}: starting from the beginning")

@@ -173,6 +173,14 @@ class Optimizer(Section):
     max_grad_norm: NotNegative = Field(1.0, description="global norm above which gradients are scaled down; 0 = never")
     momentum: Fraction = Field(0.0, description="of sgd; 0 = none")
 
+    @model_validator(mode="after")
+    def _settings_of_the_rule(self) -> Optimizer:
+        other, unread = ("sgd", ["momentum"]) if self.name == "adamw" else ("adamw", ["betas", "eps"])
+        for key in unread:  # a dumped recipe has them, with their defaults
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is not a setting of {self.name}; remove it, or set name: {other}")
+        return self
+
 
 class Adapter(Section):
     """LoRA instead of all parameters."""

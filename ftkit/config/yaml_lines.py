@@ -48,6 +48,9 @@ class Document:
         return f"{self.source}:1"
 
 
+MOST_ALIASES = 20
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads `2e-5` as a number."""
 
@@ -65,6 +68,8 @@ def read(text: str, source: str) -> Document:
     """Read one YAML mapping from a file named `source`. Errors are in the document's `problems`; nothing is raised."""
     document = Document(source)
     try:
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)) > MOST_ALIASES:
+            raise ValueError(f"found more than {MOST_ALIASES} aliases (*name), which multiply; write their values out")
         values = yaml.load(text, _Loader) or {}
         if not isinstance(values, dict):
             raise ValueError(f"found {brief(values)}, needs sections such as `model:`")

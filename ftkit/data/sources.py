@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import glob
 import hashlib
 import io
 import json
@@ -30,7 +31,7 @@ from ftkit.errors import UserError
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (*JSON_LINES, ".json", *TABLES)
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffixes of JSON files that are decompressed while they are read."""
 READ_ERRORS = (OSError, ValueError, pyarrow.ArrowException, DatasetsError)
 """Errors that damaged files raise while they are read."""
@@ -125,14 +126,19 @@ def _rows_of(file: Path) -> Iterator[Row]:
     if kind == ".json":
         return _json_list(file)
     options = _csv_options(file, "\t" if kind == ".tsv" else ",") if TABLES[kind] == "csv" else {}
-    table = datasets.load_dataset(TABLES[kind], data_files=str(file), split="train", streaming=True, **options)
+    # Brackets and stars in a name would be a pattern.
+    table = datasets.load_dataset(TABLES[kind], data_files=glob.escape(str(file)), split="train", streaming=True, **options)
     return _numbered(str(file), table)
 
 
 def _csv_options(file: Path, separator: str) -> dict[str, Any]:
     """Return options that keep columns as text: an answer `007` is not the number 7, and `NA` is not missing."""
     with open(file, encoding="utf-8-sig", newline="") as stream:
-        names = next(csv.reader(stream, delimiter=separator), [])
+        records = csv.reader(stream, delimiter=separator)
+        names, first = next(records, []), next(records, [])
+    if len(first) > len(names):  # pandas would take the surplus for row labels
+        fields = f"has {len(first)} fields, and the header {len(names)}"
+        raise UserError(f"{file}:2: {fields}; put text that contains {separator!r} in quotes")
     columns = datasets.Features({name: datasets.Value("string") for name in names})
     return {"sep": separator, "features": columns, "keep_default_na": False}
 
@@ -184,4 +190,4 @@ def _json_list(file: Path) -> Iterator[Row]:
 
 def _open(file: Path) -> IO[bytes]:
     """Open a file for reading, decompressed if its suffix says so."""
-    return io.BufferedReader(pyarrow.input_stream(str(file)))
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression=COMPRESSED.get(file.suffix.lower())))

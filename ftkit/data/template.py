@@ -8,8 +8,8 @@ come from one of three places, by the tokenizer:
              and through it; the text in between is the answer, with its end-of-turn token
     plain    it has no chat template: `{bos}{question}{separator}{answer}{eos}{question}{separator}{answer}{eos}…`
 
-Some templates drop the reasoning of earlier turns (Qwen3): an answer is found by its text and by the ending that it has as
-the last turn. Some write eos after the last turn only (Phi-3). Some write today's date (`strftime_now`): it is the `day` of
+Some templates drop the reasoning of earlier turns (Qwen3): such an answer begins later than it does as the last turn. Some
+write eos after the last turn only (Phi-3). Some write today's date (`strftime_now`): it is the `day` of
 the `Template`, so that the same rows give the same tokens on another day.
 
 Cost: `prefix` renders a conversation of n answers 2n + 1 times.
@@ -32,7 +32,7 @@ from ftkit.data.formats import BadRowError, Conversation, with_arguments
 from ftkit.errors import UserError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-DATE_DIRECTIVES = "aAbBdmyYjHIMSpUWwcxX"
+DATE_DIRECTIVES = (*"aAbBdmyYjHIMSpUWwcxXeFD", "-d", "-m")
 Span = tuple[int, int]
 
 
@@ -196,14 +196,11 @@ class Template:
         for text in (through, through.removesuffix(self.tokenizer.eos_token or "")):
             if whole.startswith(text):
                 return len(text)
-        # The template rewrites the turn once another question follows. Find its text and the ending it has as the last turn.
-        content = conversation.turns[number]["content"].strip()
-        if content and content in through:
-            ending = through.rpartition(content)[2]
-            at = whole.find(content + ending, len(asked))
-            # Another ending in between means that the text found is that of a later turn.
-            if ending and at >= 0 and ending not in whole[len(asked) : at]:
-                return at + len(content + ending)
+        # The template drops the beginning of the answer, its reasoning, once another question follows.
+        answer, begins = through[len(asked) :], whole[len(asked) : len(asked) + 8]
+        kept = answer[answer.find(begins) :] if begins in answer else ""
+        if kept and whole.startswith(kept, len(asked)) and all(each in kept for each in _spoken(conversation.turns[number])):
+            return len(asked) + len(kept)
         raise self._refusal(f"renders turn {number + 1} differently once more turns follow")
 
     def _plain(self, conversation: Conversation, learn_all: bool) -> Encoded:
@@ -280,6 +277,12 @@ def _learned(conversation: Conversation, answers: list[Span], length: int, learn
     if learn_all:
         return list(zip([0, *(stop for _, stop in silent)], [*(start for start, _ in silent), length]))
     return [span for span in answers if span not in silent]
+
+
+def _spoken(turn: dict) -> list[str]:
+    """Return the text of an answer without its reasoning, and the names of the functions that it calls."""
+    calls = [call.get("function", call) for call in turn.get("tool_calls", ()) if isinstance(call, dict)]
+    return [turn["content"].rpartition("</think>")[2].strip(), *(str(call.get("name", "")) for call in calls)]
 
 
 def _with_text_arguments(conversation: Conversation) -> Conversation:

@@ -93,7 +93,8 @@ class Tokenize:
             raise BadRowError(f"has {len(ids)} tokens, and data.sequence_tokens is {most} (data.long_text is stop)")
         split = is_text and self.settings.long_text == "split"
         edges = edges_of(len(ids), most) if split else [0, len(ids)]
-        digest = _digest(ids, labels)
+        # Equal samples have equal checksums; all parts of a text that is split have that of the whole.
+        digest = _digest(ids, labels) if split else _digest(ids[:most], labels[:most])
         made = [self._cut(ids[start:stop], labels[start:stop]) | {"digest": digest} for start, stop in pairwise(edges)]
         found, end = self.checks.of_row(encoded, content, most, answers=not learn_all)
         made[0] |= {"found": found & ~CUT if split else found, "end": end}
@@ -115,14 +116,14 @@ class Tokenize:
         if len(content.turns) - 1 in content.muted:
             raise BadRowError("mutes its last answer, so that an encoder-decoder model has nothing to learn")
         source, target = self.template.pair(content)
-        digest, cut_tokens = _digest(source, target), 0
+        cut_tokens = 0
         for ids in (source, target):
             surplus = len(ids) - self.settings.sequence_tokens
             if surplus > 0:
                 del ids[-1 - surplus : -1]  # the last token ends a source (T5, BART) and any target: it is kept
                 cut_tokens += surplus
         answers = {number for number, turn in enumerate(content.turns) if turn["role"] == "assistant"} - content.muted
-        counts = {"tokens": len(source) + len(target), "trained_tokens": len(target), "digest": digest}
+        counts = {"tokens": len(source) + len(target), "trained_tokens": len(target), "digest": _digest(source, target)}
         return _sample(source, target, cut_tokens) | counts | {"found": EARLIER_ANSWERS if len(answers) > 1 else 0}
 
 
@@ -135,7 +136,7 @@ def edges_of(tokens: int, most: int) -> list[int]:
 
 
 def _digest(ids: list[int], labels: list[int]) -> int:
-    """Return the checksum of a whole row, before it is cut or split."""
+    """Return a checksum of token ids and labels."""
     content = np.asarray([len(ids), *ids, *labels], np.int32).tobytes()
     return int.from_bytes(xxhash.xxh3_64_digest(content), "big", signed=True)
 

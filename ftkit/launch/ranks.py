@@ -85,6 +85,7 @@ class Stop:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        os.register_at_fork(after_in_child=_leave_signals_to_the_rank)
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = True
@@ -107,6 +108,12 @@ class Stop:
                 os.write(2, f"ftkit (rank {self.rank}): {text}\n".encode(errors="backslashreplace"))
         _kill_children(os.getpid())
         os._exit(error.exit_code if isinstance(error, UserError) else 1)
+
+
+def _leave_signals_to_the_rank() -> None:
+    """Let a process that a rank forked, such as a worker of `datasets`, end by SIGTERM, and ignore other requests to end."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 def check_ranks(ranks: int, gpus: int) -> None:
@@ -154,9 +161,12 @@ def start(
         with _inherited(environment(0, ranks, store.port, threads, environ)):
             job = (entry, args, writers, os.getpid())
             processes = start_processes(_rank, job, ranks, join=False, start_method="spawn").processes
+        for writer in writers:  # else a rank that is killed while it sends would leave the launcher waiting
+            writer.close()
         try:
             return _wait(processes, readers, say, heard)
         except RankError as error:
+            _kill(processes)
             error.asked = bool(heard)
             raise
         finally:
@@ -166,6 +176,8 @@ def start(
 def _rank(rank: int, entry: str, args: tuple[Any, ...], writers: Sequence[Connection], launcher: int) -> None:
     """Be one rank: listen for the request to end, do the work, and send the result or the failure."""
     faulthandler.enable()
+    for other in {*writers} - {writers[rank]}:
+        other.close()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     stop = Stop(rank=rank, launcher=writers[rank])
     stop.listen()
@@ -198,7 +210,7 @@ def _wait(processes: Sequence[Any], readers: Sequence[Connection], say: Callable
     while True:
         codes = [process.exitcode for process in processes]
         for rank, reader in enumerate(readers):
-            with suppress(EOFError):
+            with suppress(EOFError, OSError):
                 while reader.poll():
                     words[rank] = pickle.loads(reader.recv_bytes())
         failures = {}

@@ -103,11 +103,12 @@ class RunFolder:
         Raises:
             UserError: The folder is refused, or the checkpoint does not exist.
         """
-        if owner:
-            remove_unfinished(self.path)
-        elif overwrite:  # the owner may be removing the earlier run now
+        if not owner and overwrite:  # the owner may be removing the earlier run now
             return []
         checkpoints = self.check(resume, overwrite=overwrite, inputs=inputs)
+        if owner:
+            remove_unfinished(self.path)
+            checkpoints = self.check(resume, overwrite=overwrite, inputs=inputs)  # one may have been restored
         if overwrite:
             for path in self._removable():
                 _discard(path)
@@ -138,15 +139,16 @@ class RunFolder:
         """Refuse a folder that is not a run of ftkit. Hidden files do not count."""
         try:
             found = sorted(name for name in os.listdir(self.path) if name[0] != ".")
-            is_marked = self.recipe.is_file() and self.recipe.read_text(errors="replace").startswith(RECIPE_MARK)
+            was_run = (self.path / LOCK).exists() and self.recipe.is_file()
+            is_marked = was_run and self.recipe.read_text(errors="replace").startswith(RECIPE_MARK)
         except FileNotFoundError:
             return
         except OSError as error:
             raise self._unwritable(error) from None
         if set(found) - {VERIFY} and not is_marked:
             raise UserError(
-                f"output.dir: {self.path} is not a run of ftkit: it holds {' and '.join(found[:2])}, and no recipe.yaml "
-                f"that ftkit wrote; {OTHERWISE}"
+                f"output.dir: {self.path} is not a run of ftkit: it holds {' and '.join(found[:2])}, but not both "
+                f"{LOCK} and a recipe.yaml that ftkit wrote; {OTHERWISE}"
             )
 
     def _unwritable(self, error: OSError) -> UserError:
@@ -183,6 +185,13 @@ class RunFolder:
     def write_recipe(self, text: str) -> None:
         """Write recipe.yaml, with the line that marks the folder as a run of ftkit."""
         write(self.recipe, f"{RECIPE_MARK}. A run overwrites this file: edit a copy.\n{text}")
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the content of summary.json; empty if there is none."""
+        try:
+            return dict(json.loads(self.summary.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
 
     def keep_metrics_until(self, step: int) -> None:
         """Remove the lines of metrics.jsonl after a step. A resumed run writes them again."""

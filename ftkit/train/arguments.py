@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, TaskType
+from transformers.integrations import get_available_reporting_integrations
 
 from ftkit.config.engine import EngineSettings
 from ftkit.config.recipe import Adapter, Recipe, split_batch
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT
+from ftkit.errors import UserError
 from ftkit.hf.trainer.arguments import TrainingArguments
 
 
@@ -43,6 +45,13 @@ def lora_config(adapter: Adapter | None, task: str) -> LoraConfig | None:
 def engine_settings(recipe: Recipe) -> EngineSettings:
     """Return the engine's settings of a recipe, with the dtype that it computes in on this machine."""
     return EngineSettings(recipe.engine, recipe.memory).choosing(dtype=compute_dtype(recipe.train.dtype))
+
+
+def check_report_to(names: tuple[str, ...]) -> None:
+    """Raise UserError for a reporting integration of HF Trainer that is unknown or not installed."""
+    for name in names:
+        if name not in get_available_reporting_integrations():
+            raise UserError(f"output.report_to: {name} is unknown or not installed; pip install {name}, or remove it")
 
 
 def checkpoints_kept(recipe: Recipe) -> int | None:

@@ -27,7 +27,7 @@ from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
 from ftkit.plan.choice import Plan
 from ftkit.spec.strategy import decided
-from ftkit.train.arguments import compute_dtype
+from ftkit.train.arguments import check_report_to, compute_dtype
 from ftkit.train.callbacks import Question, questions
 from ftkit.train.planning import ask_here, model_of
 from ftkit.train.resume import Start, choose, noted
@@ -70,6 +70,7 @@ def make_parts(
     Raises:
         UserError: The run cannot begin.
     """
+    check_report_to(recipe.output.report_to)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_dtype(DTYPES[compute_dtype(recipe.train.dtype)], device)
     tokenizer = load_tokenizer(recipe.model)

@@ -204,10 +204,11 @@ class EndOnRequest(TrainerCallback):
         if self.trainer.engine.comm.any(self.asked()) and state.global_step < state.max_steps:
             self.ended_at_step = state.global_step
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # there may be little time
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Complete the checkpoint at once, without an evaluation: there may be little time."""
+        """Complete the checkpoint at once, without an evaluation."""
         if self.ended_at_step is not None:
             control.should_evaluate = False
             self.trainer.checkpoints.finish()

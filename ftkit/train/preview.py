@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,27 @@ def preview(recipe: str | Path, *, settings: Sequence[str] = (), rows: int = ROW
         rows: Rows (or packed sequences) to show, beside one for each kind of warning.
 
     Raises:
-        UserError: The recipe, the tokenizer or the model's configuration cannot be used. Data that a run refuses are no
-            error here: the result has the reason in `refused`.
+        UserError: The recipe or the tokenizer cannot be used. Data that a run refuses are no error here: the result has
+            the reason in `refused`.
     """
     title, known = f"data of {Path(recipe).name}", load(str(recipe), list(settings))
     tokenizer = load_tokenizer(known.model)
     prepared, refused = _prepared(known, tokenizer)
     if prepared is None:
         return Preview(title, None, None, (), refused, (), known.data.sequence_tokens)
-    model, remote = known.model, known.model.trust_remote_code
-    config = generation_config(model.name, config=model.config, revision=model.revision, trust_remote_code=remote)
-    warnings = tuple(prepared.warnings(tokenizer, stops_of(config)))
+    warnings = tuple(prepared.warnings(tokenizer, _stops(known)))
     shown = tuple(_shown(prepared, warnings, Checks.of(tokenizer), known, rows))
     report, held_out = prepared.report, prepared.held_out_report
     return Preview(title, report, held_out, warnings, refused, shown, known.data.sequence_tokens)
+
+
+def _stops(recipe: Recipe) -> tuple[int, ...]:
+    """Return the tokens at which the model stops generating; none if its configuration is not here, as data need none."""
+    model, remote = recipe.model, recipe.model.trust_remote_code
+    with suppress(UserError):
+        config = generation_config(model.name, config=model.config, revision=model.revision, trust_remote_code=remote)
+        return stops_of(config)
+    return ()
 
 
 def _prepared(recipe: Recipe, tokenizer: Any) -> tuple[Prepared | None, str]:

@@ -23,7 +23,7 @@ from accelerate.state import GradientState
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.config.recipe import Recipe
+from ftkit.config.recipe import Recipe, steps_of
 from ftkit.config.wording import counted
 from ftkit.data.packing import check_isolation
 from ftkit.engine.checkpoint.finite import NotFinite
@@ -61,7 +61,7 @@ def run(stop: Stop, recipe: Recipe, checkpoints: list[str], ranks: int) -> dict[
         Diverged: The loss or the weights are not finite.
     """
     job = Job(stop, recipe, ranks)
-    summary = job.run(checkpoints)
+    summary = job.run(checkpoints, unless_over=True)
     job.trainer.end()
     return summary
 
@@ -111,10 +111,17 @@ class Job:
         self.trainer: Any = None
         self.parts: Parts | None = None
 
-    def run(self, checkpoints: list[str]) -> dict[str, Any]:
-        """Train and write the run's folder. A collective. Argument, result and errors are those of `run`."""
+    def run(self, checkpoints: list[str], *, unless_over: bool = False) -> dict[str, Any]:
+        """Train and write the run's folder. A collective. Arguments, result and errors are those of `run`.
+
+        Args:
+            checkpoints: As for `run`.
+            unless_over: Return the summary of an earlier run that made all steps and wrote its model, and read no weights.
+        """
         with MemoryStop(self.stop.rank, self.stop.leave) as memory:
-            return self._train(self._build(checkpoints), memory)
+            parts = self._build(checkpoints)
+            summary = self._summary_if_over(parts) if unless_over else None
+            return summary or self._train(parts, memory)
 
     def restore(self, checkpoints: list[str]) -> int:
         """Load the first whole checkpoint, train nothing, write nothing, and return its step. A collective."""
@@ -144,6 +151,18 @@ class Job:
         self.trainer = make_trainer(recipe, parts.rows, parts.tokenizer, parts.model, arguments, parts.plan)
         self.parts = parts
         return parts
+
+    def _summary_if_over(self, parts: Parts) -> dict[str, Any] | None:
+        """Return the summary of an earlier run that has nothing more to do, or None. A collective."""
+        folder, order, state = self.folder, self.trainer.order, state_of(parts.start.checkpoint)
+        steps = steps_of(self.recipe, len(order.order), order.step_sequences)
+        found = folder.read_summary() if state is not None and state.global_step >= steps else {}
+        over = found.get("steps") == steps and found.get("problem") is None and folder.model.is_dir()
+        summary = Communicator(self.trainer.args.device).same(found if over else None)
+        if summary is not None:
+            self._tell(f"{folder.path}: this run is over: {counted(steps, 'step')} were made, and its model is there")
+            self._tell("With more train.epochs or train.max_steps it continues; --overwrite begins anew")
+        return summary
 
     def _train(self, parts: Parts, memory: MemoryStop) -> dict[str, Any]:
         """Train with the parts, and finish the run."""
@@ -183,7 +202,7 @@ class Job:
         with report:
             began = time.perf_counter()
             trainer.train(resume_from_checkpoint=checkpoint)
-            if (step := end.ended_at_step) is not None:
+            if (step := end.ended_at_step) is not None and watch.ended_by is None:
                 memory.leave_if_asked()
                 report.end(f"ended at step {step}, because it was asked to")
                 if problem := trainer.checkpoints.problem:
@@ -209,8 +228,8 @@ class Job:
             show_answers(self.say, shown.records)
             show_summary(self.say, summary, folder)
         if problem is not None:
-            saved = folder.newest_first()
-            resume = f"--resume auto continues from {saved[0].name}. " if saved else ""
+            saved = folder.checkpoints()
+            resume = f"--resume auto continues from {saved[-1].name}. " if saved else ""
             advice = "Lower optimizer.lr, set train.on_divergence to skip, or look at the data of the last steps"
             raise Diverged(f"{problem}. {resume}{advice}")
         report.end()

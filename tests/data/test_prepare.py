@@ -257,3 +257,30 @@ def test_long_text_may_stop_the_run(ready, tokenizer_of):
 def test_answers_that_the_template_leaves_out_stop_the_run(ready, tokenizer_of):
     with pytest.raises(UserError, match=r"rows.jsonl: every sample has an answer with nothing but its end .*rows.jsonl:1\)"):
         ready([{"messages": TWO_ANSWERS}], tokenizer_of(CHATML.replace("m['content']", "''")))
+
+
+def test_rows_that_are_equal_once_they_are_cut_are_on_one_side(ready, tokenizer_of):
+    rows = [{"prompt": "the cat", "completion": " sat" * 9 + f" {number}"} for number in range(20)]
+    rows += [{"prompt": f"the cat {number}", "completion": " sat" * 9} for number in range(3)]
+    prepared = ready(rows, tokenizer_of(), sequence_tokens=6, held_out=Eval(share=0.3))
+    held_out, trained = (set(map(tuple, part["input_ids"][:])) for part in (prepared.held_out, prepared.train))
+    assert held_out.isdisjoint(trained)
+    assert prepared.report.duplicates.rows == 19
+
+
+def test_a_worker_that_refuses_the_template_ends_the_rank(tmp_path, write, tokenizer_of):
+    """Workers of a rank must not take SIGTERM for a request to end the run: their pool would never end."""
+    template = CHATML.replace("assistant\n", "assistant\n(think)")
+    tokenizer_of(template).save_pretrained(tmp_path / "tokenizer")
+    path = write([{"messages": TWO_ANSWERS}] * 1100)
+    program = f"""
+import transformers
+from ftkit.config.recipe import Data
+from ftkit.data.prepare import prepare
+from ftkit.launch.ranks import Stop
+Stop().listen()
+tokenizer = transformers.AutoTokenizer.from_pretrained({str(tmp_path / "tokenizer")!r})
+prepare(Data(path={str(path)!r}, cache_dir={str(tmp_path / "cache")!r}, workers=2), tokenizer)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60 * PATIENCE)
+    assert "asks for turn 2 differently" in ended.stderr

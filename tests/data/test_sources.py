@@ -150,3 +150,16 @@ def test_bytes_are_not_taken_for_text(ready, tmp_path, tokenizer_of):
         ready(path, tokenizer_of())
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "day": days}), path)
     assert ready(path, tokenizer_of()).report.sources[0].unused == ("day",)
+
+
+def test_a_row_with_more_fields_than_the_header_does_not_shift_the_columns(ready, tmp_path, tokenizer_of):
+    path = tmp_path / "rows.csv"
+    path.write_text("text\nHello, world\nGood, bye\n")
+    with pytest.raises(UserError, match=r"rows.csv:2: has 2 fields, and the header 1; put text that contains ',' in quotes"):
+        ready(path, tokenizer_of())
+
+
+def test_the_name_of_a_file_is_no_pattern(tmp_path):
+    for name, text in (("data1.csv", "other"), ("data[1].csv", "own")):
+        (tmp_path / name).write_text(f"text\n{text}\n")
+    assert read(tmp_path / "data[1].csv") == ["own"]

@@ -136,6 +136,32 @@ def test_rows_without_anything_to_learn(ready, tokenizer_of):
         ready([{"messages": TWO_ANSWERS}], tokenizer_of(refusing))
 
 
+# As Qwen3: reasoning is written for the last answer only, also before a call.
+QWEN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% set said = m['content'].split('</think>')[-1] %}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>' + (m['content'].split('</think>')[0] if '</think>' in "
+    "m['content'] else '') + '</think>' }}{% endif %}{{ said }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_reasoning_that_the_template_drops_is_no_part_of_an_earlier_answer(ready, tokenizer_of):
+    tokenizer = tokenizer_of(QWEN)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+    turns = [
+        TWO_ANSWERS[0],
+        {"role": "assistant", "content": "the mat</think>sat"},
+        {"role": "user", "content": "the dog"},
+        call,
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "on</think>on the mat"},
+    ]
+    said = learned(tokenizer, ready([{"messages": turns}], tokenizer, sequence_tokens=200).train[0])
+    calls = '<call>{"name": "weather", "arguments": {}}</call>'
+    assert said == f"sat<|im_end|>\n{calls}<|im_end|>\n<think>on</think>on the mat<|im_end|>\n"
+
+
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -165,13 +191,18 @@ def test_a_muted_answer_needs_a_mark_of_its_own(ready, tokenizer_of):
         ready([{"messages": muted}], tokenizer)
 
 
-DATED = "{{ strftime_now('%d %b %Y') }}{% set kind = '%Y-%m-%d' %}{{ ' ' + strftime_now(kind) + '\n' }}" + CHATML
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{{ strftime_now(' %-d/%-m %F') }}"
+    "{% set kind = '%Y-%m-%d' %}{{ ' ' + strftime_now(kind) + '\n' }}" + CHATML
+)
 
 
 def test_the_date_of_a_template_belongs_to_the_prepared_rows(ready, tokenizer_of):
     rows, tokenizer = [{"messages": TWO_ANSWERS}], tokenizer_of(DATED)
     first = ready(rows, tokenizer, day="2026-02-03")
-    assert tokenizer.decode(first.train[0]["input_ids"]).startswith("03 Feb 2026 2026-02-03\n<|im_start|>user")
+    assert tokenizer.decode(first.train[0]["input_ids"]).startswith(
+        "03 Feb 2026 3/2 2026-02-03 2026-02-03\n<|im_start|>user"
+    )
     assert first.report.day == "2026-02-03"
     assert "2026-02-03" in str(first.report)
     assert ready(rows, tokenizer, day="2026-02-03").report.cached
