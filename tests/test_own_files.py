@@ -67,7 +67,7 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(saved, tmp_path):
         folder.prepare(None)
     assert folder.prepare("auto") == [folder.path / "checkpoint-1"]
     assert folder.prepare(None, overwrite=True) == []
-    assert sorted(contents(folder.path)) == ["notes.txt", "recipe.yaml"]
+    assert sorted(contents(folder.path)) == [".lock", "notes.txt", "recipe.yaml"]
     assert folder.prepare(None) == [], "it is still a run of ftkit"
 
 
@@ -226,3 +226,16 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(tmp_path, mon
     assert [path.name for path in RunFolder(tmp_path).checkpoints()] == ["checkpoint-8"]
     remove_unfinished(tmp_path)
     assert set(texts(tmp_path)) == {"checkpoint-8"}
+
+
+def test_a_copy_of_a_recipe_does_not_make_a_folder_a_run(tmp_path):
+    RunFolder(tmp_path / "run").path.mkdir()
+    RunFolder(tmp_path / "run").write_recipe("")
+    own = RunFolder(tmp_path / "own")
+    (own.path / "model").mkdir(parents=True)
+    (own.path / "model" / "mine.bin").write_text("weights")
+    shutil.copy(tmp_path / "run" / "recipe.yaml", own.recipe)
+    for options in ({"resume": None}, {"resume": None, "overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(UserError, match="is not a run of ftkit: it holds model and recipe.yaml"):
+            own.prepare(**options)
+    assert (own.path / "model" / "mine.bin").exists()

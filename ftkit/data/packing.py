@@ -6,7 +6,7 @@ to its mask, makes no cache (`use_cache=False`, which the collator sends), and m
 ALiBi, convolutions or recurrent states do not meet that, and transformers does not warn. So `check_isolation` asks the model
 itself.
 
-Best fit, longest first: each sample goes into the fullest sequence that has room for it, in O(n log n).
+Best fit, longest first: each sample goes into the fullest sequence in which it fits, in O(n log n).
 """
 
 from __future__ import annotations

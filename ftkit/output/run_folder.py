@@ -183,7 +183,8 @@ class RunFolder:
         return sorted(found, key=lambda path: (written_at(path), int(steps[path])))
 
     def write_recipe(self, text: str) -> None:
-        """Write recipe.yaml, with the line that marks the folder as a run of ftkit."""
+        """Write recipe.yaml, with the line that marks the folder as a run of ftkit; `.lock` is the other mark."""
+        (self.path / LOCK).touch()
         write(self.recipe, f"{RECIPE_MARK}. A run overwrites this file: edit a copy.\n{text}")
 
     def read_summary(self) -> dict[str, Any]:

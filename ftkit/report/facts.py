@@ -195,7 +195,7 @@ class Reader:
         self.folder = folder
         self.curves = Curves()
         self._at = 0
-        self._file: int | None = None  # which one: a rollback writes it anew
+        self._file: int | None = None  # which one: a resume writes it anew
 
     def read(self, *, held: bool | None = None) -> Facts:
         """Return what the files say now."""

@@ -129,12 +129,8 @@ def _head(facts: Facts, status: str, why: str) -> Iterable[str]:
     yield f'<p class="under">{line} · last written <b>{escaped(_now())}</b></p>'
     if why:
         yield f'<p class="said">{escaped(why, 4000)}</p>'
-    notes = []
-    for told in facts.divergences[-MOST_NOTES:]:
-        if "reason" in told:
-            notes.append(f"step {told.get('step')}: {told.get('reason')}, then: {told.get('action')}")
-        elif "rolled_back_to" in told:
-            notes.append(f"step {told.get('step')}: back to {told.get('rolled_back_to')}")
+    events = facts.divergences[-MOST_NOTES:]
+    notes = [f"step {each.get('step')}: {each.get('reason')}, then: {each.get('action')}" for each in events]
     if notes:
         yield f'<p class="said">Steps whose loss went wrong:\n{escaped(chr(10).join(notes), 4000)}</p>'
     if facts.curves.unread:

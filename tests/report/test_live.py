@@ -72,7 +72,7 @@ def test_one_step_is_traced(tmp_path, monkeypatch, steps, begun_at, traced):
         run.report.on_train_begin(None, run.state, None)
         while run.state.global_step < steps:
             run.step()
-        run.report.on_train_begin(None, run.state, None)  # after a rollback
+        run.report.on_train_begin(None, run.state, None)  # again
         run.report.end()
     told = json.loads((run.path / "trace.json").read_text())
     spans = [(event["name"], event["dur"]) for event in told["traceEvents"] if event["ph"] == "X"]

@@ -128,7 +128,8 @@ def test_a_run_that_failed(tmp_path):
 
 def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
     standing = {"status": "going on", "steps": 10, "plan": PLAN}
-    folder = run_folder(tmp_path / "run", metrics=lines(5), report=standing, recipe="# Written by ftkit.\n")
+    folder = run_folder(tmp_path / "run", metrics=lines(5), report=standing)
+    RunFolder(folder).write_recipe("")
     live = check(render(Reader(RunFolder(folder)).read()))
     assert 'class="status busy">going on<' in live
     assert '<meta http-equiv="refresh" content="5">' in live
@@ -147,11 +148,11 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
 
 def test_what_a_loss_that_went_wrong_leaves(tmp_path):
     metrics = lines(6, loss=lambda step: None if step == 4 else 2.0)
-    told = [{"step": 4, "reason": "the loss is nan", "action": "rollback"}, {"step": 4, "rolled_back_to": "checkpoint-2"}]
-    divergences = "".join(json.dumps(each) + "\n" for each in told) + "half a li"
+    events = [{"step": 4, "reason": "the loss is nan", "action": "skip"}, {"step": 7, "reason": "a spike", "action": "stop"}]
+    divergences = "".join(json.dumps(each) + "\n" for each in events) + "half a li"
     text = check(refresh(run_folder(tmp_path / "run", metrics=metrics, divergences=divergences)).read_text())
     assert "training, 4: not a number" in text
-    assert "step 4: the loss is nan, then: rollback\nstep 4: back to checkpoint-2" in text
+    assert "step 4: the loss is nan, then: skip\nstep 7: a spike, then: stop" in text
 
 
 JSON = st.recursive(
@@ -198,7 +199,7 @@ def test_a_huge_line_is_passed_over_and_a_new_file_read_anew(tmp_path):
         file.write('ss": 1.25}\n')
     assert reader.read().curves.points["loss"][-1] == (5, 1.25)
     (folder / "other").write_text('{"step": 1, "loss": 9.0}\n')
-    (folder / "other").replace(folder / "metrics.jsonl")  # as a rollback does
+    (folder / "other").replace(folder / "metrics.jsonl")  # as a resume does
     assert reader.read().curves.points["loss"] == [(1, 9.0)]
 
 
