@@ -236,6 +236,6 @@ def test_a_copy_of_a_recipe_does_not_make_a_folder_a_run(tmp_path):
     (own.path / "model" / "mine.bin").write_text("weights")
     shutil.copy(tmp_path / "run" / "recipe.yaml", own.recipe)
     for options in ({"resume": None}, {"resume": None, "overwrite": True}, {"resume": "auto"}):
-        with pytest.raises(UserError, match="is not a run of ftkit: it holds model and recipe.yaml"):
+        with pytest.raises(UserError, match="is not a run of ftkit: it holds model and recipe"):
             own.prepare(**options)
     assert (own.path / "model" / "mine.bin").exists()
