@@ -67,7 +67,7 @@ def test_a_run_leaves_its_folder(whole):
     folder, summary = whole
     names = {"checkpoint-8", "checkpoint-10", "eval_per_example.json", "metrics.jsonl", "model"}
     told = {"report.html", "report.json", "trace.json"}
-    assert {path.name for path in folder.iterdir()} == {*names, *told, "recipe.yaml", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == {*names, *told, "recipe.yaml", "summary.json", ".lock"}
     told = lines(folder)
     assert [line["step"] for line in told] == list(range(1, 11))
     assert all(set(line) == METRICS for line in told)
@@ -484,7 +484,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(home, whole, worlds):
     for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
     assert [path.name for path in sorted(folder.glob("*checkpoint*"))] == ["checkpoint-10", "checkpoint-8"]
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")], "no debris"
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"], "no debris"
 
 
 class FailingDrive:
