@@ -282,7 +282,7 @@ def test_fp16_of_a_model_that_overflows(home, worlds):
     assert summary["fp16"]["fp32_modules"] == dict.fromkeys(
         ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"), "projection"
     )
-    assert "model.layers.0.mlp.down_proj (reached 5e+04)" in summary["fp16"]["told"]
+    assert "model.layers.0.mlp.down_proj (reached 5e+04)" in summary["fp16"]["text"]
     assert summary["eval_loss_after"] < summary["eval_loss_before"] < 10
 
 

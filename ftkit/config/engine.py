@@ -35,7 +35,7 @@ class Memory(Section):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The strategy, of which the plan replaces each "auto", and the memory that may be used. Default: what is free."""
+    """The strategy and the memory limits. The plan replaces each "auto". Without a limit, all free memory may be used."""
 
     strategy: Strategy = OPEN
     memory: Memory = field(default_factory=Memory)

@@ -25,8 +25,8 @@ from ftkit.hf.save.model import save_model
 from ftkit.hf.sharding import units_of
 from ftkit.launch.ranks import Stop
 from ftkit.notebook.cell import bundle, run_cell, shown
+from ftkit.notebook.kernel_bar import KernelBar
 from ftkit.notebook.output import Tell
-from ftkit.notebook.told import ToldBar
 from ftkit.train.run import Job
 
 OF_A_RUN = ("model", "tokenizer", "trainer")
@@ -135,7 +135,7 @@ class Session:
 
     def _begin(self, recipe: dict[str, Any]) -> Job:
         self._forget()
-        return Job(self.stop, Recipe.model_validate(recipe), self.ranks, lambda console: ToldBar(self.tell))
+        return Job(self.stop, Recipe.model_validate(recipe), self.ranks, lambda console: KernelBar(self.tell))
 
     def _keep(self, job: Job) -> None:
         if job.trainer is not None:

@@ -300,7 +300,7 @@ def _environment(facts: Facts) -> Iterable[str]:
         ("cores", "; ".join(dict.fromkeys(map(str, cores)))),
         ("strategy", record(plan.get("strategy")).get("says")),
         ("why", "\n".join(map(str, items(plan.get("why"))))),
-        ("fp16", record(facts.summary.get("fp16")).get("told")),
+        ("fp16", record(facts.summary.get("fp16")).get("text")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
     rows = [f"<tr><th>{name}</th><td>{_broken(str(value))}</td></tr>" for name, value in told if value]

@@ -114,7 +114,7 @@ def _fp16(trainer: RecipeTrainer) -> dict[str, Any] | None:
         return None
     modules, skipped = trainer.engine.fp32_modules, trainer.engine_optimizer.loss_scale.skipped_steps
     text = f"fp32 modules: {modules.describe()}; {counted(skipped, 'step')} skipped"
-    return {"fp32_modules": modules.found, "told": text}
+    return {"fp32_modules": modules.found, "text": text}
 
 
 def show_answers(console: Console, records: list[dict[str, str]]) -> None:
@@ -151,7 +151,7 @@ def _lines(summary: dict[str, Any], folder: RunFolder) -> list[tuple[str, str]]:
         if peak:
             lines.append((f"{name} peak", f"{peak / GIB:.2f} GiB per rank ({planned / GIB:.2f} planned)"))
     if summary["fp16"] is not None:
-        lines.append(("fp16", summary["fp16"]["told"]))
+        lines.append(("fp16", summary["fp16"]["text"]))
     model = str(folder.model) if summary.get("model_written", True) else "none was written"
     return [*lines, ("model", model), ("results", str(folder.path))]
 
