@@ -26,7 +26,6 @@ TIERS = {"device", "host", "nvme"}
 TIERS_FILE = "ftkit/spec/tiers.py"
 OTHER_DEVICES = {
     "ftkit/cli/recipe_list.py",
-    "ftkit/engine/core/resharded.py",
     "ftkit/engine/memory/affinity.py",
     "ftkit/hf/memory/fake.py",
     "ftkit/notebook/worker.py",

@@ -31,7 +31,8 @@ def main() -> None:
         try:
             found = json.loads(done.stdout)
         except ValueError:
-            print(f"{'':22} {seconds:7.0f}  {name}: {done.stderr.strip().splitlines()[-1]}")
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            print(f"{'':22} {seconds:7.0f}  {name}: {reason}")
             failed += 1
             continue
         failed += not found["agrees"]

@@ -39,7 +39,7 @@ def job(text, settings=(), checkpoint=None, end_at=None):
 
 
 def recipe(home, out, **sections):
-    """Return the text of a recipe: 8 steps of 6 sequences."""
+    """Return the text of a recipe: 10 steps of 6 sequences."""
     facts = {
         "model": {"name": str(home / "base")},
         "data": {"path": str(home / "rows.jsonl"), "sequence_tokens": 32, "cache_dir": str(home / "cache")},

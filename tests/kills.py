@@ -189,24 +189,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kills", type=int, default=20, help="number of kills")
     parser.add_argument("--seed", type=int, default=0, help="seed of the times")
     options = parser.parse_args(arguments)
-    chance, failed = random.Random(options.seed), 0
+    chance, failed, late = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory(prefix="ftkit-kills-") as home:
         runs = Runs(Path(home))
         undisturbed = runs.undisturbed()
         print("undisturbed:", ", ".join(f"{name} {own:.2f} s" for name, own in undisturbed.seconds.items()), flush=True)
         for number in range(options.kills):
             kill, name = draw(number, chance, undisturbed.seconds), f"kill{number}"
-            told = f"[{number + 1}/{options.kills}] {kill.phase} + {kill.delay_s:.3f} s:"
+            place = f"[{number + 1}/{options.kills}] {kill.phase} + {kill.delay_s:.3f} s:"
             try:
-                ended = "" if runs.kill(name, kill) else "it ended before the kill; "
-                print(told, ended + check(runs, undisturbed, name, OTHER_RANKS[number % 2]), flush=True)
+                in_time = runs.kill(name, kill)
+                late += not in_time
+                ended = "" if in_time else "it ended before the kill; "
+                print(place, ended + check(runs, undisturbed, name, OTHER_RANKS[number % 2]), flush=True)
             except (Failed, subprocess.TimeoutExpired) as error:
                 failed += 1
-                print(told, f"FAILED: {error}", flush=True)
+                print(place, f"FAILED: {error}", flush=True)
             for path in runs.home.glob(f"{name}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    print(f"{options.kills - failed} of {options.kills} killed runs were completed with the same weights")
-    return 1 if failed else 0
+    print(f"{options.kills - failed} of {options.kills} runs have the same weights; {late} ended before the kill")
+    return 1 if failed or late == options.kills else 0
 
 
 if __name__ == "__main__":

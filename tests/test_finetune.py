@@ -88,6 +88,15 @@ def test_a_run_leaves_its_folder(whole):
     assert parse((folder / "recipe.yaml").read_text(), "recipe.yaml").train.max_steps == 10
 
 
+def test_a_run_that_is_over_is_left_as_it_is(whole, home, worlds):
+    folder, summary = whole
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    for again in worlds[2].run(job, (folder / "recipe.yaml").read_text(), (), str(folder / "checkpoint-10")):
+        assert again == json.loads((folder / "summary.json").read_text())
+        assert again["seconds"] == summary["seconds"]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_that_is_continued_has_no_summary_until_its_end(whole, home, worlds):
     folder = home / "continued"
     shutil.copytree(whole[0], folder)
@@ -474,13 +483,15 @@ def full_disk_job(text):
         move(handle, data, at)
 
     with mock.patch.object(PieceWriter, "_transfer", staticmethod(transfer)):
-        return job(text)
+        job(text)
+    return failed
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(home, whole, worlds):
     folder = home / "full"
     folder.mkdir()
-    worlds[2].run(full_disk_job, recipe(home, folder.name))
+    _, failed = worlds[2].run(full_disk_job, recipe(home, folder.name))
+    assert failed, "the save met the full disk"
     for mine, other in zip(losses(folder), losses(whole[0]), strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
     assert [path.name for path in sorted(folder.glob("*checkpoint*"))] == ["checkpoint-10", "checkpoint-8"]

@@ -181,7 +181,7 @@ def test_a_run_that_ends_at_once_is_resumable_if_it_saved():
     """Started again with --resume auto, a run that saves nothing new would end in the same place for ever."""
     left = []
     stop = MemoryStop(3, left.append)
-    stop.trainer = SimpleNamespace(checkpoints=SimpleNamespace(published=None))
+    stop.trainer = SimpleNamespace(checkpoints=SimpleNamespace(published=None, problem=None))
     stop.engine_bytes = {"parameters": 10 * MIB, "gradients": 0}
     stop.end_at_once(Reading(MACHINE, 2 * GIB, 2 * GIB - 5 * MIB))
     stop.trainer.checkpoints.published = "checkpoint-4"
@@ -249,7 +249,7 @@ def test_all_ranks_save_and_end_when_one_sees_the_mark(home, worlds):
     assert text == others
     assert "rank 1: " in text
     assert "980 MiB are used, 20 MiB are free" in text
-    assert "The run saved and ended; --resume auto continues from checkpoint-4" in text
+    assert "The run ended after the step; --resume auto continues from checkpoint-4" in text
 
 
 def counted_job(text):

@@ -161,8 +161,10 @@ def test_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     text = "model: {name: bundled/tiny-base}\ndata: {path: ~/rows.jsonl}\noutput: {dir: o}\n"
-    read = parse(text, "r.yaml", check_files=False)
+    read = parse(text, "r.yaml")
     assert read.data.path == str(tmp_path / "rows.jsonl")
+    assert problems(text.replace("rows", "others"))[0].startswith("r.yaml:2: data.path: no such file or folder: ")
+    assert parse(text.replace("~/", ""), "r.yaml").data.path == "rows.jsonl"
     assert read.model.name.endswith("tiny-base")
     assert not read.model.name.startswith("bundled")
     assert yaml.safe_load(read.dump())["model"]["name"] == "bundled/tiny-base"
@@ -266,3 +268,10 @@ def test_the_metrics_of_a_killed_run_are_kept_up_to_its_checkpoint(tmp_path):
     folder.metrics.write_bytes(b"\n".join([good[0].encode(), *bad, good[1].encode(), good[2].encode()]))
     folder.keep_metrics_until(2)
     assert folder.metrics.read_text().splitlines() == good[:2]
+
+
+def test_aliases_that_multiply_are_refused():
+    lines = ["a0: &a0 [x, x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 9))]
+    assert problems(SMALL + "\n".join(lines) + "\n") == [
+        "r.yaml:1: not readable as YAML sections: found more than 20 aliases (*name), which multiply; write their values out"
+    ]

@@ -56,7 +56,7 @@ def test_the_default_batch_has_whole_sequences(tokens, batch):
 
 
 @pytest.mark.parametrize(("key", "value"), [("split", "test"), ("format", "messages")])
-def test_what_each_source_says_is_not_said_beside_them(key, value):
+def test_split_and_format_belong_to_each_source(key, value):
     several = FACTS.replace("{name: some/set}", "{sources: [{name: some/set}, {name: other/set}]}")
     with pytest.raises(RecipeError, match="found `split` or `format` beside `sources`, each of which has its own"):
         parse(several, "r.yaml", [f"data.{key}={value}"])

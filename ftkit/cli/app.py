@@ -116,7 +116,7 @@ def finetune(
 def _train(
     facts: Recipe, folder: RunFolder, ranks: int, resume: str | None, *, overwrite: bool, restarts: int, joined: bool
 ) -> None:
-    """Find what to continue from, and run. After a rank died, resume from the newest checkpoint, `restarts` times."""
+    """Find what to continue from, and run. After a rank died, resume from what was saved since, `restarts` times."""
     first = not joined or os.environ["RANK"] == "0"  # it alone holds the folder's lock, and may remove what lies there
     checkpoints = folder.prepare(resume, overwrite=overwrite, inputs=facts.inputs(), owner=first)
     if resume == "auto" and not checkpoints and first:

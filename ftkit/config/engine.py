@@ -25,7 +25,7 @@ STEPS = ("micro_batch", "accumulation")
 
 
 class Memory(Section):
-    """What the run may use on each node."""
+    """Memory that the run may use on each node."""
 
     device_gib: Positive | None = Field(None, description="GiB of each GPU; default: what is free when it starts")
     host_gib: Positive | None = Field(None, description="GiB of host memory of all ranks together")

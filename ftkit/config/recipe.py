@@ -122,7 +122,7 @@ class Eval(Rows):
     metrics: Annotated[tuple[Literal["loss", "perplexity", "accuracy"], ...], BeforeValidator(as_list)] = Field(
         ("loss",), description="what is computed of them; one, or a list"
     )
-    max_rows: Count | None = Field(None, description="use at most so many rows")
+    max_rows: Count | None = Field(None, description="most rows: a share is that small; of path or name, the first samples")
 
     @model_validator(mode="after")
     def _one(self) -> Eval:
@@ -359,7 +359,7 @@ def split_batch(recipe: Recipe, ranks: int) -> tuple[int, int]:
 
 
 AUTO_MICRO_BATCH_TOKENS = 4096
-"""Tokens of one forward on one rank if nothing is forced: they keep a V100 busy, and a 13B model's activations fit 16 GB."""
+"""Tokens of one forward on one rank if nothing is forced."""
 
 
 def _nearest_multiple(number: int, step: int) -> int:

@@ -27,8 +27,8 @@ class StepOrder(torch.utils.data.Sampler):
     """The order in which samples are seen, epoch by epoch.
 
     Without weights, every sample comes once per epoch. With weights, an epoch has as many samples as the data set, and
-    source *s* gives its share `weights[s] / sum(weights)` of them: a source with more samples than its share gives others in
-    the next epoch, one with fewer repeats them.
+    source *s* gives its share `weights[s] / sum(weights)` of them: a source with more samples than its share draws
+    some of them anew in each epoch, one with fewer repeats them.
 
     Args:
         rows: Number of samples.
@@ -41,8 +41,9 @@ class StepOrder(torch.utils.data.Sampler):
         self.rows, self.seed, self.epoch = rows, seed, 0
         self.members, self.weights = [np.arange(rows)], [1.0]
         if weights is not None:
-            self.members = [np.flatnonzero(np.asarray(sources) == source) for source in range(len(weights))]
-            self.weights = [float(weight) for weight in weights]
+            members = [np.flatnonzero(np.asarray(sources) == source) for source in range(len(weights))]
+            self.weights = [float(weight) for weight, own in zip(weights, members) if len(own)]
+            self.members = [own for own in members if len(own)]
 
     def __len__(self) -> int:
         """Return the number of samples of an epoch."""

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from ftkit.data.tokenize import IGNORED_LABEL
 from ftkit.errors import UserError
 
 PACKED_COLUMNS = datasets.Features(
@@ -82,8 +81,7 @@ def fill(batch: dict[str, list], samples: datasets.Dataset) -> dict[str, list]:
     for members in batch["members"]:
         parts = [samples[int(member)] for member in members]
         filled["input_ids"].append(np.concatenate([part["input_ids"] for part in parts]))
-        labels = [np.concatenate([[IGNORED_LABEL], part["labels"][1:]]) for part in parts]
-        filled["labels"].append(np.concatenate(labels))
+        filled["labels"].append(np.concatenate([part["labels"] for part in parts]))  # the first of a sample is -100
         filled["position_ids"].append(np.concatenate([np.arange(len(part["input_ids"])) for part in parts]))
         filled["place"].append(PLACES.join(str(part["place"]) for part in parts))
     return filled

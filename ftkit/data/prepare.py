@@ -6,7 +6,7 @@
 ftkit and transformers. One process builds it under a file lock and renames it; the others wait on the lock and read the
 result. No collective waits meanwhile, so no timeout of NCCL or gloo runs.
 
-Cost: disk, 8 bytes per token (12 when packed) and the place of each row, twice that during the preparation; one read of each
+Cost: disk, 8 bytes per token (12 when packed) and the place of each row; one read of each
 local file to name the result.
 """
 
@@ -109,7 +109,9 @@ def prepare(
         settings = data.model_copy(update={"sources": (held_out.source,), "packing": False})
         apart, _, held_out_report, others = _Work(settings, template, task, seed, None).result()
         overlap = overlap_warnings(digests, others, apart.with_format("numpy")["place"][:])
-    measured = apart.select(range(min(held_out.max_rows or len(apart), len(apart))))
+    # Of a share, `max_rows` decides which rows are held out, and all of these are measured.
+    most = len(apart) if split is not None else held_out.max_rows or len(apart)
+    measured = apart.select(range(min(most, len(apart))))
     return Prepared(train, measured, report, held_out_report, weights, tuple(overlap))
 
 
@@ -167,13 +169,15 @@ class _Work:
             held_out = usable & np.isin(digests, apart)
             samples.select(np.flatnonzero(held_out)).select_columns(COLUMNS).save_to_disk(str(folder / "held_out"))
             chosen = usable & ~held_out
-        parts = [samples.select(np.flatnonzero(chosen & (sources == number))) for number in range(len(made))]
+        chosen_sources = np.unique(sources[chosen])  # a share may hold out all rows of a source
+        parts = [samples.select(np.flatnonzero(chosen & (sources == number))) for number in chosen_sources]
         names = [*COLUMNS]
         if self.data.packing:
             parts = [self.packed(part, scratch / f"packed-{number}.arrow") for number, part in enumerate(parts)]
             names = list(PACKED_COLUMNS)
-        if len(parts) > 1:
-            parts = [part.add_column("source", np.full(len(part), number, np.int16)) for number, part in enumerate(parts)]
+        if len(made) > 1:
+            numbered = zip(chosen_sources, parts)
+            parts = [part.add_column("source", np.full(len(part), number, np.int16)) for number, part in numbered]
             names.append("source")
         train = datasets.concatenate_datasets(parts).select_columns(names)
         train.save_to_disk(str(folder / "train"))

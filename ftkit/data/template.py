@@ -12,7 +12,7 @@ Some templates drop the reasoning of earlier turns (Qwen3): such an answer begin
 write eos after the last turn only (Phi-3). Some write today's date (`strftime_now`): it is the `day` of
 the `Template`, so that the same rows give the same tokens on another day.
 
-Cost: `prefix` renders a conversation of n answers 2n + 1 times.
+Cost: `prefix` renders a conversation that ends with its n-th answer 2n times.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class Template:
 
     def _end_of_answer(self, conversation: Conversation, number: int, whole: str, asked: str) -> int:
         """Return where answer `number` ends in the whole text, with its end-of-turn token."""
-        through = self._render(conversation, number + 1)
+        is_last = number + 1 == len(conversation.turns)
+        through = whole if is_last else self._render(conversation, number + 1)
         if not (whole.startswith(asked) and through.startswith(asked)):
             raise self._refusal(f"asks for turn {number + 1} differently from how it renders it")
         for text in (through, through.removesuffix(self.tokenizer.eos_token or "")):

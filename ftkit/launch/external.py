@@ -1,4 +1,4 @@
-"""Join a job of torchrun, Slurm or Ray as one rank. This module does not import torch: the threads must be set before."""
+"""Join a job of torchrun or Slurm as one rank. This module does not import torch: the threads must be set before."""
 
 from __future__ import annotations
 

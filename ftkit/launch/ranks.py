@@ -236,7 +236,7 @@ def _wait(processes: Sequence[Any], readers: Sequence[Connection], say: Callable
 
 
 def _kill(processes: Sequence[Any]) -> None:
-    """End every rank at once, with the processes that it started."""
+    """End every live rank at once, with the processes that it started."""
     for process in processes:
         if process.is_alive():  # else its number may belong to another process by now
             _kill_children(process.pid)

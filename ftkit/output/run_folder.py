@@ -70,9 +70,11 @@ class RunFolder:
         with open(self.path / LOCK) as file:  # it stays in the folder: another process may have opened it to lock it next
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 text = f"output.dir: a run is active in {self.path}; wait for its end, or {OTHERWISE}"
                 raise UserError(text) from None
+            except OSError as error:  # a file system without locks
+                raise self._unwritable(error) from None
             yield
 
     def is_locked(self) -> bool:

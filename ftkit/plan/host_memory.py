@@ -25,7 +25,7 @@ UNLIMITED = 1 << 62
 
 GUARDED_SHARE = 0.03
 GUARDED_LEAST_BYTES = 96 << 20
-"""Of a limit, and at least: with less left than this the guard saves and ends a run (`guard.SAVE`)."""
+"""Of a limit, and at least: with less left than this the guard saves and ends a run (`memory_guard.SAVE`)."""
 
 
 def guarded_bytes(limit: int) -> int:
@@ -56,11 +56,6 @@ class Reading:
     def usable(self) -> int:
         """Bytes left above the mark at which the guard ends a run: what may be planned with."""
         return max(0, self.free - guarded_bytes(self.limit))
-
-    @property
-    def share(self) -> float:
-        """Part of the limit that is left, 0 to 1."""
-        return self.free / self.limit
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,7 @@ class MemoryStop(TrainerCallback):
         self.engine_bytes = host_bytes(self.trainer)
 
     def leave_if_asked(self) -> None:
-        """End the process with an error if the guard of any rank asked for the end of training. A collective.
-
-        The process group is not torn down, which would keep the memory for some seconds more.
-        """
+        """End the process with an error if the guard of any rank asked for the end of training. A collective."""
         trainer, low = self.trainer, self.guard.low
         texts = trainer.engine.comm.all(None if low is None else self._text(low, SAVE))
         if text := next(filter(None, texts), None):
@@ -155,10 +152,12 @@ class MemoryStop(TrainerCallback):
         least = f"less than {_mib(mark.bytes(reading.limit))} were free for {mark.seconds} s"
         sizes = ", ".join(f"{kind} {_mib(size)}" for kind, size in self.engine_bytes.items() if size)
         saved = f"--resume auto continues from {self._saved}" if self._saved else "no checkpoint was saved since it began"
+        if self.trainer is not None and self.trainer.checkpoints.problem:
+            saved = f"the checkpoint could not be written: {self.trainer.checkpoints.problem}"
         return (
             f"host memory is nearly used up on {socket.gethostname()}, rank {self.rank}: {least}. The limit of {whose} is "
             f"{_mib(reading.limit)}: {_mib(reading.used)} are used, {_mib(reading.free)} are free.\n"
-            f"The run {'saved and ended' if mark == SAVE else 'was ended at once'}; {saved}.\n"
+            f"The run ended {'after the step' if mark == SAVE else 'at once'}; {saved}.\n"
             f"The engine of this rank holds {sizes or 'nothing yet'}. The rest is Python, torch, data and other processes.\n"
             "Set memory.nvme_dir to move state and gradients to disk, lower engine.micro_batch or data.sequence_tokens, or "
             "train an adapter."

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +49,8 @@ def summarise(
     units, comm, state, evaluations = trainer.engine, trainer.engine.comm, trainer.state, trainer.held_out
     first = evaluations[0] if evaluations and evaluations[0].step == 0 else read_before(folder.per_example)
     last = evaluations[-1] if evaluations else None
+    if first is not None and (last is None or not np.array_equal(first.tokens, last.tokens)):
+        first = None  # other held-out rows than before the resume
     if trainer.is_world_process_zero() and last is not None:
         write_rows(folder.per_example, first, last)
     eval_before, eval_after = (None if each is None else each.summary() for each in (first, last))

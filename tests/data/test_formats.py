@@ -61,7 +61,7 @@ def test_the_format_asked_for_must_fit(ready, write, tokenizer_of):
         ready(write([{"a": 1, "b": 2}], "other.jsonl"), tokenizer_of())
 
 
-def test_tools_and_further_keys_reach_the_template():
+def test_tools_are_read_and_empty_keys_dropped():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
     turns = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": ""}, TWO_ANSWERS[1]]
     read = read_row({"messages": turns, "tools": '[{"name": "f"}]'}, "messages")
@@ -157,6 +157,9 @@ def test_columns_beside_the_turns_are_read_as_turns(case):
 def test_further_bad_rows(row, reason):
     with pytest.raises(BadRowError, match=reason):
         read_row(row, "messages")
+
+
+def test_history_is_a_list_of_pairs():
     with pytest.raises(BadRowError, match="`history` must be a list of pairs"):
         read_row({"prompt": "a", "response": "b", "history": [["q"]]}, "prompt")
 
@@ -232,7 +235,7 @@ def test_a_mixture_of_formats_and_key_orders_gives_the_samples_of_each_file_alon
         tmp_path / "d.json",
     ]
     files[2].write_text("question,answer\nwhat,007\n")
-    files[3].write_text(json.dumps([{"conversations": SHAREGPT}, {"text": "no"}][:1]))
+    files[3].write_text(json.dumps([{"conversations": SHAREGPT}]))
     sources = [Source(path=str(file)) for file in files]
     mixed = ready(sources, tokenizer, sequence_tokens=400).train
     alone = [ready(file, tokenizer, sequence_tokens=400).train for file in files]

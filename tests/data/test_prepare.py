@@ -13,6 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from ftkit.config.recipe import Data, Eval, Source
 from ftkit.data.batches import Collator
 from ftkit.data.prepare import build_once
+from ftkit.data.samples import ROWS_PER_WORKER
 from ftkit.data.tokenize import edges_of
 from ftkit.errors import UserError
 from tests.data.templates import CHATML, TWO_ANSWERS, texts
@@ -124,6 +125,10 @@ def test_held_out_rows_of_another_file(ready, write, tokenizer_of):
     assert "overlap" in {each.kind for each in prepared.warnings(tokenizer_of())}
     share = ready([{"text": f"the {n}"} for n in range(9)], tokenizer_of(), held_out=Eval(share=0.5, max_rows=1))
     assert (len(share.train), len(share.held_out)) == (8, 1), "rows that are not measured are trained on"
+    long = [{"text": f"the {n}" + " cat" * 200} for n in range(10)]
+    share = ready(long, tokenizer_of(), held_out=Eval(share=0.5, max_rows=3))
+    assert len(set(share.held_out["place"])) == 3, "all of a row is measured"
+    assert len({*share.held_out["place"], *share.train["place"]}) == 10
     split = write([{"text": "on the mat" + " on" * 90}, {"text": "the cat"}], "split.jsonl")
     [warned] = ready([{"text": "the cat"}], tokenizer_of(), held_out=Eval(path=str(split))).overlap
     assert warned.places == (f"{split}:2",), "the long text before it is two samples"
@@ -140,7 +145,7 @@ def test_the_cache_is_named_by_content_tokenizer_and_settings(ready, monkeypatch
     padded = tokenizer_of(pad_token="</s>")
     padded(["the", "the cat"], padding="max_length", max_length=9, truncation=True)
     ready(rows, tokenizer_of(pad_token="</s>"))
-    assert ready(rows, padded).report.cached, "what a call leaves in the tokenizer must not count"
+    assert ready(rows, padded).report.cached, "padding set by a call must not count"
     assert not ready(rows, tokenizer_of(CHATML)).report.cached
     assert not ready(rows, tokenizer_of(bos=True)).report.cached
     assert not ready(rows, tokenizer_of(), loss_on="all").report.cached
@@ -175,7 +180,7 @@ def test_a_folder_is_built_once_and_whole(tmp_path):
     for _ in range(2):
         with pytest.raises(UserError, match=r"row 3"):
             build_once(tmp_path / "a" / "bad", fail)
-    assert len(calls) == 3, "what is wrong may have been corrected"
+    assert len(calls) == 3, "the rows may have been corrected"
     assert not list((tmp_path / "a").glob("bad*/"))
     (tmp_path / "plain").write_text("")
     with pytest.raises(UserError, match=r"cannot be written"):
@@ -183,7 +188,8 @@ def test_a_folder_is_built_once_and_whole(tmp_path):
 
 
 def test_many_rows_in_parallel_are_the_same_as_in_one_process(ready, write, tokenizer_of):
-    path = write([{"prompt": f"the cat {number}", "completion": " sat" * (number % 7 + 1)} for number in range(1000)])
+    numbers = range(2 * ROWS_PER_WORKER)
+    path = write([{"prompt": f"the cat {number}", "completion": " sat" * (number % 7 + 1)} for number in numbers])
     settings = {"sequence_tokens": 32, "packing": True}
     one = ready(path, tokenizer_of(), workers=1, **settings).train[:]
     two = ready(path.rename(path.with_name("b.jsonl")), tokenizer_of(), workers=2, **settings).train[:]
@@ -272,7 +278,7 @@ def test_a_worker_that_refuses_the_template_ends_the_rank(tmp_path, write, token
     """Workers of a rank must not take SIGTERM for a request to end the run: their pool would never end."""
     template = CHATML.replace("assistant\n", "assistant\n(think)")
     tokenizer_of(template).save_pretrained(tmp_path / "tokenizer")
-    path = write([{"messages": TWO_ANSWERS}] * 1100)
+    path = write([{"messages": TWO_ANSWERS}] * (2 * ROWS_PER_WORKER))
     program = f"""
 import transformers
 from ftkit.config.recipe import Data
@@ -284,3 +290,17 @@ prepare(Data(path={str(path)!r}, cache_dir={str(tmp_path / "cache")!r}, workers=
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60 * PATIENCE)
     assert "asks for turn 2 differently" in ended.stderr
+    assert ended.returncode != 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("weight", [None, 1])
+def test_a_share_may_hold_out_all_rows_of_a_source(ready, write, tokenizer_of, packing, weight):
+    files = [write([{"text": f"{count} {n}"} for n in range(count)], f"{count}.jsonl") for count in (3, 1)]
+    sources = [Source(path=str(file), weight=weight) for file in files]
+    for seed in range(9):
+        prepared = ready(sources, tokenizer_of(), seed=seed, packing=packing, held_out=Eval(share=0.25))
+        if str(files[1]) in prepared.held_out["place"][0]:
+            break
+    assert set(prepared.train["source"][:]) == {0}
+    assert sorted(prepared.order(seed=1)) == list(range(len(prepared.train)))
