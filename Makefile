@@ -133,7 +133,7 @@ published: setup  ## write docs/published.md: the plan's seconds beside what oth
 bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on a CPU
 	$(BIN)/python -m benchmarks.plan_against_runs
 
-bench-seconds: setup  ## the plan's seconds of five runs, on this box's own measured profile, beside those they take
+bench-seconds: setup  ## the plan's seconds of five runs, on this machine's own measured profile, beside those they take
 	$(BIN)/python -m benchmarks.seconds_against_runs
 
 .PHONY: kills census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-collectives bench-checkpoints bench-cap bench-offload \

@@ -1,6 +1,6 @@
-"""`make ablation`: how large a model fits 8xV100-16GB with each technique forced off, beside a published study of that box.
+"""`make ablation`: how large a model fits 8xV100-16GB with each technique forced off, beside a published study of that node.
 
-The study (a talk on fine-tuning within one box of eight 16 GB V100s and 330 GB of host memory, PyTorch 1.9) prints sizes
+The study (a talk on fine-tuning within one node of eight 16 GB V100s and 330 GB of host memory, PyTorch 1.9) prints sizes
 without batches or sequences: 15B at the limit, twenty times plain data parallelism; 5B with all techniques at common
 settings, 2.9B without accumulation, 0.9B without offload. Two of them are worked out here from a layout of bytes a
 parameter that is declared below. The rest stands beside ours, with our batch and sequence stated; nothing is fitted to it.
@@ -16,16 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ftkit.config.recipe import parse
-from ftkit.plan.choice import Asked, Plan
-from ftkit.plan.hardware import box
-from ftkit.plan.largest import largest
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.memory import DEVICE_RUNTIME, GIB
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.plan import Asked, Plan
+from ftkit.plan.refuse import DoesNotFit
+from ftkit.plan.whatif import largest
 from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import ask
 
 PATH = Path(__file__).parents[1] / "docs" / "ablation.md"
-BOX = "8xv100-16gb"
+HARDWARE = "8xv100-16gb"
 GPT = """
 model: {{config: {{model_type: gpt2, n_layer: {blocks}, n_embd: 4096, n_head: 32, n_positions: 1024, vocab_size: 50304}},
   tokenizer: bundled/tiny-base}}
@@ -59,7 +59,7 @@ size 1536 at 34 h bytes a token in 16 bits, twice that in 32 (arXiv:2205.05198, 
 
 def asked(dtype: str = "fp16", blocks: int = 78) -> Asked:
     """Return what the plan of a GPT with so many blocks is made of; as if its weights were read, not initialised."""
-    made = ask(parse(GPT.format(dtype=dtype, blocks=blocks), "ablation.yaml"), 8, box(BOX))
+    made = ask(parse(GPT.format(dtype=dtype, blocks=blocks), "ablation.yaml"), 8, find_hardware(HARDWARE))
     return replace(made, shape=replace(made.shape, fresh=False))
 
 
@@ -88,12 +88,12 @@ def row(name: str, plan: Plan) -> str:
 
 
 def elsewhere() -> Iterator[str]:
-    """Yield lines of two plans on other boxes: the study's largest model on its cluster, and 13B on a single GPU."""
+    """Yield lines of two plans on other nodes: the study's largest model on its cluster, and 13B on a single GPU."""
     larger = GPT.format(dtype="fp16", blocks=480).replace("131072", "393216")
-    cluster = ask(parse(larger, "ablation.yaml"), 64, box("64xv100"))
+    cluster = ask(parse(larger, "ablation.yaml"), 64, find_hardware("64xv100"))
     plan = replace(cluster, shape=replace(cluster.shape, fresh=False)).plan()
-    yield row("480 x 4096 on 64 V100-32GB in 8 boxes, 6 sequences a GPU and step", plan)
-    alone = ask(LLAMA, 1, box("1xv100-32gb")).plan()
+    yield row("480 x 4096 on 64 V100-32GB in 8 nodes, 6 sequences a GPU and step", plan)
+    alone = ask(LLAMA, 1, find_hardware("1xv100-32gb")).plan()
     yield row("Llama-2-13B on one V100-32GB, alone in a host of 300 GiB, 16 x 1024 tokens a step", alone)
 
 
@@ -104,7 +104,7 @@ def limit() -> float:
 
 def data_parallel() -> float:
     """Return the parameters of which every GPU holds all in plain data parallelism."""
-    return (box(BOX).device_gib * GIB - DEVICE_RUNTIME - ACTIVATIONS_BYTES) / REPLICA_BYTES
+    return (find_hardware(HARDWARE).device_gib * GIB - DEVICE_RUNTIME - ACTIVATIONS_BYTES) / REPLICA_BYTES
 
 
 def text() -> str:
@@ -131,19 +131,19 @@ PAGE = """# How large a model fits 8xV100-16GB, technique by technique
 
 <!-- written by `make ablation`; a test compares -->
 
-Planned, not measured: no such box was at hand. A published study of the same box (eight 16 GB V100s, 330 GB of host memory)
+Planned, not measured. A published study of the same node (eight 16 GB V100s, 330 GB of host memory)
 prints the sizes in the first table, without batch or sequence.
 
 | the study | printed | from a declared layout | off |
 |---|---|---|---|
-| limit of the box | 15B | {limit:.1f}B: 20 bytes of host memory a parameter, 300 of 330 GB | {limit_error:+.0%} |
+| limit of the node | 15B | {limit:.1f}B: 20 bytes of host memory a parameter, 300 of 330 GB | {limit_error:+.0%} |
 | plain data parallelism, a twentieth of that | 0.75B | {base:.2f}B: 20 bytes of a GPU a parameter (fp32 weight, \
 gradient, two moments, the reducer's copy), one sequence of activations | {base_error:+.0%} |
 | all of its techniques, common settings | 5B | not said how | |
 | without accumulation | 2.9B | not said how | |
 | without offload | 0.9B | not said how | |
 
-Ours for the same box: the largest GPT of blocks of hidden size 4096, 1024 tokens a sequence, 128K tokens a step, all
+Ours for the same node: the largest GPT of blocks of hidden size 4096, 1024 tokens a sequence, 128K tokens a step, all
 parameters trained with fp32 state. `ftkit plan RECIPE --hardware 8xv100-16gb --largest` does the same for any recipe.
 
 | ours | largest | GiB a GPU | GiB host | tokens/s | way |
@@ -155,12 +155,12 @@ tokens/s are simulated from published rates (docs/published.md says how far such
 which no published rates of whole blocks on V100s are at hand. Speed was not looked for in the sizes: the largest model is
 nearly always slow for its size.
 
-| on other boxes, full-parameter | size | GiB a GPU | GiB host | tokens/s | way |
+| on other nodes, full-parameter | size | GiB a GPU | GiB host | tokens/s | way |
 |---|---|---|---|---|---|
 {elsewhere}
 
 (`ftkit plan` with `--hardware 64xv100 --nproc 64`, or `--hardware 1xv100-32gb --set memory.host_gib=300`: an eighth of the
-box, which that profile has otherwise, holds 13B's adapters, and not its 12 bytes of state a parameter.)
+node, which that profile has otherwise, holds 13B's adapters, and not its 12 bytes of state a parameter.)
 
 What stays on a GPU within a step and what comes and goes, the step's timeline and each tier are drawn by
 `ftkit plan RECIPE --hardware 8xv100-16gb --page FILE.html`.

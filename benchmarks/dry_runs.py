@@ -15,7 +15,7 @@ import time
 
 from ftkit.config.recipe import packaged
 
-BOX = "8xv100-16gb"
+HARDWARE = "8xv100-16gb"
 
 
 def main() -> None:
@@ -23,10 +23,10 @@ def main() -> None:
     failed = 0
     print(f"{'device':>7} {'host':>7} {'seconds':>7}  of the plan")
     for name in packaged():
-        if not name.endswith(BOX):
+        if not name.endswith(HARDWARE):
             continue
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "benchmarks.fake_run", name, BOX], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "benchmarks.fake_run", name, HARDWARE], capture_output=True, text=True)
         seconds = time.perf_counter() - began
         try:
             found = json.loads(done.stdout)

@@ -53,8 +53,8 @@ from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.kernels.head import attach_head_loss, only_loss
 from ftkit.hf.memory.fake import CudaAttentionBackward, batch, nothing_behind
 from ftkit.hf.sharding import shard_as
-from ftkit.plan.choice import Plan
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
+from ftkit.plan.plan import Plan
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.spec.update_rules import ADAMW, MOMENTUM
 from ftkit.train.planning import model_of, plan_recipe
@@ -376,8 +376,8 @@ def main() -> None:
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("hardware", help="a hardware profile")
     options = parser.parse_args()
-    recipe, hardware = load(options.recipe), box(options.hardware)
-    ranks = recipe.ranks if recipe.ranks != "auto" else hardware.gpus * hardware.boxes
+    recipe, hardware = load(options.recipe), find_hardware(options.hardware)
+    ranks = recipe.ranks if recipe.ranks != "auto" else hardware.gpus * hardware.nodes
     found = fake_run(plan_recipe(recipe, ranks, hardware), model_of(recipe), packed=recipe.data.packing)
     print(json.dumps(found.as_dict(), indent=1))
     sys.exit(not found.agrees)

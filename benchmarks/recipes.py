@@ -1,8 +1,8 @@
-"""`make recipes`: write the packaged recipes, with what the planner says of each on its box in its first line.
+"""`make recipes`: write the packaged recipes, with what the planner says of each on its node in its first line.
 
 A model is fine-tuned on instructions with all parameters and by LoRA; what differs between models beside the name is told in
 `ODD`. Variants: larger cards, one GPU, text of a domain, long sequences, and GPTs from a configuration. A recipe that does
-not fit its box is not written. A test makes every first line anew and compares. Figures are planned and simulated from
+not fit its node is not written. A test makes every first line anew and compares. Figures are planned and simulated from
 published rates; none was measured.
 """
 
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftkit.config.recipe import parse
-from ftkit.plan.architectures import architectures
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import architectures, find_hardware
 from ftkit.plan.memory import GIB
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.train.planning import plan_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-BOX, LARGER, SINGLE = "8xv100-16gb", "8xv100-32gb", "1xv100-32gb"
+HARDWARE, LARGER, SINGLE = "8xv100-16gb", "8xv100-32gb", "1xv100-32gb"
 TEXT = """ranks: {ranks}
-box: {box}
+hardware: {hardware}
 model:     {model}{task}
 data:      {{path: bundled/python-docs.jsonl, sequence_tokens: {tokens}, packing: {packing}{loss}}}  # a sample: name yours
 train:     {{batch_tokens: {batch}, epochs: 1, seed: 17}}
@@ -45,7 +44,7 @@ SAID = {
     "full": "all parameters", "lora": "LoRA", "domain": "all parameters, text of a domain", "long": "LoRA, long sequences",
     "scratch": "from scratch",
 }  # fmt: skip
-SHOWN = {BOX: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
+SHOWN = {HARDWARE: "8xV100-16GB", LARGER: "8xV100-32GB", SINGLE: "one V100-32GB"}
 DOMAIN = ("meta-llama/Llama-2-13b-hf", "Qwen/Qwen2.5-14B")
 LONG = {
     "codellama/CodeLlama-13b-hf": 16384,
@@ -63,19 +62,19 @@ GPT = """
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe to be written: model (a hub name, or one of GPTS), method, box, tokens of a sequence where they are odd."""
+    """A recipe to be written: model (a hub name, or one of GPTS), method, hardware, unusual sequence length."""
 
     model: str
     method: str
-    box: str = BOX
+    hardware: str = HARDWARE
     tokens: int | None = None
 
     @property
     def name(self) -> str:
-        """The recipe's: the model's without its owner and what every name of its kind has, the method, the box."""
+        """The recipe's: the model's without its owner and what every name of its kind has, the method, the hardware."""
         short = self.model.rpartition("/")[2].lower()
         short = re.sub(r"(-base-\d+|-\d{4}|-hf|-base|-pt|-v1\.0|-1124)(?=-|$)", "", short)
-        return f"{short}-{'full' if self.method == 'scratch' else self.method}-{self.box}"
+        return f"{short}-{'full' if self.method == 'scratch' else self.method}-{self.hardware}"
 
     @property
     def body(self) -> str:
@@ -87,22 +86,22 @@ class Entry:
         model = f"{{name: {self.model}}}"
         if self.model in GPTS:
             model = GPT.format(layers=GPTS[self.model])
-        ranks = max(box(self.box).gpus, 1)
-        return TEXT.format(model=model, name=self.name, box=self.box, ranks=ranks, batch=16384 * ranks, **odd)
+        ranks = max(find_hardware(self.hardware).gpus, 1)
+        return TEXT.format(model=model, name=self.name, hardware=self.hardware, ranks=ranks, batch=16384 * ranks, **odd)
 
     @property
     def header(self) -> str:
-        """The first line: what it is, and what the planner says of it on its box.
+        """The first line: what it is, and what the planner says of it on its hardware.
 
         Raises:
             DoesNotFit: if it does not.
         """
-        known = box(self.box)
+        known = find_hardware(self.hardware)
         plan = plan_recipe(parse(self.body, "recipe.yaml"), max(known.gpus, 1), known)
         assert plan.speed is not None
         device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
         return (
-            f"# {self.model.rpartition('/')[2]}, {SAID[self.method]}, on {SHOWN[self.box]}: {device:.1f} GiB a GPU, "
+            f"# {self.model.rpartition('/')[2]}, {SAID[self.method]}, on {SHOWN[self.hardware]}: {device:.1f} GiB a GPU, "
             f"{host:.0f} GiB host, {plan.speed.tokens_per_s:,.0f} tokens/s. Planned, not yet measured."
         )
 
@@ -120,7 +119,7 @@ def entries() -> Iterator[Entry]:
         yield Entry(model, "lora", SINGLE)
     yield from (Entry(model, "domain") for model in DOMAIN)
     yield from (Entry(model, "long", tokens=tokens) for model, tokens in LONG.items())
-    yield from (Entry(model, "scratch", box_) for model in GPTS for box_ in (BOX, LARGER))
+    yield from (Entry(model, "scratch", profile) for model in GPTS for profile in (HARDWARE, LARGER))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""`make bench-seconds`: seconds that the plan says of CPU runs beside those that they take, on this box's own profile.
+"""`make bench-seconds`: seconds that the plan says of CPU runs beside those that they take, on this machine's own profile.
 
-The box is measured first, with each number of ranks (`ftkit doctor --measure`); then five runs of different shapes are
+The node is measured first, with each number of ranks (`ftkit doctor --measure`); then five runs of different shapes are
 planned with that profile, and made, as a user starts them. A run passes if its median step, the first one left out, is
 within 20 % of the plan. Nothing is fitted: what the profile does not know (the Trainer's own work, the data loader) is in
 the difference.
@@ -22,7 +22,7 @@ import yaml
 
 from benchmarks.plan_against_runs import Case, prepare
 from ftkit.config.recipe import parse
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.train.planning import plan_recipe
 
 STEPS = 8
@@ -50,7 +50,7 @@ def measured(case: Case, folder: Path) -> float:
 
 
 def main() -> None:
-    """Measure the box, then plan and make the runs."""
+    """Measure the node, then plan and make the runs."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="ftkit-bench-seconds-") as name:
         profiles = {}
@@ -58,7 +58,7 @@ def main() -> None:
             path = Path(name, f"ranks-{ranks}.yaml")
             start = f"from ftkit.cli.app import main; main(['doctor', '--measure', {str(path)!r}, '--nproc', '{ranks}'])"
             subprocess.run([sys.executable, "-c", start], capture_output=True)
-            profiles[ranks] = box(str(path))
+            profiles[ranks] = find_hardware(str(path))
             print(f"profile with {ranks} ranks: {json.dumps(yaml.safe_load(path.read_text())['rates'])}", flush=True)
         print(f"{'planned':>8} {'measured':>8} {'off':>6}  seconds a step")
         for number, case in enumerate(CASES):

@@ -10,19 +10,19 @@ import re
 from pathlib import Path
 
 from ftkit.config.recipe import load
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.report.plan_page import render
 from ftkit.report.style import STYLE
 from ftkit.train.planning import plan_recipe
 
 FILE = Path(__file__).parent / "plan-memory.svg"
-RECIPE, BOX, RANKS = "llama-2-13b-full-8xv100-16gb", "8xv100-16gb", 8
+RECIPE, HARDWARE, RANKS = "llama-2-13b-full-8xv100-16gb", "8xv100-16gb", 8
 TITLE = "Memory of a GPU within the step"
 
 
 def figure() -> str:
     """Return the chart as a file of its own: with its style, on a ground of its own, light or dark as the system is."""
-    plan = plan_recipe(load(RECIPE, check_files=False), RANKS, box(BOX))
+    plan = plan_recipe(load(RECIPE, check_files=False), RANKS, find_hardware(HARDWARE))
     page = render(plan, RECIPE)
     after = page[page.index(f"<figcaption>{TITLE}") :]
     found = re.search(r"<svg (.*?)>(.*?)</svg>", after, re.DOTALL)

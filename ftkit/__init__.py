@@ -1,4 +1,4 @@
-"""ftkit: fine-tune 10B-15B models on one box of older GPUs, through the Hugging Face Trainer."""
+"""ftkit: fine-tune 10B-15B models on one node of older GPUs, through the Hugging Face Trainer."""
 
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any

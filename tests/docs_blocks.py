@@ -16,7 +16,7 @@ An HTML comment just before a block says how it differs from that, in parts with
     <!-- run: slow, ranks 2 -->                   on two ranks of one process group, as under torchrun
     <!-- run: given batches -->                   with a name that the reader's own script has; see `GIVEN`
     <!-- run: part of a recipe -->                the bundled recipe with these sections in place of its own
-    <!-- run: profile -->                         a box for `ftkit plan --hardware FILE.yaml`
+    <!-- run: profile -->                         a node for `ftkit plan --hardware FILE.yaml`
     <!-- run: a listing -->                       an indented block that is text
 
 Whatever fits none of this is an error with page and line. All blocks of a page run in one folder, in their order; `furnish`
@@ -50,7 +50,7 @@ from transformers import AutoTokenizer
 from ftkit.cli import app as cli
 from ftkit.config import recipe
 from ftkit.data.formats import detect, read_row
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from tests.worlds import PATIENCE
 
 HERE = Path(__file__).resolve().parents[1]
@@ -260,7 +260,7 @@ def _check_python(rest: list[str]) -> None:
 
 
 def check_ftkit(rest: list[str]) -> None:
-    """Read the arguments of ftkit as it would: command, options, keys of `--set`, the name of a box.
+    """Read the arguments of ftkit as it would: command, options, keys of `--set`, the name of a node.
 
     Raises:
         Exception: of many kinds, if it would refuse them.
@@ -277,13 +277,13 @@ def check_ftkit(rest: list[str]) -> None:
     if told.get("overrides"):
         recipe.parse(_bundled_recipe(), "the bundled recipe", list(told["overrides"]), check_files=False)
     if told.get("hardware") and not told["hardware"].endswith((".yaml", ".yml")):
-        box(told["hardware"])
+        find_hardware(told["hardware"])
 
 
 def _check_yaml(block: Block) -> None:
     if block.run.kind == "profile":
         told = yaml.safe_load(block.text)
-        from ftkit.plan.hardware import CHECKED
+        from ftkit.plan.catalog import CHECKED
 
         CHECKED.validate_python({"name": "profile", **told})
         return

@@ -1,4 +1,4 @@
-"""`ftkit doctor`: verdicts on recorded boxes, and the truth about this one."""
+"""`ftkit doctor`: verdicts on recorded nodes, and the truth about this one."""
 
 from __future__ import annotations
 

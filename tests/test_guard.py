@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
+from ftkit.cgroups import MACHINE, HostMemory, Reading
 from ftkit.errors import NOTHING_SAVED, RESUME_ME, MemoryShort, RankError, UserError, refusal
 from ftkit.launch.ranks import Failure, explain
-from ftkit.plan.host_memory import MACHINE, HostMemory, Reading
 from ftkit.train.memory_guard import END, SAVE, Guard, Mark, MemoryStop
 from tests.jobs import Asked, job, recipe
 

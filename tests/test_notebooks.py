@@ -154,7 +154,7 @@ def test_the_names_that_a_notebook_uses_exist(path):
 @pytest.mark.parametrize(
     "broken",
     [
-        "from ftkit.plan.what_if import what_is",
+        "from ftkit.plan.whatif import what_is",
         "import ftkit\nftkit.preveiw('recipe.yaml')",
         "from ftkit.notebook import Ranks\nranks = Ranks(2).start()\nranks.fine_tune('recipe.yaml')",
         "from ftkit.notebook import Ranks\nwith Ranks(2) as ranks:\n    ranks.finetune('recipe.yaml', setting=[])",

@@ -1,4 +1,4 @@
-"""Every packaged recipe says what the planner says of it, fits its box, and trains a narrow copy of its model."""
+"""Every packaged recipe says what the planner says of it, fits its node, and trains a narrow copy of its model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import yaml
 from benchmarks.recipes import GPTS, entries
 from ftkit.cli.recipe_list import Planned, planned_of
 from ftkit.config.recipe import packaged, parse
-from ftkit.plan.architectures import architectures
-from ftkit.plan.hardware import box
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.catalog import architectures, find_hardware
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.train.planning import plan_recipe
 from tests.jobs import job
 
@@ -51,7 +50,7 @@ def narrow(config: dict[str, Any]) -> dict[str, Any]:
 def test_all_of_them_are_there() -> None:
     assert set(packaged()) <= {*ALL, "tiny-cpu"}
     here = {name for name in ALL if name.endswith("8xv100-16gb")}
-    assert here <= set(packaged()), "all fit the box that the project is for"
+    assert here <= set(packaged()), "all fit the node that the project is for"
     assert len(here) >= 2 * len(architectures()) + len(GPTS)
 
 
@@ -78,7 +77,7 @@ def test_a_recipe_says_what_the_planner_says(name: str) -> None:
 
 BOXES = re.compile("-[0-9]+x[a-z0-9]+-[0-9]+gb$")
 ONE_OF_A_KIND = {BOXES.sub("", name): name for name in reversed(FITTING)}
-"""Recipes that differ in their box alone train the same."""
+"""Recipes that differ in their hardware alone train the same."""
 
 
 @pytest.mark.parametrize("name", [each for each in NAMES if _name(each) in ONE_OF_A_KIND.values()])
@@ -100,7 +99,7 @@ def test_a_recipe_trains_a_narrow_copy_of_its_model(name: str, worlds: Any, tmp_
 def test_a_recipe_that_cannot_fit_is_refused() -> None:
     text = packaged()[QUICK[0]].read_text(encoding="utf-8")
     with pytest.raises(DoesNotFit, match="host memory"):
-        plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, box("8xv100-16gb"))
+        plan_recipe(parse(text + "memory: {host_gib: 64}\n", "recipe.yaml"), 8, find_hardware("8xv100-16gb"))
 
 
 @pytest.mark.slow
@@ -110,7 +109,7 @@ def test_a_recipe_that_cannot_fit_is_refused() -> None:
 )
 def test_goals_of_the_box(name: str, goal: int, bound: int) -> None:
     """Tokens a second, of 128K a step with exact clipping, and the bounds of performance-model.md, section D."""
-    plan = plan_recipe(parse(packaged()[name].read_text(encoding="utf-8"), name), 8, box("8xv100-16gb"))
+    plan = plan_recipe(parse(packaged()[name].read_text(encoding="utf-8"), name), 8, find_hardware("8xv100-16gb"))
     assert plan.speed is not None
     assert plan.speed.tokens == 131072
     assert plan.speed.tokens_per_s >= max(goal, 0.9 * bound)

@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_left_out_and_said():
     assert found[1].loss == pytest.approx(1e-3)
     assert verdicts([made(PLANNED), made("x", float("nan"))], "fp32", 2)[1].passed is False
     assert verdicts([made(PLANNED), Trajectory("x", [1.0], [2.0], {1: ["a"]})], "fp32", 2)[1].passed is False
-    with pytest.raises(UserError, match="does not fit this box: too large"):
+    with pytest.raises(UserError, match="does not fit this machine: too large"):
         verdicts([Trajectory(PLANNED, problem="too large")], "fp32", 2)
 
 

@@ -156,10 +156,10 @@ def runs() -> tuple[Run, ...]:
 
 def compare(known: Mapping[str, Machine] | None = None) -> Iterator[Compared]:
     """Yield every figure beside what the model says of it."""
-    boxes = known or machines()
+    nodes = known or machines()
     for run in runs():
         for figure in run.figures:
-            yield Compared(run, figure, run.simulated(figure.what, boxes[run.machine]))
+            yield Compared(run, figure, run.simulated(figure.what, nodes[run.machine]))
 
 
 def _run(told: Mapping[str, Any]) -> Run:

@@ -106,15 +106,15 @@ class Machine:
     """Constants of a machine, per second; one set for all that was measured on it.
 
     Args:
-        gpus: GPUs of a box.
+        gpus: GPUs of a node.
         compute: operations of a GPU, by hidden size.
-        link: bytes of a collective in a box (bus bandwidth).
+        link: bytes of a collective in a node (bus bandwidth).
         pcie: bytes each way of one GPU alone.
-        pcie_box: bytes each way of all GPUs of a box together.
+        pcie_box: bytes each way of all GPUs of a node together.
         pageable: bytes of a blocking copy between a GPU and memory that is not pinned.
         adam: elements that Adam updates on a whole host.
-        network: bytes of one ring between boxes; 0 where there is one box.
-        nvme: bytes of a box, reads and writes mixed; 0 where there is no NVMe.
+        network: bytes of one ring between nodes; 0 where there is one node.
+        nvme: bytes of a node, reads and writes mixed; 0 where there is no NVMe.
         thread: bytes of host memory that one thread streams.
         hbm: bytes of a GPU's memory.
     """
@@ -132,7 +132,7 @@ class Machine:
     hbm: float = 750e9
 
     def rates(self, work: Work, *, one_thread: bool = False) -> dict[str, float]:
-        """Return what one rank has for itself while all of its box work.
+        """Return what one rank has for itself while all of its node work.
 
         Args:
             work: the model and what a step asks of a rank.
@@ -140,7 +140,7 @@ class Machine:
         """
         ranks = min(self.gpus, work.gpus)
         outside_box = work.gpus > self.gpus
-        rings = min(work.model_parallel, ranks)  # that cross a box's edge side by side
+        rings = min(work.model_parallel, ranks)  # that cross a node's edge side by side
         dram = self.adam * ADAMW.traffic_bytes / ranks
         known = {
             "compute": Rates(self.compute, self.link, self.pcie, dram, self.hbm).operations(work.hidden),

@@ -37,10 +37,9 @@ from ftkit.config.wording import counted
 from ftkit.errors import UNEXPECTED, EndedEarly, RankError, StoppedError, UserError
 from ftkit.launch.external import outer_job
 from ftkit.output.run_folder import VERIFY, RunFolder, check_target, write, written_at
-from ftkit.plan.choice import Plan
-from ftkit.plan.hardware import box as find_box
-from ftkit.plan.largest import largest
-from ftkit.plan.what_if import Answer, what_if
+from ftkit.plan.catalog import find_hardware
+from ftkit.plan.plan import Plan
+from ftkit.plan.whatif import Answer, largest, what_if
 from ftkit.report.plan_text import show_answers, show_plan
 from ftkit.report.text import literal
 
@@ -67,7 +66,7 @@ def ftkit(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    """Fine-tune language models on one box of GPUs, or on a CPU."""
+    """Fine-tune language models on one node of GPUs, or on a CPU."""
 
 
 @app.command()
@@ -153,10 +152,10 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key; may be repeated.")
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A profile of a box; an unknown name lists them. Default: this box.")
+        str | None, typer.Option(metavar="NAME", help="Hardware profile; an unknown name lists them. Default: this machine.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on the box; default: the recipe's, else one a GPU, or 1.")
+        int | None, typer.Option(min=1, help="Ranks on the node; default: the recipe's, else one a GPU, or 1.")
     ] = None,
     wonder: Annotated[
         bool | None,
@@ -175,23 +174,26 @@ def plan(
 ) -> None:
     """Say what a recipe takes on each tier, how long it takes, and whether it fits, before anything is started."""
     facts = load(recipe, overrides)
-    box = find_box(hardware) if hardware is not None else None
-    ranks = nproc or (facts.ranks if facts.ranks != "auto" else box.gpus * box.boxes or 1) if box else _ranks(facts, nproc)
-    if box is not None and box.gpus and ranks > box.gpus * box.boxes:
-        has = counted(box.gpus * box.boxes, "GPU")
-        raise UserError(f"--hardware {box.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
+    profile = find_hardware(hardware) if hardware is not None else None
+    if profile is None:
+        ranks = _ranks(facts, nproc)
+    else:
+        ranks = nproc or (facts.ranks if facts.ranks != "auto" else profile.gpus * profile.nodes or 1)
+    if profile is not None and profile.gpus and ranks > profile.gpus * profile.nodes:
+        has = counted(profile.gpus * profile.nodes, "GPU")
+        raise UserError(f"--hardware {profile.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
     if page is not None:
         check_target(page, "--page", ".html")
     from ftkit.train.planning import ask, epoch_of  # here, see the top of this file
 
     with Console(stderr=True).status("planning …"):
-        asked = ask(facts, ranks, box)
+        asked = ask(facts, ranks, profile)
         made = largest(asked) if most else asked.plan()
         epoch = epoch_of(facts, made)
     if page is not None:
         from ftkit.report.plan_page import render  # here, see the top of this file
 
-        _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this box'}"))
+        _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this machine'}"))
     wonder = made.speed is not None and not as_json if wonder is None else wonder
     answers = []
     if wonder and made.asked is not None:
@@ -207,7 +209,7 @@ def plan(
 
 
 def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer], *, most: bool) -> None:
-    """Print a plan, and what was asked for beside it: an epoch's time, other boxes."""
+    """Print a plan, and what was asked for beside it: an epoch's time, other nodes."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if most:
         size = f"{made.shape.numel / 1e9:.2f}B"
@@ -251,7 +253,7 @@ def data(
 
 @recipes_app.command("list")
 def list_recipes() -> None:
-    """List the packaged recipes, with what the planner says of each on its box."""
+    """List the packaged recipes, with what the planner says of each on its profile."""
     rows = {name: planned_of(_title(path)) for name, path in packaged().items()}
     width = max(Console().width, 130)  # a narrow terminal wraps it, uncut
     show_recipes(Console(width=width, highlight=False, emoji=False), rows)
@@ -378,13 +380,13 @@ def doctor(
         Path | None, typer.Option(metavar="FOLDER", help="Measure the drive of this folder too (256 MiB).")
     ] = None,
     measure: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Measure the box (a minute), for `ftkit plan --hardware FILE`.")
+        Path | None, typer.Option(metavar="FILE.yaml", help="Measure the node (a minute), for `ftkit plan --hardware FILE`.")
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks that measure; default: one a GPU, or 2.")] = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Compute dtype of the measurement.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print facts and findings as an object.")] = False,
 ) -> None:
-    """Say what is in this box and whether this install can use it; ends with 1 where something fails."""
+    """Say what is in this machine and whether this install can use it; ends with 1 where something fails."""
     from ftkit.cli.doctor import as_dict, judge, show  # here, see the top of this file
     from ftkit.cli.probe import probe
 
@@ -400,7 +402,7 @@ def doctor(
 
 
 def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | None) -> None:
-    """Measure this box by all its ranks, and write its profile."""
+    """Measure this machine by all its ranks, and write its profile."""
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--measure: {path} must end in .yaml, by which `ftkit plan --hardware` knows a file")
     check_target(path, "--measure", ".yaml", ".yml")
@@ -408,7 +410,7 @@ def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | N
         raise UserError(f"--dtype: {dtype} is unknown; auto, fp32, bf16 and fp16 are known")
     import torch  # here, see the top of this file
 
-    from ftkit.cli.box_profile import profile, write_profile
+    from ftkit.cli.measure import profile, write_profile
     from ftkit.launch import ranks as launch
     from ftkit.train.arguments import compute_dtype
 
@@ -416,7 +418,7 @@ def _measure(path: Path, nproc: int | None, dtype: str, nvme: dict[str, Any] | N
     ranks = nproc or gpus or 2
     launch.check_ranks(ranks, gpus)
     wanted = compute_dtype(dtype)
-    rates = launch.start("ftkit.cli.box_profile:rank", (wanted,), ranks, environ=os.environ, say=_say)
+    rates = launch.start("ftkit.cli.measure:rank", (wanted,), ranks, environ=os.environ, say=_say)
     write_profile(path, profile(rates, wanted, nvme, ranks), ranks)
     _say(f"measured with {counted(ranks, 'rank')}: {path}")
 
@@ -429,7 +431,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this probability, above 0 to 1.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws: the same seed gives the same answers.")] = 0,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks on this box that share the model, one a GPU.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks on this machine that share the model, one a GPU.")] = 1,
 ) -> None:
     """Answer prompts with a base or fine-tuned model."""
     asked = prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -473,7 +475,7 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # of a full disk, a folder without permission, a drive that fails
         _leave(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 2)
     except MemoryError:
-        _leave("this process is out of memory: free some of the box's, or lower what the command was asked for", 2)
+        _leave("this process is out of memory: free some of the node's, or lower what the command was asked for", 2)
     except Exception as error:
         _leave(_unexpected(error), UNEXPECTED)
 
@@ -511,7 +513,7 @@ def _say(text: str) -> None:
 
 
 def _ranks(facts: Recipe, nproc: int | None) -> int:
-    """Return the number of ranks to start on this box, or refuse it."""
+    """Return the number of ranks to start on this profile, or refuse it."""
     import torch  # here, see the top of this file
 
     from ftkit.launch import ranks as launch

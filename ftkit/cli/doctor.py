@@ -1,6 +1,6 @@
-"""`ftkit doctor`: whether this install can use what is in this box, and the command that mends what it cannot.
+"""`ftkit doctor`: whether this install can use what is in this machine, and the command that mends what it cannot.
 
-`judge` turns the facts of a probe into findings and asks nothing itself, so that a recorded box is judged as the one at
+`judge` turns the facts of a probe into findings and asks nothing itself, so that a recorded machine is judged as the one at
 hand. A `fail` is what a run would die of or silently do without; a `warn` costs speed or memory; each of both says what to
 do.
 
@@ -49,7 +49,7 @@ class Finding:
 
 
 def judge(probe: Probe) -> list[Finding]:
-    """Return what a box's facts mean for ftkit, a line each."""
+    """Return what a node's facts mean for ftkit, a line each."""
     return [
         *_gpus(probe),
         *_kernels(probe),

@@ -1,7 +1,7 @@
-"""What is in a box, as its own tools say it: the facts that `ftkit doctor` judges.
+"""What is in a node, as its own tools say it: the facts that `ftkit doctor` judges.
 
 Every fact is asked once, nothing is judged here, and a tool that is missing or fails is a fact too. A probe is plain data:
-`ftkit doctor --json` writes it beside its findings, so that somebody else's box can be judged, and tests keep a few.
+`ftkit doctor --json` writes it beside its findings, so that another machine can be judged, and tests keep a few.
 
 Cost: some seconds for importing torch and asking nvidia-smi; with a folder to measure, two more and 256 MiB written
 there.
@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Probe:
-    """The facts of a box.
+    """The facts of a node.
 
     Args:
         gpus: GPUs that the driver sees.
@@ -118,7 +118,7 @@ class Probe:
 
 
 def probe(nvme_dir: Path | None = None) -> Probe:
-    """Ask this box.
+    """Ask this machine.
 
     Args:
         nvme_dir: folder whose drive is measured; None: none is.
@@ -199,8 +199,8 @@ def _torch() -> dict[str, Any]:
 
 def _host() -> dict[str, Any]:
     """Return what the system says of memory, processors and limits."""
+    from ftkit.cgroups import MACHINE, HostMemory
     from ftkit.engine.memory.affinity import find_cores
-    from ftkit.plan.host_memory import MACHINE, HostMemory
 
     readings = HostMemory.find().read()
     machine = next((each.limit for each in readings if each.source == MACHINE), 0)

@@ -6,7 +6,7 @@ model fits one process whole. Losses, gradient norms and the samples of every st
 those as planned). What deviates by more than the dtype explains has failed.
 
 Schedule and warm-up are replaced by the constant peak rate, so that what an update does wrong shows within a few steps.
-What cannot be run on this box is listed with its reason. What it costs: minutes, and the disk of two checkpoints.
+What cannot be run on this machine is listed with its reason. What it costs: minutes, and the disk of two checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ftkit.config.recipe import Recipe, split_batch
 from ftkit.config.wording import counted
 from ftkit.errors import UserError
 from ftkit.output.run_folder import write_json
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME
 from ftkit.train.arguments import compute_dtype
@@ -76,7 +76,7 @@ def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: 
     Args:
         recipe: the facts.
         ranks: number of ranks of the run as planned.
-        most_ranks: most ranks that this box can start.
+        most_ranks: most ranks that this machine can start.
         folder: folder for what the trials write.
         steps: steps of each trial.
     """
@@ -158,7 +158,7 @@ def verify(
     Args:
         recipe: the facts.
         ranks: number of ranks of the run as planned.
-        most_ranks: most ranks that this box can start.
+        most_ranks: most ranks that this machine can start.
         folder: folder of the trials, which are removed at the end.
         run: runs trials on a number of ranks.
         steps: steps of each trial.
@@ -198,7 +198,7 @@ def verdicts(found: Sequence[Trajectory], dtype: str, steps: int) -> list[Verdic
     stock, planned = known.get(STOCK), known[PLANNED]
     reference = stock if stock is not None and not stock.problem else planned
     if reference.problem:
-        raise UserError(f"the recipe itself does not fit this box: {reference.problem}")
+        raise UserError(f"the recipe itself does not fit this machine: {reference.problem}")
     return [_verdict(each, reference, TOLERANCES[dtype], steps) for each in found]
 
 

@@ -222,7 +222,7 @@ class Recipe(Section):
 
     task: Literal["causal-lm", "seq2seq"] = Field("causal-lm", description="decoder; or encoder and decoder, such as T5")
     ranks: Literal["auto"] | Count = Field("auto", description="processes on this node; auto = one per GPU, or 1")
-    box: PathText = Field("auto", description="profile with the rates that the plan uses: its name, or a file NAME.yaml")
+    hardware: PathText = Field("auto", description="profile with the rates of the plan: its name, or a file NAME.yaml")
     model: Model
     data: Data
     eval: Eval | None = None

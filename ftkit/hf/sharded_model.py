@@ -11,7 +11,7 @@ from ftkit.engine.memory.affinity import Affinity
 from ftkit.engine.model import ShardedModel
 from ftkit.hf.fp16.modules import Fp32Modules
 from ftkit.hf.kernels.fuse import Fused
-from ftkit.plan.choice import Plan
+from ftkit.plan.plan import Plan
 
 
 class ShardedTransformer(ShardedModel):

@@ -36,8 +36,8 @@ from ftkit.hf.load.sources import on_meta, settle, source_of
 from ftkit.hf.memory.beside import limits_beside, untrained
 from ftkit.hf.memory.shape import common_limits, shape_of
 from ftkit.hf.sharded_model import ShardedTransformer
-from ftkit.plan.choice import Plan, make_plan, with_spare_host
 from ftkit.plan.limits import Limits
+from ftkit.plan.plan import Plan, make_plan, with_spare_host
 from ftkit.plan.shape import Shape
 from ftkit.spec.strategy import AUTO, STEP, Strategy
 from ftkit.spec.tiers import NVME

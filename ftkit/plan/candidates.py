@@ -7,8 +7,8 @@ They come in one order (`order`), cheapest first:
        only; the state's costs come once a step, and so do all but the arithmetic's where micro-batches pass blocks together
 
 So blocks are recomputed before anything leaves the device, state leaves it before parameters do, and NVMe takes state
-first. The costs order strategies; they promise no time: where the rates of a box are known, simulated seconds choose
-(search.py). They are integers from published runs on V100 boxes (reference/performance-model.md): recomputation 33 %,
+first. The costs order strategies; they promise no time: where the rates of a node are known, simulated seconds choose
+(search.py). They are integers from published runs on V100 nodes (reference/performance-model.md): recomputation 33 %,
 offloaded activations 5 to 20 %, a host optimizer at 16K tokens a rank 15 %, parameters that are fetched twice a micro-batch
 over PCIe 25 %. On a CPU rank device and host are one memory, and moving between them is left out.
 

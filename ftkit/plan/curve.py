@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftkit.plan.choice import Plan
 from ftkit.plan.memory import ACTIVATIONS, graph_bytes, kept_bytes
+from ftkit.plan.plan import Plan
 from ftkit.spec.tiers import DEVICE
 
 COMES_AND_GOES = (ACTIVATIONS, "workspace", "logits", "root parameters")

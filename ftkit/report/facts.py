@@ -41,7 +41,7 @@ GOING_ON, ENDED, ENDED_EARLY, FAILED = "going on", "ended", "ended early", "fail
 MOST_STEPS = 1e12
 """A line of a later step is no line of a run."""
 
-PER_NODE = ("node", "box")
+PER_NODE = ("node",)
 """Marks of a plan's tier that the ranks of a node share; the second is that of plans before 25 Nov 2026."""
 
 

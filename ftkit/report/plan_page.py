@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from ftkit.plan.choice import Plan
 from ftkit.plan.curve import curve
+from ftkit.plan.plan import Plan
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.page import page
 from ftkit.report.plan_text import TITLES, lines, time_lines

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ftkit.plan.choice import Plan
 from ftkit.plan.memory import GIB, PHASES
+from ftkit.plan.plan import Plan
 from ftkit.plan.speed import STREAMS, Speed
-from ftkit.plan.what_if import Answer
+from ftkit.plan.whatif import Answer
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
@@ -37,8 +37,8 @@ def why_untimed(plan: Plan) -> str:
     rates = None if plan.asked is None else plan.asked.rates
     missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
     return missing or (
-        "there are no rates of this box: `ftkit doctor --measure FILE.yaml` measures them, and `box: FILE.yaml` in the "
-        "recipe takes them"
+        "there are no rates of this machine: run `ftkit doctor --measure FILE.yaml` and set `hardware: FILE.yaml` "
+        "in the recipe"
     )
 
 
@@ -117,5 +117,5 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB at output.dir for checkpoints and the model"
     written = plan.as_dict()["nvme_wear"]
     if written:
-        box = sum(written.values()) * plan.limits.ranks_per_node
-        yield "NVMe wear", f"{box / GIB:.1f} GiB written a step; {box * 1440 / 1e12:,.1f} TB a day at a step a minute"
+        node = sum(written.values()) * plan.limits.ranks_per_node
+        yield "NVMe wear", f"{node / GIB:.1f} GiB written a step; {node * 1440 / 1e12:,.1f} TB a day at a step a minute"

@@ -25,7 +25,7 @@ from ftkit.errors import UserError
 from ftkit.hf.dtypes import check_dtype
 from ftkit.hf.kernels.attention import use_packed_attention
 from ftkit.hf.load.config import reading
-from ftkit.plan.choice import Plan
+from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import check_report_to, compute_dtype
 from ftkit.train.callbacks import Question, questions

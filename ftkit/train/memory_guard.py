@@ -25,8 +25,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ftkit.cgroups import GUARDED_LEAST_BYTES, GUARDED_SHARE, MACHINE, HostMemory, Reading
 from ftkit.errors import MemoryShort
-from ftkit.plan.host_memory import GUARDED_LEAST_BYTES, GUARDED_SHARE, MACHINE, HostMemory, Reading
 from ftkit.spec.tiers import NVME
 from ftkit.train.trainer import RecipeTrainer
 

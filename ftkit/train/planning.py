@@ -26,12 +26,10 @@ from ftkit.hf.load.model import load_model
 from ftkit.hf.memory.shape import common_limits, disk_free, limits_here
 from ftkit.hf.sharding import model_shape
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.architectures import architectures
-from ftkit.plan.choice import Asked, Plan
-from ftkit.plan.hardware import Box, box_with
-from ftkit.plan.hardware import box as find_box
+from ftkit.plan.catalog import Hardware, architectures, find_hardware, profile_with
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import GIB
+from ftkit.plan.plan import Asked, Plan
 from ftkit.plan.speed import Rates
 from ftkit.spec.strategy import AUTO, STEP
 from ftkit.spec.tiers import DEVICE, HOST, NVME
@@ -42,49 +40,49 @@ BYTES_PER_TOKEN = 4
 """Bytes of a data file per token: about 4 characters of English text, JSON keys included."""
 
 
-def plan_recipe(recipe: Recipe, ranks: int, box: Box | None = None) -> Plan:
+def plan_recipe(recipe: Recipe, ranks: int, profile: Hardware | None = None) -> Plan:
     """Return the plan of a recipe. Arguments and errors are those of `ask`; also `DoesNotFit`."""
-    return ask(recipe, ranks, box).plan()
+    return ask(recipe, ranks, profile).plan()
 
 
-def ask(recipe: Recipe, ranks: int, box: Box | None = None) -> Asked:
+def ask(recipe: Recipe, ranks: int, profile: Hardware | None = None) -> Asked:
     """Return the planner's input for a recipe.
 
     Args:
         recipe: The recipe.
         ranks: Number of processes of the whole run.
-        box: Hardware profile to plan for. None plans for this machine.
+        profile: Hardware profile to plan for. None plans for this machine.
 
     Raises:
         UserError: The model cannot be built, or the hardware lacks the dtype.
     """
     model = model_of(recipe)
-    if box is None:
+    if profile is None:
         return ask_here(recipe, model, ranks)
-    dtype = recipe.train.dtype if recipe.train.dtype != "auto" else box.dtype
-    if dtype == "bf16" and box.dtype == "fp16":
-        raise UserError(f"train.dtype: the GPUs of {box.name} have no bf16 (they would emulate it); use auto, fp16 or fp32")
-    return ask_model(recipe, model, ranks, limits_of(recipe, box, ranks), box, dtype)
+    dtype = recipe.train.dtype if recipe.train.dtype != "auto" else profile.dtype
+    if dtype == "bf16" and profile.dtype == "fp16":
+        raise UserError(f"train.dtype: the GPUs of {profile.name} have no bf16; use auto, fp16 or fp32")
+    return ask_model(recipe, model, ranks, limits_of(recipe, profile, ranks), profile, dtype)
 
 
 def ask_here(recipe: Recipe, model: Any, ranks: int, comm: Communicator | None = None) -> Asked:
     """Return the planner's input for this machine. With `comm` a collective: all ranks get the same."""
-    settings, box = engine_settings(recipe), box_here(recipe)
+    settings, profile = engine_settings(recipe), profile_here(recipe)
     if comm is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         limits = limits_here(settings, device, ranks)
     else:
-        limits, box = common_limits(settings, comm), comm.same(box)
+        limits, profile = common_limits(settings, comm), comm.same(profile)
     folder = recipe.output.dir  # the run replaces an earlier one in it
     limits = replace(limits, disk_bytes=disk_free(folder) + RunFolder(Path(folder)).disk_bytes())
-    return ask_model(recipe, model, ranks, limits, box, compute_dtype(recipe.train.dtype))
+    return ask_model(recipe, model, ranks, limits, profile, compute_dtype(recipe.train.dtype))
 
 
-def box_here(recipe: Recipe) -> Box | None:
+def profile_here(recipe: Recipe) -> Hardware | None:
     """Return the hardware profile that the recipe names, or else the one with the GPUs of this machine."""
-    if recipe.box != "auto":
-        return find_box(recipe.box, "box")
-    return box_with([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
+    if recipe.hardware != "auto":
+        return find_hardware(recipe.hardware, "hardware")
+    return profile_with([torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())])
 
 
 def epoch_of(recipe: Recipe, plan: Plan) -> dict[str, float] | None:
@@ -96,7 +94,7 @@ def epoch_of(recipe: Recipe, plan: Plan) -> dict[str, float] | None:
     return {"tokens": tokens, "seconds": tokens / plan.speed.tokens_per_s}
 
 
-def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box | None, dtype: str) -> Asked:
+def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, profile: Hardware | None, dtype: str) -> Asked:
     """Return the planner's input for a model on the meta device.
 
     Args:
@@ -104,7 +102,7 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box |
         model: The model of the recipe.
         ranks: Number of processes of the whole run.
         limits: Memory that may be used.
-        box: Hardware profile with the rates. None plans without seconds.
+        profile: Hardware profile with the rates. None plans without seconds.
         dtype: Compute dtype: fp32, bf16 or fp16.
     """
     if recipe.data.packing and not limits.cpu:
@@ -128,7 +126,7 @@ def ask_model(recipe: Recipe, model: Any, ranks: int, limits: Limits, box: Box |
         wanted,
         sequences=micro_batch * accumulation,
         preferred=max(AUTO_MICRO_BATCH_TOKENS // sequence_tokens, 1),
-        rates=_rates(box, ranks, cpu=limits.cpu),
+        rates=_rates(profile, ranks, cpu=limits.cpu),
     )
 
 
@@ -141,21 +139,21 @@ def _has_chunked_loss(recipe: Recipe, model: Any, dtype: torch.dtype | None) -> 
     return isinstance(proven_head_loss(model, dtype or torch.float32, torch.device("cpu")), HeadLoss)
 
 
-def _rates(box: Box | None, ranks: int, *, cpu: bool) -> Rates | None:
+def _rates(profile: Hardware | None, ranks: int, *, cpu: bool) -> Rates | None:
     """Return the rates of one rank. None if unknown, or if the profile has GPUs and the ranks do not."""
-    return box.rates_of_a_rank(ranks) if box is not None and (box.gpus == 0) == cpu else None
+    return profile.rates_of_a_rank(ranks) if profile is not None and (profile.gpus == 0) == cpu else None
 
 
-def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
+def limits_of(recipe: Recipe, profile: Hardware, ranks: int) -> Limits:
     """Return the memory of a hardware profile. A number in the recipe's `memory:` replaces the profile's."""
-    memory, cpu = recipe.memory, box.gpus == 0
-    host, nvme = box.host_bytes, None
+    memory, cpu = recipe.memory, profile.gpus == 0
+    host, nvme = profile.host_bytes, None
     if host is None:  # the profile of CPU ranks: the memory of this machine
         host = limits_here(EngineSettings(), torch.device("cpu"), ranks).host_bytes
     if memory.nvme_dir is not None:
-        nvme = disk_free(memory.nvme_dir) if cpu else int(box.nvme_gib * GIB)
-    granted = {DEVICE: None if cpu else box.device_bytes, HOST: host, NVME: nvme}
-    names = dict.fromkeys(granted, f"the profile {box.name}")
+        nvme = disk_free(memory.nvme_dir) if cpu else int(profile.nvme_gib * GIB)
+    granted = {DEVICE: None if cpu else profile.device_bytes, HOST: host, NVME: nvme}
+    names = dict.fromkeys(granted, f"the profile {profile.name}")
     for tier in [HOST, NVME] if cpu else [DEVICE, HOST, NVME]:
         if (gib := getattr(memory, f"{tier}_gib")) is not None:
             granted[tier], names[tier] = int(gib * GIB), f"memory.{tier}_gib"
@@ -163,7 +161,7 @@ def limits_of(recipe: Recipe, box: Box, ranks: int) -> Limits:
         granted[DEVICE],
         granted[HOST],
         granted[NVME],
-        ranks_per_node=min(ranks, box.gpus or ranks),
+        ranks_per_node=min(ranks, profile.gpus or ranks),
         cpu=cpu,
         names=tuple(names.items()),
     )

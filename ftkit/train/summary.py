@@ -21,8 +21,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ftkit.config.wording import counted
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.choice import Plan
 from ftkit.plan.memory import DEVICE_RUNTIME
+from ftkit.plan.plan import Plan
 from ftkit.report.text import GIB, literal
 from ftkit.spec.tiers import DEVICE, HOST
 from ftkit.train.callbacks import peak_device_bytes, peak_host_bytes

@@ -28,7 +28,7 @@ from ftkit.hf.kernels.attention import is_packed
 from ftkit.hf.kernels.head import usable_loss
 from ftkit.hf.trainer.trainer import Trainer
 from ftkit.output.run_folder import RunFolder
-from ftkit.plan.choice import Plan
+from ftkit.plan.plan import Plan
 from ftkit.train.divergence import LossWindow
 from ftkit.train.held_out import HeldOut, write_rows
 

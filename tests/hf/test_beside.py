@@ -12,7 +12,7 @@ import torch
 import ftkit
 from ftkit.errors import UserError
 from ftkit.hf.memory.beside import limits_beside
-from ftkit.plan.choice import make_plan
+from ftkit.plan.plan import make_plan
 from tests.hf import runs
 from tests.hf.runs import fresh_state, token_rows
 

@@ -1,4 +1,4 @@
-"""The packaged facts are those of the models: their parameters are counted, and each is planned on the project's box."""
+"""The packaged facts are those of the models: their parameters are counted, and each is planned on the project's node."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.config.recipe import Recipe, parse
-from ftkit.plan.architectures import Architecture, architectures
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import Architecture, architectures, find_hardware
 from ftkit.train.planning import model_of, plan_recipe
 
 
@@ -33,7 +32,7 @@ def test_a_packaged_model_has_its_parameters_and_fits_the_box(name: str, tmp_pat
     known = architectures()[name]
     recipe = recipe_of(known, tmp_path)
     assert sum(each.numel() for each in model_of(recipe).parameters()) == known.parameters
-    eight = box("8xv100-16gb")
+    eight = find_hardware("8xv100-16gb")
     plan = plan_recipe(recipe, 8, eight)
     assert plan.shape.trained_numel == plan.shape.numel == known.parameters
     assert plan.speed is not None

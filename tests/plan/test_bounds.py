@@ -6,7 +6,7 @@ import pytest
 
 from ftkit.config.recipe import load, split_batch
 from ftkit.plan.candidates import MOST_MICRO_BATCHES, micro_batches, some_divisors
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import MOST_ROUNDS, speed_of
 from ftkit.spec.strategy import OPEN
@@ -38,7 +38,7 @@ def test_rounds_that_are_counted_take_what_simulated_ones_take():
     facts = load(
         "llama-2-13b-full-8xv100-16gb", ["data.sequence_tokens=1024", "train.batch_tokens=262144"], check_files=False
     )
-    made = ask(facts, 8, box("8xv100-16gb"))
+    made = ask(facts, 8, find_hardware("8xv100-16gb"))
     strategy = made.plan().strategy
     rounds = MOST_ROUNDS + 7
     whole = speed(made.shape, strategy, made.rates, rounds=rounds)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from ftkit.plan.candidates import COSTS, cost, micro_batches, order, with_adapter
-from ftkit.plan.choice import make_plan, wear
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.plan import make_plan, wear
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import KINDS
@@ -41,8 +41,8 @@ MIDDLE = llama(2048, 5632, 18, 32000, world=2, itemsize=4, sequence=256)
 
 
 def on(name, **changes):
-    """Return the limits of a box by name."""
-    known = box(name)
+    """Return the limits of a node by name."""
+    known = find_hardware(name)
     limits = Limits(known.device_bytes, known.host_bytes, None, ranks_per_node=known.gpus or 1)
     return replace(limits, **changes)
 
@@ -67,7 +67,7 @@ def test_states_follow_the_zero_papers_bytes(world):
 
 
 def test_state_on_the_host_takes_twelve_bytes_a_parameter():
-    """And no more than two blocks of staging (issue 3, done when 3), over all ranks of the box."""
+    """And no more than two blocks of staging (issue 3, done when 3), over all ranks of the node."""
     way = Strategy.of(state="host", gradients="device", update="deferred")
     found = memory(LLAMA_13B, way, cpu=False).purposes("host")
     assert 8 * (found["master"] + found["moments"]) <= 12.1 * LLAMA_13B.numel

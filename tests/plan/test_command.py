@@ -1,4 +1,4 @@
-"""`ftkit plan` and what a run does with its plan: the big models on their box, JSON, and errors of one screen."""
+"""`ftkit plan` and what a run does with its plan: the big models on their node, JSON, and errors of one screen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.cli import app as cli
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.memory import GIB
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -28,7 +28,7 @@ def test_full_parameter_training_fits_eight_small_cards_and_330_gb(name, capsys)
     """Issue 3, done when 7."""
     assert leave("plan", RECIPES / f"{name}.yaml", "--hardware", "8xv100-16gb", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
-    known = box("8xv100-16gb")
+    known = find_hardware("8xv100-16gb")
     assert plan["model"]["trained"] == plan["model"]["parameters"] == PARAMETERS[name]
     assert plan["strategy"]["stage"] == 3
     assert plan["strategy"]["state"] == "host"

@@ -18,8 +18,8 @@ from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.hf.blocks import find_blocks
 from ftkit.hf.memory.fake import graph_bytes, nothing_behind
 from ftkit.hf.sharding import model_shape, shard_as
-from ftkit.plan.choice import make_plan
 from ftkit.plan.limits import Limits
+from ftkit.plan.plan import make_plan
 from ftkit.spec.strategy import Strategy
 
 TOKENS, CPU = 32, torch.device("cpu")

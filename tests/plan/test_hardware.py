@@ -1,4 +1,4 @@
-"""Profiles of boxes: those that are packaged, files of users, and what a rank has of a box."""
+"""Profiles of nodes: those that are packaged, files of users, and what a rank has of a node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 from ftkit.cli import app as cli
 from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
-from ftkit.plan.hardware import box, box_with, boxes
+from ftkit.plan.catalog import find_hardware, profile_with, profiles
 from ftkit.plan.schedule import script, speed
 from ftkit.plan.shape import Line, Shape
 from ftkit.spec.strategy import Strategy
-from ftkit.train.planning import _rates, box_here
+from ftkit.train.planning import _rates, profile_here
 
 V100 = "Tesla V100-SXM2-16GB"
 RATES = {"compute": {256: 1e11}, "link": 1e9, "collective_s": 1e-4, "dram": 4e10, "hbm": 2e10, "pcie": 2e10}
@@ -32,28 +32,28 @@ def written(folder: Path, **changes: Any) -> str:
 
 
 def test_every_packaged_profile_is_whole() -> None:
-    for name, each in boxes().items():
+    for name, each in profiles().items():
         assert each.name == name
-        rates = each.rates_of_a_rank(max(each.gpus * each.boxes, 1))
+        rates = each.rates_of_a_rank(max(each.gpus * each.nodes, 1))
         assert (rates is None) == (not each.rates)
         if rates is not None and each.nvme_gib:
             assert rates.nvme_read > 0 < rates.nvme_write
 
 
 def test_what_a_box_has_is_shared_by_its_ranks() -> None:
-    eight = box("8xv100-32gb")
+    eight = find_hardware("8xv100-32gb")
     one, all_ = eight.rates_of_a_rank(1), eight.rates_of_a_rank(8)
     assert one is not None
     assert all_ is not None
     assert (one.dram, one.nvme_read) == (8 * all_.dram, 8 * all_.nvme_read)
     assert (one.link, one.pcie) == (all_.link, all_.pcie)
-    cluster = box("16xv100")
+    cluster = find_hardware("16xv100")
     assert cluster.rates_of_a_rank(16).dram == cluster.rates_of_a_rank(8).dram  # type: ignore[union-attr]  # it has rates
-    assert box("8xv100-16gb").rates_of_a_rank(16) is None, "no network is known"
+    assert find_hardware("8xv100-16gb").rates_of_a_rank(16) is None, "no network is known"
 
 
 def test_a_file_of_the_user(tmp_path: Path) -> None:
-    mine = box(written(tmp_path))
+    mine = find_hardware(written(tmp_path))
     assert (mine.name, mine.dtype) == ("mine", "fp32")
     rates = mine.rates_of_a_rank(2)
     assert rates is not None
@@ -66,16 +66,16 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.yaml"
         if text is not None:
             path.write_text(text)
-        with pytest.raises(UserError, match=f"box: .*{name}.yaml"):
-            box(str(path), "box")
+        with pytest.raises(UserError, match=f"hardware: .*{name}.yaml"):
+            find_hardware(str(path), "hardware")
     with pytest.raises(UserError, match="did you mean '8xv100-16gb'"):
-        box("8xv100-16g")
+        find_hardware("8xv100-16g")
 
 
 def test_rates_are_those_of_the_ranks() -> None:
-    assert _rates(box("8xv100-16gb"), 2, cpu=False) is not None
-    assert _rates(box("8xv100-16gb"), 2, cpu=True) is None, "rates of GPUs do not hold for CPU ranks"
-    assert _rates(box("8xv100-16gb"), 16, cpu=False) is None, "16 ranks need a network"
+    assert _rates(find_hardware("8xv100-16gb"), 2, cpu=False) is not None
+    assert _rates(find_hardware("8xv100-16gb"), 2, cpu=True) is None, "rates of GPUs do not hold for CPU ranks"
+    assert _rates(find_hardware("8xv100-16gb"), 16, cpu=False) is None, "16 ranks need a network"
     assert _rates(None, 2, cpu=False) is None
 
 
@@ -85,24 +85,24 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def test_a_run_finds_the_profile_of_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert box_with([V100] * 8) == box("8xv100-16gb")
-    assert box_with([V100] * 4) is None
-    assert box_with([V100] * 7 + ["NVIDIA H200"]) is None
-    assert box_with([]) is None
-    assert box_here(recipe()) is None
+    assert profile_with([V100] * 8) == find_hardware("8xv100-16gb")
+    assert profile_with([V100] * 4) is None
+    assert profile_with([V100] * 7 + ["NVIDIA H200"]) is None
+    assert profile_with([]) is None
+    assert profile_here(recipe()) is None
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda number: V100)
-    assert box_here(recipe()) == box("8xv100-16gb")
-    assert box_here(recipe(box="dgx-2")) == box("dgx-2")
-    assert box_here(recipe(box=written(tmp_path))).host_gib == 23.5  # type: ignore[union-attr]  # it is there
-    with pytest.raises(UserError, match="box: no profile"):
-        box_here(recipe(box="nothing-like-it"))
+    assert profile_here(recipe()) == find_hardware("8xv100-16gb")
+    assert profile_here(recipe(hardware="dgx-2")) == find_hardware("dgx-2")
+    assert profile_here(recipe(hardware=written(tmp_path))).host_gib == 23.5  # type: ignore[union-attr]  # it is there
+    with pytest.raises(UserError, match="hardware: no profile"):
+        profile_here(recipe(hardware="nothing-like-it"))
 
 
 def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
     line = (Line(1 << 20, 4, trained=True),)
     shape = Shape((line,) * 4, line, line, 256, 97, 1000, 1000, 256, 4, 2)
-    rates = box(written(tmp_path)).rates_of_a_rank(2)
+    rates = find_hardware(written(tmp_path)).rates_of_a_rank(2)
     assert rates is not None
     assert rates.know(shape, Strategy.of())
     assert not rates.know(shape, Strategy.of(state="nvme"))
@@ -124,7 +124,7 @@ def test_this_box_is_measured(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", "--measure", str(path), "--nproc", "2"])
     assert not caught.value.code
-    here = box(str(path))
+    here = find_hardware(str(path))
     rates = here.rates_of_a_rank(2)
     assert rates is not None
     assert (here.gpus, here.dtype) == (0, "fp32")

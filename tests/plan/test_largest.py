@@ -9,17 +9,16 @@ import pytest
 
 from benchmarks import ablation
 from ftkit.plan.candidates import with_adapter
-from ftkit.plan.choice import Asked
+from ftkit.plan.catalog import profiles
 from ftkit.plan.curve import curve
-from ftkit.plan.hardware import boxes
-from ftkit.plan.largest import largest, with_blocks
 from ftkit.plan.memory import GIB
-from ftkit.plan.refusal import DoesNotFit
-from ftkit.plan.what_if import what_if
+from ftkit.plan.plan import Asked
+from ftkit.plan.refuse import DoesNotFit
+from ftkit.plan.whatif import largest, what_if, with_blocks
 from ftkit.spec.strategy import Strategy
 from tests.plan.test_choice import LLAMA_13B, SMALL, cpu, llama, on
 
-V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
+V100 = profiles()["8xv100-16gb"].rates_of_a_rank(8)
 SHORT = llama(5120, 13824, 6, 32000)
 ASKED = Asked(SHORT, on("8xv100-16gb", host_bytes=64 * GIB), Strategy(), 8, 2, V100)
 
@@ -69,11 +68,11 @@ def test_the_page_is_what_the_planner_says() -> None:
 
 
 def test_a_hundred_billion_on_64_gpus() -> None:
-    known = boxes()["64xv100"]
+    known = profiles()["64xv100"]
     rates = known.rates_of_a_rank(64)
     assert rates is not None
     assert rates.link == 12.5e9
-    assert boxes()["16xv100"].rates_of_a_rank(8) == replace(rates, link=120e9), "within one box NVLink counts"
+    assert profiles()["16xv100"].rates_of_a_rank(8) == replace(rates, link=120e9), "within one node NVLink counts"
     shape = llama(4096, 4096 * 8 // 3, 480, 50304, world=64, sequence=1024)
     forced = Strategy(
         stage=3,

@@ -1,4 +1,4 @@
-"""What a run may plan with on the box that is here: what is free below the guard's mark, of the tightest limit."""
+"""What a run may plan with on the node that is here: what is free below the guard's mark, of the tightest limit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from unittest import mock
 import psutil
 import torch
 
+from ftkit.cgroups import MACHINE, Reading, guarded_bytes
 from ftkit.config.engine import EngineSettings
 from ftkit.hf.memory.shape import limits_here
-from ftkit.plan.host_memory import MACHINE, Reading, guarded_bytes
 from ftkit.plan.memory import GIB, MIB
 from ftkit.train.memory_guard import SAVE
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def here(*readings, ranks=2, **settings):
-    """Return the limits on a box whose memory says `readings`, and the bytes that this process holds already."""
+    """Return the limits on a node whose memory says `readings`, and the bytes that this process holds already."""
     memory = mock.Mock(find=lambda: mock.Mock(read=lambda: list(readings)))
     process = mock.Mock(memory_info=lambda: mock.Mock(rss=300 * MIB))
     with mock.patch("ftkit.hf.memory.shape.HostMemory", memory), mock.patch.object(psutil, "Process", return_value=process):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.plan.choice import make_plan
-from ftkit.plan.hardware import boxes
+from ftkit.plan.catalog import profiles
+from ftkit.plan.plan import make_plan
 from ftkit.plan.schedule import parts_of_step, script, speed
 from ftkit.plan.shape import Line, Shape
 from ftkit.plan.speed import Rates, Speed
@@ -16,7 +16,7 @@ from ftkit.spec.update_rules import ADAMW
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
 GPT_10B = llama(4096, 4096 * 8 // 3, 50, 50304, sequence=1024)  # three matrices of 8h/3 have as many weights as two of 4h
-V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
+V100 = profiles()["8xv100-16gb"].rates_of_a_rank(8)
 assert V100 is not None
 HOST = Strategy.of(state="host", update="deferred", micro_batch=2)
 
@@ -32,7 +32,7 @@ def test_operations_of_a_token() -> None:
 
 
 def test_13b_at_128k_tokens() -> None:
-    """The project's goal: 4.2K tokens/s a box, exact clipping, bound by the GPUs, near what the reference derived (58.6 to
+    """The project's goal: 4.2K tokens/s a node, exact clipping, bound by the GPUs, near what the reference derived (58.6 to
     62 TFLOPS at 16K tokens a GPU)."""
     made = took(HOST)
     assert made.tokens == 128 * 1024
@@ -111,10 +111,10 @@ def test_what_a_way_costs_in_the_model() -> None:
 def test_the_profiles_plans_in_seconds() -> None:
     for name in ("8xv100-16gb", "8xv100-32gb"):
         plan = make_plan(LLAMA_13B, on(name), Strategy(), sequences=8)
-        rates = boxes()[name].rates_of_a_rank(8)
+        rates = profiles()[name].rates_of_a_rank(8)
         made = speed(plan.shape, plan.strategy, rates)
         assert 3500 < made.tokens_per_s < 6100, name
-    assert boxes()["cpu"].rates_of_a_rank(2) is None
+    assert profiles()["cpu"].rates_of_a_rank(2) is None
 
 
 def test_rates_between_known_sizes() -> None:

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from ftkit.plan.candidates import order
-from ftkit.plan.choice import make_plan
-from ftkit.plan.hardware import boxes
+from ftkit.plan.catalog import profiles
 from ftkit.plan.limits import shortages
 from ftkit.plan.memory import GIB, memory
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.plan import make_plan
+from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.schedule import speed
 from ftkit.plan.search import ALIKE, bound, fastest, seconds
 from ftkit.spec.strategy import Strategy
 from tests.plan.test_choice import LLAMA_13B, llama, on
 
-V100 = boxes()["8xv100-16gb"].rates_of_a_rank(8)
+V100 = profiles()["8xv100-16gb"].rates_of_a_rank(8)
 assert V100 is not None
 WITH_NVME = replace(V100, nvme_read=0.8e9, nvme_write=0.7e9)
 IDS = ("as published", "slow PCIe", "slow memory and links")

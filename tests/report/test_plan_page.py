@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftkit.plan.choice import Asked
+from ftkit.plan.plan import Asked
 from ftkit.report.plan_page import render
 from tests.plan.test_largest import ASKED
 
@@ -15,7 +15,7 @@ from tests.plan.test_largest import ASKED
 @pytest.mark.parametrize("asked", [ASKED, replace(ASKED, rates=None)], ids=["seconds", "bytes only"])
 def test_a_plan_as_a_page(asked: Asked) -> None:
     plan = asked.plan()
-    text = render(plan, "<script>alert(1)</script> on a box")
+    text = render(plan, "<script>alert(1)</script> on a node")
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert not re.search(r"(src|href)=.https?:", text)

@@ -22,6 +22,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ftkit.cgroups import MACHINE, HostMemory
 from ftkit.config.engine import EngineSettings
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.comm.shared_memory import of_other_ranks
@@ -31,7 +32,6 @@ from ftkit.hf.kernels.attention import REPEATED
 from ftkit.hf.kernels.varlen import ATTENTION
 from ftkit.hf.memory.fake import graph_bytes
 from ftkit.plan.attention import Attention
-from ftkit.plan.host_memory import MACHINE, HostMemory
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
 from ftkit.plan.shape import Line, Shape

@@ -38,7 +38,7 @@ from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.hf.sharding import shard, units_of
 from ftkit.hf.trainer.checkpoints import read_plain
 from ftkit.hf.trainer.seeding import random_state, set_random_state
-from ftkit.plan.choice import Plan
+from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import AUTO, UNIT
 from ftkit.spec.update_rules import ADAMW, UpdateRule, rule_of
 

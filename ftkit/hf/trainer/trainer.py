@@ -38,7 +38,7 @@ from ftkit.hf.trainer.arguments import BUILDING, TrainingArguments, check_argume
 from ftkit.hf.trainer.checkpoints import RunCheckpoints, is_ours
 from ftkit.hf.trainer.loss import LossOfRanks, check_even
 from ftkit.hf.trainer.seeding import STEPS, SeededCollator, seed_collator, seeded
-from ftkit.plan.choice import Plan
+from ftkit.plan.plan import Plan
 from ftkit.spec.strategy import AUTO, STEP, UNIT
 from ftkit.spec.update_rules import UpdateRule, rule_of
 

@@ -416,7 +416,7 @@ FAULTS = (
     ),
     _fault(
         "the guard counts file cache, which the kernel takes back, as used",
-        "ftkit/plan/host_memory.py",
+        "ftkit/cgroups.py",
         "max(0, usage - self._reclaimable())",
         "usage",
         _GUARD + "test_v2_limits_leave_out_what_the_kernel_can_take_back",
@@ -444,7 +444,7 @@ FAULTS = (
     ),
     _fault(
         "the plan counts on memory at which the guard ends the run",
-        "ftkit/plan/host_memory.py",
+        "ftkit/cgroups.py",
         "max(0, self.free - guarded_bytes(self.limit))",
         "self.free",
         "tests/plan/test_limits.py::test_of_a_machine_a_share_is_granted_and_of_a_group_all",
@@ -929,15 +929,15 @@ FAULTS = (
         "tests/plan/test_search.py::test_it_finds_what_simulating_all_finds[as published]",
     ),
     _fault(
-        "ranks of several boxes have NVLink between them",
-        "ftkit/plan/hardware.py",
+        "ranks of several nodes have NVLink between them",
+        "ftkit/plan/catalog.py",
         '            told["link"] = min(told["link"], network)',
         '            told["link"] = max(told["link"], network)',
         "tests/plan/test_largest.py::test_a_hundred_billion_on_64_gpus",
     ),
     _fault(
         "the largest model has a block too few",
-        "ftkit/plan/largest.py",
+        "ftkit/plan/whatif.py",
         "    return replace(asked, shape=with_blocks(asked.shape, low)).plan()",
         "    return replace(asked, shape=with_blocks(asked.shape, low - 1)).plan()",
         "tests/plan/test_largest.py::test_one_block_more_does_not_fit",
@@ -1126,7 +1126,7 @@ FAULTS = (
     ),
     _fault(
         "a state that the user put on NVMe fills the host's memory",
-        "ftkit/plan/choice.py",
+        "ftkit/plan/plan.py",
         "        stays = min(stays, widest_states_bytes",
         "        stays = max(stays, widest_states_bytes",
         "tests/plan/test_choice.py::test_of_a_state_that_the_user_puts_on_nvme_two_units_stay_where_they_fit",

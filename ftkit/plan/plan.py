@@ -1,6 +1,6 @@
 """The plan: of the strategies that fit what is granted the one that is taken, why, and what stood behind it.
 
-Where the rates of a box are known, that is the strategy whose simulated step is shortest (search.py); else the cheapest of
+Where the rates of a node are known, that is the strategy whose simulated step is shortest (search.py); else the cheapest of
 `candidates.order`. So a laptop without a GPU and every rank of a run choose alike, given the same rates.
 
 It refuses what fits no strategy (refusal.py). What it costs: some thousand sums of integers; with rates, seconds.
@@ -15,7 +15,7 @@ from typing import Any
 from ftkit.plan.candidates import larger, order
 from ftkit.plan.limits import Limits, Shortage, shortages
 from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memory, widest_states_bytes
-from ftkit.plan.refusal import DoesNotFit, check_disk, refusal
+from ftkit.plan.refuse import DoesNotFit, check_disk, refusal
 from ftkit.plan.search import fastest
 from ftkit.plan.shape import Shape
 from ftkit.plan.speed import Rates, Speed

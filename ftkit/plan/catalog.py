@@ -1,4 +1,4 @@
-"""Profiles of boxes: how many GPUs, and how many GiB of each tier. The figures are in hardware.yaml, each with its source.
+"""Profiles of nodes: how many GPUs, and how many GiB of each tier. The figures are in hardware.yaml, each with its source.
 
 It refuses names that are not there, and profiles with other keys than these. What it costs: nothing.
 """
@@ -24,7 +24,7 @@ DEVICE_RESERVE = (6, 100)
 """Share of a GPU's memory that is never granted: fragments of torch's allocator. Measured on no V100 yet."""
 
 HOST_RESERVE_BYTES = 4 * GIB
-"""Of a box, that its system and page cache keep."""
+"""Of a node, that its system and page cache keep."""
 
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,18 +46,18 @@ class _Rates(TypedDict):
 
 
 @dataclass(frozen=True)
-class Box:
-    """A kind of box.
+class Hardware:
+    """A kind of node.
 
     Args:
         name: name of the profile.
         gpus: number of GPUs; 0 means that ranks compute on the host.
         device_gib: memory of each GPU, GiB.
-        host_gib: memory of the box, GiB; None takes this machine's.
-        nvme_gib: NVMe of the box, GiB.
+        host_gib: memory of the node, GiB; None takes this machine's.
+        nvme_gib: NVMe of the node, GiB.
         dtype: dtype that its GPUs compute in.
         rates: rates of links and arithmetic, for a plan in seconds; without them there is no such plan.
-        boxes: number of boxes of this kind, joined by a network.
+        nodes: number of nodes of this kind, joined by a network.
         gpu: what the driver calls one of its GPUs.
         ranks: number of ranks that the rates were measured with; 0 means that they hold for any number.
     """
@@ -71,7 +71,7 @@ class Box:
     nvme_gib: Size
     dtype: Literal["fp16", "bf16", "fp32"]
     rates: _Rates | None = None
-    boxes: PositiveInt = 1
+    nodes: PositiveInt = 1
     gpu: str = ""
     ranks: NonNegativeInt = 0
 
@@ -86,7 +86,7 @@ class Box:
         """Return what each rank has for itself while all of them work; None where the profile does not say.
 
         Host memory and drives are shared by all; what the profile calls `pcie` and `link` is a GPU's own. Ranks of several
-        boxes pass everything on through each box's network, one after the other (a ring).
+        nodes pass everything on through each node's network, one after the other (a ring).
 
         Raises:
             UserError: for rates that were measured with other ranks.
@@ -115,14 +115,14 @@ class Box:
         return None if self.host_gib is None else int(self.host_gib * GIB) - HOST_RESERVE_BYTES
 
 
-def boxes() -> dict[str, Box]:
+def profiles() -> dict[str, Hardware]:
     """Return the packaged profiles by name."""
     text = (resources.files("ftkit.plan") / "hardware.yaml").read_text(encoding="utf-8")
-    told = yaml.safe_load(text)  # names that begin with a dot are what several boxes have in common
+    told = yaml.safe_load(text)  # names that begin with a dot are what several nodes have in common
     return {name: CHECKED.validate_python({"name": name, **values}) for name, values in told.items() if name[0] != "."}
 
 
-def box(name: str, key: str = "--hardware") -> Box:
+def find_hardware(name: str, key: str = "--hardware") -> Hardware:
     """Return a profile: a packaged one by its name, or one in a YAML file, such as `ftkit doctor --measure` writes.
 
     Args:
@@ -134,7 +134,7 @@ def box(name: str, key: str = "--hardware") -> Box:
     """
     if name.endswith((".yaml", ".yml")):
         return _read(Path(name), key)
-    known = boxes()
+    known = profiles()
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, 1)
@@ -142,14 +142,14 @@ def box(name: str, key: str = "--hardware") -> Box:
     raise UserError(f"{key}: no profile {name!r}{hint}? Known: {', '.join(known)}, or a file NAME.yaml")
 
 
-def box_with(gpus: Sequence[str]) -> Box | None:
-    """Return the packaged profile of a box with these GPUs, as their driver calls them; None if there is none."""
+def profile_with(gpus: Sequence[str]) -> Hardware | None:
+    """Return the packaged profile of a node with these GPUs, as their driver calls them; None if there is none."""
     kinds = set(gpus)
-    found = (each for each in boxes().values() if kinds == {each.gpu} and each.gpus == len(gpus) and each.boxes == 1)
+    found = (each for each in profiles().values() if kinds == {each.gpu} and each.gpus == len(gpus) and each.nodes == 1)
     return next(found, None)
 
 
-def _read(path: Path, key: str) -> Box:
+def _read(path: Path, key: str) -> Hardware:
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(told, dict):
@@ -167,5 +167,26 @@ def _read(path: Path, key: str) -> Box:
         raise UserError(f"{key}: {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
 
 
-CHECKED: TypeAdapter[Box] = TypeAdapter(Box)
+CHECKED: TypeAdapter[Hardware] = TypeAdapter(Hardware)
 """Refuses keys and values that a profile may not have."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's shape.
+
+    Args:
+        name: name on the hub.
+        parameters: number of its parameters.
+        config: fields of its config.json, `model_type` among them.
+    """
+
+    name: str
+    parameters: int
+    config: dict[str, Any]
+
+
+def architectures() -> dict[str, Architecture]:
+    """Return those that are known, by hub name."""
+    text = (resources.files("ftkit.plan") / "models.yaml").read_text(encoding="utf-8")
+    return {name: Architecture(name, **facts) for name, facts in yaml.safe_load(text).items()}

@@ -1,4 +1,4 @@
-"""`ftkit doctor --measure`: how fast this box computes, gathers, copies and updates, as a profile for `ftkit plan`.
+"""`ftkit doctor --measure`: how fast this machine computes, gathers, copies and updates, as a profile for `ftkit plan`.
 
 Every figure is taken while all ranks do the same, because that is what a rank has for itself in a run:
 
@@ -9,7 +9,7 @@ Every figure is taken while all ranks do the same, because that is what a rank h
     dram, hbm    AdamW over fp32 state, in host memory by the engine's loops; on GPUs by torch's
     nvme         the drive of a folder, by the engine's own measurement
 
-It refuses a block that does not fit. What it costs: a minute or two of the whole box, 1 GiB a rank.
+It refuses a block that does not fit. What it costs: a minute or two of the whole node, 1 GiB a rank.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
 
 
 def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
-    """Return the profile of this box as `ftkit.plan.hardware` reads it.
+    """Return the profile of this machine as `ftkit.plan.catalog` reads it.
 
     Args:
         rates: what `rank` returned.

@@ -83,7 +83,7 @@ def refusal(
         f"Ways out: {advice}"
     )
     if limits.cpu and not any("profile" in name for _, name in limits.names):
-        text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME asks about another box"
+        text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME plans for others"
     return DoesNotFit(text, short, ways_out)
 
 
@@ -135,9 +135,9 @@ def _ways_out(shape: Shape, limits: Limits, wanted: Strategy, sequences: int, pr
 def _more_ranks(
     shape: Shape, limits: Limits, wanted: Strategy, sequences: int, fits: Callable[..., Strategy | None]
 ) -> Iterator[str]:
-    """Yield the number of boxes like this one on which it fits."""
-    for boxes in (2, 4, 8):
-        more = replace(shape, world_size=shape.world_size * boxes)
-        if fits(more, limits, wanted, max(sequences // boxes, 1)):
-            yield f"use {boxes} boxes like this one ({more.world_size} ranks)"
+    """Yield the number of nodes like this one on which it fits."""
+    for nodes in (2, 4, 8):
+        more = replace(shape, world_size=shape.world_size * nodes)
+        if fits(more, limits, wanted, max(sequences // nodes, 1)):
+            yield f"use {nodes} nodes like this one ({more.world_size} ranks)"
             return

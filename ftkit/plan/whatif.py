@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ftkit.plan.candidates import with_adapter
-from ftkit.plan.choice import Asked, Plan
-from ftkit.plan.hardware import box
+from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import gib
 from ftkit.plan.memory import GIB
-from ftkit.plan.refusal import DoesNotFit
+from ftkit.plan.plan import Asked, Plan
+from ftkit.plan.refuse import DoesNotFit
+from ftkit.plan.shape import Shape
 
 LARGER = "8xv100-32gb"
 """The profile whose cards, and drives, the questions are about."""
@@ -44,7 +45,7 @@ def what_if(asked: Asked) -> Iterator[Answer]:
 
 
 def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
-    shape, limits, known = asked.shape, asked.limits, box(LARGER)
+    shape, limits, known = asked.shape, asked.limits, find_hardware(LARGER)
     if limits.device_bytes is not None and limits.device_bytes < known.device_bytes:
         yield f"cards of {known.device_gib:.0f} GiB", replace(asked, limits=replace(limits, device_bytes=known.device_bytes))
     if not limits.nvme_bytes and not limits.cpu and known.rates is not None:
@@ -60,3 +61,32 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
         yield f"sequences of {half:,}", replace(
             asked, shape=shorter, sequences=2 * asked.sequences, preferred=2 * asked.preferred
         )
+
+
+MOST_BLOCKS = 1 << 14
+
+
+def largest(asked: Asked) -> Plan:
+    """Return the plan of the largest model with these blocks that fits what is granted.
+
+    Raises:
+        DoesNotFit: if not even one block does.
+    """
+    low, high = 1, MOST_BLOCKS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = replace(asked, shape=with_blocks(asked.shape, middle)).fits()
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return replace(asked, shape=with_blocks(asked.shape, low)).plan()
+
+
+def with_blocks(shape: Shape, count: int) -> Shape:
+    """Return the shape with so many blocks, in the proportion in which it has kinds of them."""
+    known = len(shape.blocks)
+    blocks = tuple(shape.blocks[number * known // count] for number in range(count))
+    replicated = shape.replicated
+    if shape.peft:  # adapters lie outside the blocks' lines, and there is one for each block
+        replicated = tuple(
+            replace(x, numel=max(x.numel * count // known, 1)) if x.trained else x for x in replicated
+        )
+    return replace(shape, blocks=blocks, replicated=replicated, adapter_numel=shape.adapter_numel * count // known)
