@@ -109,7 +109,8 @@ def test_the_walks_name_files_that_are_there() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     text = (HERE / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r"^::: ftkit\.(\w+)$", text, re.MULTILINE)) == sorted(ftkit.__all__)
+    names = [name for name in ftkit.__all__ if name != "notebook"]  # its class has an entry of its own
+    assert sorted(re.findall(r"^::: ftkit\.(\w+)$", text, re.MULTILINE)) == sorted(names)
 
 
 # --- the site
