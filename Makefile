@@ -72,8 +72,6 @@ census: setup  ## count the house: files, import chains, quoted tier names, long
 
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
-	$(BIN)/python -m docs.attention_table
-	$(BIN)/python -m docs.rooms
 	$(BIN)/python -m docs.plan_figure
 	$(BIN)/mkdocs build --strict
 

@@ -12,7 +12,7 @@ import pytest
 
 import ftkit
 from benchmarks import published
-from docs import attention_table, plan_figure, recipe_keys, rooms
+from docs import plan_figure, recipe_keys
 from tests.docs_blocks import HERE, BadBlock, blocks, check, execute, furnish, on_a_rank, pages
 from tests.worlds import PATIENCE, World
 
@@ -73,10 +73,6 @@ def test_a_broken_block_is_found_when_it_runs(text: str, told: str, tmp_path: Pa
 # --- what is generated
 
 
-def test_the_page_of_attention_says_what_the_plan_counts() -> None:
-    assert attention_table.PAGE.read_text() == attention_table.page(), "run `make docs`"
-
-
 def test_the_page_of_published_results_says_what_the_models_say() -> None:
     assert published.FILE.read_text(encoding="utf-8") == published.text(), "run `make published`"
 
@@ -88,10 +84,6 @@ def test_the_page_of_keys_is_that_of_the_recipe() -> None:
 @pytest.mark.slow
 def test_the_figure_is_that_of_the_plan() -> None:
     assert plan_figure.FILE.read_text() == plan_figure.figure(), "run `make docs`"
-
-
-def test_every_file_has_its_line() -> None:
-    assert rooms.PAGE.read_text() == rooms.page(), "run `make docs`"
 
 
 def test_every_package_is_on_the_map() -> None:

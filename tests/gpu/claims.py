@@ -146,8 +146,8 @@ CLAIMS = (
     ),
     Claim(
         "spans of the timeline are the work on the GPU",
-        "docs/report.md",
-        "is timed and not its launch",
+        "docs/recipes.md",
+        "time the work and not its launch",
         passed("single", name=TIMED),
     ),
     Claim("fused kernels are correct", README, "Fused kernels are correct", passed("kernels")),
