@@ -20,8 +20,8 @@ HEAD = """\
 
 <!-- written by `make docs` from ftkit/cli/app.py; a test compares -->
 
-`ftkit COMMAND --help` prints the same. [Recipes](recipes.md) explains recipe files, and
-[Troubleshooting](troubleshooting.md#exit-codes) lists the exit codes.
+`ftkit COMMAND --help` prints the same, `ftkit --version` the version, and `ftkit --install-completion` sets up the shell.
+[Recipes](recipes.md) explains recipe files, and [Troubleshooting](troubleshooting.md#exit-codes) lists the exit codes.
 """
 NOTE = re.compile(r"\s*\[([^\[\]]*)\]$")
 """What typer appends to a help text: `[default: 0; x>=0]` or `[required]`."""
@@ -70,7 +70,7 @@ def _row(spelling: str, text: str) -> str:
         text, notes = text[: found.start()], found[1].split("; ")
     default = next((note.removeprefix("default: ") for note in notes if note.startswith("default: ")), "")
     default = "required" if "required" in notes else default and f"`{default}`"
-    limits = [f"`{note}`" for note in notes if note.startswith("x") or "<=x" in note or "<x" in note]
+    limits = [note.replace("x>=", "at least ").replace("x>", "more than ") for note in notes if "x>" in note or "x<" in note]
     spelling = re.sub(r" <([a-z]+) range>", r" <\1>", spelling)
     cells = f"`{spelling}`", default, " ".join([*text.split(), *(f"({each})" for each in limits)])
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
