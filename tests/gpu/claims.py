@@ -150,7 +150,7 @@ CLAIMS = (
         "is timed and not its launch",
         passed("single", name=TIMED),
     ),
-    Claim("fused kernels are correct", README, "fused kernels were correct", passed("kernels")),
+    Claim("fused kernels are correct", README, "kernels were correct", passed("kernels")),
     Claim("PyTorch allocates no more than planned", README, "stayed within the plan", measured("peaks", within_plan)),
     Claim(
         "with everything on NVMe, PyTorch allocates no more than planned",
