@@ -73,6 +73,7 @@ census: setup  ## count the house: files, import chains, quoted tier names, long
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
 	$(BIN)/python -m docs.plan_figure
+	$(BIN)/python -m docs.cli_reference
 	$(BIN)/mkdocs build --strict
 
 docs-serve: setup  ## the documentation at http://127.0.0.1:8000, built anew as it is written
@@ -116,8 +117,9 @@ bench-head: setup  ## the memory of a head and its loss, by chunks beside all lo
 bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
 
-recipes: setup  ## write the packaged recipes anew, with what the planner says of each
+recipes: setup  ## write the packaged recipes, docs/models.md and the table of the README, as planned (some minutes)
 	$(BIN)/python -m benchmarks.recipes
+	$(BIN)/python -m docs.models_table
 
 ablation: setup  ## write docs/ablation.md: how large a model fits 8xV100-16GB with each technique off
 	$(BIN)/python -m benchmarks.ablation

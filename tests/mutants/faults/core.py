@@ -1136,7 +1136,7 @@ FAULTS = (
         "ftkit/cli/app.py",
         '"--what-if/--no-what-if"',
         '"--wonder/--no-wonder"',
-        "tests/test_docs.py::test_every_block_is_what_it_says[docs/tiers.md]",
+        "tests/test_docs.py::test_every_block_is_what_it_says[docs/plan.md]",
     ),
     _fault(
         "the documentation's page of keys says what a recipe no longer means",
