@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ftkit.plan.plan import Asked
-from ftkit.report.plan_page import render
+from ftkit.report.plan_view import render
 from tests.plan.test_largest import ASKED
 
 
