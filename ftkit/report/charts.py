@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from markupsafe import Markup
@@ -29,7 +29,6 @@ DECADES = 1.5
 """Powers of ten from which an axis that may be logarithmic is."""
 LARGEST = 1e100
 """Larger numbers are drawn at the end of the axis, so that no sum overflows. Numbers below its inverse count as zero."""
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float, "float | None"]
 """x and y; y is None for a gap."""
@@ -61,32 +60,16 @@ class Axis:
         high: Number at the upper end.
         ticks: Numbers with a label.
         log: Whether the axis is logarithmic.
-        longest: Labels from this number on are divided by a power of ten.
     """
 
     low: float
     high: float
     ticks: tuple[float, ...]
     log: bool = False
-    longest: float = 1e4
-
-    @property
-    def factor(self) -> float:
-        """Power of ten that all labels are divided by."""
-        most = max(map(abs, self.ticks), default=0.0)
-        if self.log or most == 0 or 1e-2 <= most < self.longest:
-            return 1.0
-        return 10.0 ** (3 * math.floor(math.log10(most) / 3))
 
     def title(self, name: str, unit: str) -> str:
-        """Return the title with its unit and the power of ten of the labels."""
-        factor = self.factor
-        power = "" if factor == 1 else f"10{str(round(math.log10(factor))).translate(RAISED)}"
-        return f"{name} ({' '.join(filter(None, (power, unit))) or 'no unit'}{', logarithmic' if self.log else ''})"
-
-    def label(self, tick: float) -> str:
-        """Return the label of a tick."""
-        return short(tick / self.factor)
+        """Return the title with its unit."""
+        return f"{name} ({unit or 'no unit'}{', logarithmic' if self.log else ''})"
 
     def share(self, value: float) -> float:
         """Return the position of a number, from 0 at the low end to 1 at the high end; numbers outside are at an end."""
@@ -187,7 +170,6 @@ def line_chart(
     across = axis_of(known or [0.0, 1.0], whole=True)
     if known and (low := min(known)) < (high := max(known)):  # no empty margins
         across = Axis(low, high, tuple(tick for tick in across.ticks if low <= tick <= high))
-    across = replace(across, longest=1e6)
     up = axis_of(values, log=log, from_zero=from_zero)
     colours = {id(each): (place if each.colour is None else each.colour) % COLOURS for place, each in enumerate(series)}
     parts: list[str] = []
@@ -217,7 +199,7 @@ def histogram(
         limit: Position and name of a mark; None for none.
     """
     ends = [end for low, high, _ in classes for end in (low, high)]
-    across = replace(axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True), longest=1e6)
+    across = axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True)
     up = axis_of([count for _, _, count in classes], from_zero=True, whole=True)
     parts = []
     for low, high, count in classes:
@@ -270,10 +252,10 @@ def _upright(
     grid = []
     for tick in up.ticks:
         y = _y(up, tick)
-        grid += [svg_line("grid", LEFT, y, right, y), svg_text("tick", LEFT - 8, y + 4, up.label(tick), "end")]
+        grid += [svg_line("grid", LEFT, y, right, y), svg_text("tick", LEFT - 8, y + 4, short(tick), "end")]
     for tick in across.ticks:
         x = _x(across, tick)
-        grid += [svg_line("mark", x, bottom, x, bottom + 4), svg_text("tick", x, bottom + 18, across.label(tick))]
+        grid += [svg_line("mark", x, bottom, x, bottom + 4), svg_text("tick", x, bottom + 18, short(tick))]
     grid.append(svg_line("axis", LEFT, bottom, right, bottom))
     grid.append(svg_text("axis-title x", (LEFT + right) / 2, HEIGHT - 8, x_title))
     turned = f'transform="translate(15 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle"'
@@ -401,7 +383,8 @@ def stacked_bars(title: str, x: tuple[str, str], bars: Sequence[Bar], *, unit: f
             name = escaped(f"{each.limit[1]}: {short(each.limit[0] / unit)}")
             parts.append(f'<path class="limit" d="M{at(each.limit[0])} {y - 4}v30"><title>{name}</title></path>')
     legend = [(name, colours[name], "part") for name in names]
-    legend += [(name, 0, "limit") for name in dict.fromkeys(each.limit[1] for each in bars if each.limit is not None)]
+    marks = dict.fromkeys(each.limit[1] for each in bars if each.limit is not None and each.limit[0] in near)
+    legend += [(name, 0, "limit") for name in marks]
     return figure(title, title, legend, (WIDE, bottom + 46), parts)
 
 
@@ -416,6 +399,6 @@ def wide_axis(axis: Axis, ticks: Iterable[tuple[float, float]], title: str, bott
     """
     parts = []
     for tick, x in ticks:
-        parts += [svg_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, axis.label(tick))]
+        parts += [svg_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, short(tick))]
     parts.append(svg_line("axis", WIDE_LEFT, bottom, WIDE - RIGHT, bottom))
     return [*parts, svg_text("axis-title x", (WIDE_LEFT + WIDE) / 2, bottom + 40, title)]

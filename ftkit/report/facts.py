@@ -1,4 +1,4 @@
-"""The files of a run's folder, read defensively: a folder may come from a stranger.
+"""The files of a run's folder, read defensively: a folder may come from anybody.
 
 Links, pipes and devices are not opened. A file that cannot be read counts as absent, a line of metrics.jsonl that is no JSON
 object is skipped. `Reader` reads only the new lines of metrics.jsonl each time.

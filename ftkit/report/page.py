@@ -175,8 +175,9 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
     drawn = [
         line_chart("Loss", ("loss", "nats per token"), loss, xs=steps),
         line_chart("Gradient norm", ("norm before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
-        line_chart("Learning rate", ("learning rate", ""), series("learning_rate", "rate"), xs=steps, from_zero=True),
     ]
+    rate = series("learning_rate", "rate", unit=1e-3)
+    drawn.append(line_chart("Learning rate", ("learning rate", "10⁻³"), rate, xs=steps, from_zero=True))
     if scale := series("loss_scale", "scale"):
         drawn.append(line_chart("Loss scale", ("loss scale", ""), scale, xs=steps, log=True))
     speed = series("tokens_per_second", "all ranks")

@@ -87,7 +87,7 @@ def short(value: float | None, digits: int = 4) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1e7 or size < 1e-3:
+    if size >= 1e6 or size < 1e-4:
         mantissa, _, exponent = f"{value:.{max(digits - 2, 0)}e}".partition("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
         return f"{mantissa}e{int(exponent)}".replace("-", "−")

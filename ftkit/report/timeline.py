@@ -138,22 +138,21 @@ def draw(title: str, timeline: Timeline) -> Markup:
         y = 8 + place * ROW
         drawn.append(svg_text("tick name", WIDE_LEFT - 10, y + 16, stream[:40], "end"))
         own = sorted((each for each in timeline.parts if each.stream == stream), key=lambda each: each.start_s)
-        seen = list(_visible(own, timeline.seconds, alike=True))
-        for part in seen if len(seen) <= MOST_SPANS else _visible(own, timeline.seconds, alike=False):
+        for part in _visible(own, timeline.seconds):
             drawn += _span(part, at(part.start_s), at(part.end_s), y)
     legend = [(LEGEND[colour], colour, "part") for colour in sorted({_colour(part) for part in timeline.parts})]
     return figure(title, title, legend, (WIDE, bottom + 46), drawn)
 
 
-def _visible(parts: Sequence[Part], seconds: float, *, alike: bool) -> Iterator[Part]:
-    """Yield the spans within the step. Runs of short spans become one, if `alike` only those of one colour."""
+def _visible(parts: Sequence[Part], seconds: float) -> Iterator[Part]:
+    """Yield the spans within the step. Runs of spans too short to be seen become one, with the colour of the first."""
     least = seconds / MOST_SPANS
     waiting: Part | None = None
     for part in parts:
         if part.end_s < 0 or part.start_s > seconds or not math.isfinite(part.end_s):
             continue
         close = waiting is not None and part.start_s - waiting.end_s < least and part.end_s - part.start_s < least
-        if waiting is not None and close and (not alike or _colour(waiting) == _colour(part)):
+        if waiting is not None and close:
             name = f"{waiting.name.removesuffix(' …')} …"
             waiting = Part(part.stream, name, waiting.start_s, max(waiting.end_s, part.end_s))
             continue

@@ -22,7 +22,7 @@ PLAN = {
     "ranks": 2,
     "ranks_per_node": 2,
     "strategy": {"says": "stage 2"},
-    "why": ["the fastest way fits"],
+    "why": ["the fastest strategy fits"],
     "tiers": {"host": {"per": "node", "granted_bytes": 8 << 30, "purposes": {"parameters": 2 << 30, "moments": 4 << 30}}},
 }
 
@@ -30,8 +30,8 @@ PLAN = {
 def run_folder(path, *, metrics=(), **files):
     """Write a folder of a run; returns its path."""
     path.mkdir(parents=True, exist_ok=True)
-    told = (line if isinstance(line, str) else json.dumps(line) for line in metrics)
-    (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in told))
+    shown = (line if isinstance(line, str) else json.dumps(line) for line in metrics)
+    (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in shown))
     for name, content in files.items():
         file = path / {"recipe": "recipe.yaml", "divergences": "divergences.jsonl"}.get(name, f"{name}.json")
         file.write_text(content if isinstance(content, str) else json.dumps(content), errors="replace")
@@ -70,7 +70,7 @@ class Tags(HTMLParser):
 
 
 def check(text):
-    """Hold that a page is well-formed, has no scripts, asks for nothing, and that its charts have axes with units."""
+    """Check that a page is well-formed, has no scripts, asks for nothing, and that its charts have axes with units."""
     tags = Tags(text).found
     assert not [name for name, _ in tags if name in ("script", "iframe", "img", "object", "form", "a", "base")]
     for _, attributes in tags:
@@ -103,8 +103,8 @@ def test_a_run_that_ended(tmp_path):
     text = check(path.read_text())
     assert 'class="status good">ended<' in text
     assert 'http-equiv="refresh"' not in text
-    for told in ("4 →</small> 3<", "−25.0 %", "2.00 GiB", "3.00 GiB planned", "90 s", "seed: 17"):
-        assert told in text, told
+    for shown in ("4 →</small> 3<", "−25.0 %", "2.00 GiB", "3.00 GiB planned", "90 s", "seed: 17"):
+        assert shown in text, shown
     assert "Step 3 of rank 0, measured: 0.5 s" in text
     assert "head and loss: 200 ms" in text
     assert "&lt;b&gt;" in text
@@ -232,7 +232,7 @@ def test_a_trace_goes_out_and_comes_back():
     assert len(draw("many", many)) < 600_000
 
 
-def test_special_files_of_a_stranger_are_not_opened(tmp_path):
+def test_special_files_are_not_opened(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "secret").write_text("a secret")

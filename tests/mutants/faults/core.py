@@ -950,11 +950,11 @@ FAULTS = (
         "tests/report/test_live.py::test_a_report_that_broke_records_nothing",
     ),
     _fault(
-        "links in a stranger's folder are followed into the report",
+        "links in a run's folder are followed into the report",
         "ftkit/report/facts.py",
         "    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)",
-        "tests/report/test_page.py::test_special_files_of_a_stranger_are_not_opened",
+        "tests/report/test_page.py::test_special_files_are_not_opened",
     ),
     _fault(
         "what shares a resource does not slow down",
