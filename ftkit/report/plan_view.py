@@ -18,9 +18,9 @@ from ftkit.plan.speed import STREAMS, Speed
 from ftkit.plan.whatif import Answer
 from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.curve import curve
-from ftkit.report.page import Card
+from ftkit.report.page import TIER_LABELS, Card
 from ftkit.report.style import html
-from ftkit.report.text import GIB, literal
+from ftkit.report.text import GIB, gib, literal
 from ftkit.report.timeline import draw, of_speed
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
@@ -65,10 +65,14 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
 
     def stored(kind: str) -> str:
         tier = strategy.tier(kind)
-        return f"on {HOST if cpu and tier == DEVICE else tier}"
+        return f"on {HOST if cpu and tier == DEVICE else TIER_LABELS[tier]}"
 
     yield "ZeRO stage", f"{strategy.stage}: {STAGES[int(strategy.stage)]}"
-    reshard = "resharded after forward, gathered again for backward" if strategy.reshard_after_forward else "gathered once"
+    reshard = (
+        "resharded after forward, gathered again for backward"
+        if strategy.reshard_after_forward
+        else "gathered until backward"
+    )
     yield "parameters", f"{stored('parameters')}, {reshard if strategy.stage == 3 else 'whole on every rank'}"
     yield "gradients", f"{stored('gradients')}{', summed in fp32' if strategy.sums_in_fp32 else ''}"
     cached = decided(strategy.state_host_bytes) / GIB
@@ -80,18 +84,19 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
     words = f"{graphs} of {blocks} blocks keep their activations, {blocks - graphs} recompute them"
     words = {0: "all blocks recompute them", blocks: "all blocks keep them"}.get(graphs, words)
     yield "activations", f"{stored('activation_offload')}, {words}"
-    micro_batch, accumulation, tokens = decided(strategy.micro_batch), decided(strategy.accumulation), shape.sequence_tokens
-    whole = shape.world_size * micro_batch * accumulation * tokens
-    together = f", {strategy.parts} through each block together" if strategy.parts > 1 else ""
-    most = plan.largest_micro_batch
-    yield (
-        "batch",
-        (
-            f"{counted(shape.world_size, 'rank')} x {accumulation} micro-batch{'es' * (accumulation > 1)}{together} x "
-            f"{counted(micro_batch, 'sequence')} x {tokens:,} tokens = {whole:,} tokens per step; "
-            f"{f'up to {most} sequences' if most > micro_batch else 'no larger micro-batch'} would fit"
-        ),
+    micro_batch, accumulation = decided(strategy.micro_batch), decided(strategy.accumulation)
+    together = f" ({strategy.parts} through each block together)" if strategy.parts > 1 else ""
+    factors = (
+        counted(shape.world_size, "rank"),
+        f"{accumulation} micro-batch{'es' * (accumulation > 1)}{together}",
+        counted(micro_batch, "sequence"),
+        f"{shape.sequence_tokens:,} tokens",
     )
+    whole = shape.world_size * accumulation * micro_batch * shape.sequence_tokens
+    most = plan.largest_micro_batch
+    fits = f"up to {most} sequences" if most > micro_batch else "no larger micro-batch"
+    yield "batch", f"{' x '.join(factors)} = {whole:,} tokens per step; {fits} would fit"
+    yield "disk", f"{gib(plan.memory.checkpoint_bytes)} in output.dir for checkpoints and the model"
 
 
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -114,7 +119,6 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
         beside = ", ".join(f"{STREAMS[name]} {-share:.0%}" for share, name in others)
         busy = f"{STREAMS[speed.binds]}, busy {speed.busy[speed.binds]:.0%} of the step"
         yield "bottleneck", f"{busy}; at the same time {beside}" if beside else busy
-    yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB in output.dir for checkpoints and the model"
     if written := plan.as_dict()["nvme_wear"]:
         node = sum(written.values()) * plan.limits.ranks_per_node
         rate = f"{node * 1440 / 1e12:,.1f} TB per day at one step per minute"
@@ -191,7 +195,9 @@ def render(plan: Plan, title: str) -> str:
         sizes = plan.memory.purposes(tier, phase).items()
         parts = [(purpose, float(size * plan.limits.ranks(tier))) for purpose, size in sizes]
         mark = None if granted is None else (float(granted), "granted")
-        charts += stacked_bars(f"{TITLES[tier]}, to {phase}", ("memory", "GiB"), [Bar("planned", parts, mark)], unit=GIB)
+        charts += stacked_bars(
+            f"{TITLES[tier]}: peak during {phase}", ("memory", "GiB"), [Bar("planned", parts, mark)], unit=GIB
+        )
     return html(
         "plan.html",
         title=title,

@@ -145,14 +145,14 @@ def draw(title: str, timeline: Timeline) -> Markup:
 
 
 def _visible(parts: Sequence[Part], seconds: float) -> Iterator[Part]:
-    """Yield the spans within the step. Runs of spans too short to be seen become one, with the colour of the first."""
-    least = seconds / MOST_SPANS
+    """Yield the spans within the step. Runs of short spans become one: those of one colour, or all if there are many."""
+    least, crowded = seconds / MOST_SPANS, len(parts) > 4 * MOST_SPANS
     waiting: Part | None = None
     for part in parts:
         if part.end_s < 0 or part.start_s > seconds or not math.isfinite(part.end_s):
             continue
         close = waiting is not None and part.start_s - waiting.end_s < least and part.end_s - part.start_s < least
-        if waiting is not None and close:
+        if waiting is not None and close and (crowded or _colour(waiting) == _colour(part)):
             name = f"{waiting.name.removesuffix(' …')} …"
             waiting = Part(part.stream, name, waiting.start_s, max(waiting.end_s, part.end_s))
             continue
