@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ftkit.config.recipe import load
 from ftkit.plan.catalog import find_hardware
-from ftkit.report.plan_page import render
-from ftkit.report.style import STYLE
+from ftkit.report.plan_view import render
+from ftkit.report.style import stylesheet
 from ftkit.train.planning import plan_recipe
 
 FILE = Path(__file__).parent / "plan-memory.svg"
@@ -30,7 +30,7 @@ def figure() -> str:
     attributes, inner = found.groups()
     inner = re.sub(r'<rect class="hit".*?</rect>', "", inner, flags=re.DOTALL)  # a picture has no pointer over it
     ground = '<rect width="100%" height="100%" fill="var(--card)"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{STYLE}</style>{ground}{inner}</svg>\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}><style>{stylesheet()}</style>{ground}{inner}</svg>\n'
 
 
 if __name__ == "__main__":

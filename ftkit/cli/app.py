@@ -40,7 +40,7 @@ from ftkit.output.run_folder import VERIFY, RunFolder, check_target, write, writ
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.plan import Plan
 from ftkit.plan.whatif import Answer, largest, what_if
-from ftkit.report.plan_text import show_answers, show_plan
+from ftkit.report.plan_view import show_answers, show_plan
 from ftkit.report.text import literal
 
 app = typer.Typer(
@@ -191,7 +191,7 @@ def plan(
         made = largest(asked) if most else asked.plan()
         epoch = epoch_of(facts, made)
     if page is not None:
-        from ftkit.report.plan_page import render  # here, see the top of this file
+        from ftkit.report.plan_view import render  # here, see the top of this file
 
         _write_page(page, render(made, f"{Path(recipe).stem} on {hardware or 'this machine'}"))
     wonder = made.speed is not None and not as_json if wonder is None else wonder

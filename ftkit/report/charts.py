@@ -1,51 +1,48 @@
-"""Charts as SVG inside a page: lines over steps, and bars of stacked parts; axes with units, ticks at round numbers.
+"""SVG charts: lines over steps, histograms, stacked bars.
 
-Colours are CSS variables (`--c0` ... of style.py), so that one drawing serves light and dark. A value that is missing is a
-gap; one that is not finite is a cross at the chart's upper edge, and never bends the axis. However long a run is, a line has
-at most some hundred points: of each stretch of the axis the first, least, largest and last value, so that no spike is lost.
-Hovering tells numbers, by <title>: there is no script.
-
-Of no numbers it makes an empty chart that says so. All text is escaped here, once.
+Colours are CSS classes (`s0` to `s11` in report.css), so one drawing serves light and dark. A missing value is a gap. An
+infinite value or NaN is a cross at the upper edge and does not change the axis. `thinned` bounds the size of a line and
+keeps its spikes. Values appear on hover through <title>; there is no script. All text is escaped here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
+
+from markupsafe import Markup
 
 from ftkit.report.text import escaped, short
 
 WIDTH, HEIGHT = 400, 244
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 44
+WIDE, WIDE_LEFT, ROW = 1080, 128, 34
+"""Width, left margin and row height of charts that span the page."""
 STRETCHES = 240
-"""Of the x axis, of which each gives a line at most four points."""
+"""Parts of the x axis. A line has at most four points in each."""
 HOVERS = 80
-"""Places along the x axis that tell their numbers."""
+"""Places along the x axis that show their values on hover."""
 COLOURS = 6
 DECADES = 1.5
-"""From how many powers of ten on a chart that may be logarithmic is."""
-
+"""Powers of ten from which an axis that may be logarithmic is."""
 LARGEST = 1e100
-"""On an axis: from there on, and as near to zero, numbers are drawn at its end, so that no sum overflows."""
-
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+"""Larger numbers are drawn at the end of the axis, so that no sum overflows. Numbers below its inverse count as zero."""
 
 Point = tuple[float, "float | None"]
-"""x, and y: None for a gap, not finite for a mark."""
+"""x and y; y is None for a gap."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one colour draws.
+    """Points of one colour.
 
     Args:
-        name: name in the legend.
-        points: points by x, as they come.
-        kind: "line"; "dots", joined by a thin line; or "level", one dashed line at the y of the first point, over the whole
-            chart.
-        colour: number of the colour; None takes the place of the series.
+        name: Name in the legend.
+        points: Points, in order of x.
+        kind: "line"; "dots", joined by a thin line; or "level", a dashed line at the y of the first point.
+        colour: Number of the colour; None takes the position of the series.
     """
 
     name: str
@@ -56,74 +53,55 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of numbers on a length of the drawing.
+    """A range of numbers along one side of a chart.
 
     Args:
-        low: number at the lower end.
-        high: number at the upper end.
-        ticks: numbers at which the axis is labelled.
-        log: whether it is logarithmic.
-        room: numbers below this one are short enough as labels; larger ones are divided by a power of ten.
+        low: Number at the lower end.
+        high: Number at the upper end.
+        ticks: Numbers with a label.
+        log: Whether the axis is logarithmic.
     """
 
     low: float
     high: float
     ticks: tuple[float, ...]
     log: bool = False
-    room: float = 1e4
-
-    @property
-    def factor(self) -> float:
-        """A power of ten to divide labels by, so that they are short and alike; 1 where they are so already."""
-        most = max(map(abs, self.ticks), default=0.0)
-        if self.log or most == 0 or 1e-2 <= most < self.room:
-            return 1.0
-        return 10.0 ** (3 * math.floor(math.log10(most) / 3))
 
     def title(self, name: str, unit: str) -> str:
-        """Return a title with the unit, and with what labels are divided by."""
-        factor = self.factor
-        power = "" if factor == 1 else f"10{str(round(math.log10(factor))).translate(RAISED)}"
-        return f"{name} ({' '.join(filter(None, (power, unit))) or 'no unit'}{', logarithmic' if self.log else ''})"
-
-    def label(self, tick: float) -> str:
-        """Return what stands at a tick."""
-        return short(tick / self.factor)
+        """Return the title with its unit."""
+        return f"{name} ({unit or 'no unit'}{', logarithmic' if self.log else ''})"
 
     def share(self, value: float) -> float:
-        """Return where a number lies: 0 at the low end, 1 at the high one; what lies outside is at the nearer end."""
+        """Return the position of a number, from 0 at the low end to 1 at the high end; numbers outside are at an end."""
         if self.low == self.high:  # steps that a file made as small as 1e-82
             return 0.0
+        value = min(max(value, self.low), self.high)
         if self.log:
-            value = min(max(value, self.low), self.high)
-            found = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            found = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return found
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
 def axis_of(
     values: Iterable[float], *, log: bool = False, from_zero: bool = False, whole: bool = False, count: int = 5
 ) -> Axis:
-    """Return an axis with ticks at round numbers on which all values lie.
+    """Return an axis with round ticks that contains all values.
 
     Args:
-        values: finite numbers.
-        log: whether the axis may be logarithmic, if they spread so far.
-        from_zero: whether zero belongs to it.
-        whole: whether only whole numbers are ticks.
-        count: about how many ticks there are.
+        values: Finite numbers.
+        log: Whether the axis may be logarithmic if the values spread over decades.
+        from_zero: Whether the axis contains zero.
+        whole: Whether ticks are whole numbers.
+        count: Approximate number of ticks.
     """
     known = [min(max(value, -LARGEST), LARGEST) if abs(value) > 1 / LARGEST else 0.0 for value in values]
     low, high = min(known, default=0.0), max(known, default=1.0)
-    positive = [value for value in known if value > 0]
-    if log and len(positive) == len(known) and known and math.log10(high / low) >= DECADES:
+    if log and known and low > 0 and math.log10(high / low) >= DECADES:
         return _log_axis(low, high, count)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= abs(high) * 1e-9:
-        room = abs(high) / 2 or 1.0
-        low, high = (0.0 if from_zero and low >= 0 else low - room), high + room
+        margin = abs(high) / 2 or 1.0
+        low, high = (0.0 if from_zero and low >= 0 else low - margin), high + margin
     step = _round_step((high - low) / count)
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -131,7 +109,7 @@ def axis_of(
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2 and 5 times a power of ten that is at least this."""
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * times for times in (1, 2, 5, 10, 20) if power * times >= least * (1 - 1e-9))
 
@@ -146,20 +124,17 @@ def _log_axis(low: float, high: float, count: int) -> Axis:
 
 
 def thinned(points: Sequence[Point], low: float, high: float) -> list[Point]:
-    """Return at most four points for each stretch of [low, high], in order: first, least, largest, last; gaps stay gaps."""
+    """Return the first, least, largest and last point of each stretch of [low, high], in order. Gaps stay gaps."""
     if len(points) <= 4 * STRETCHES:
         return list(points)
     width = (high - low) / STRETCHES or 1.0
     kept: list[Point] = []
-    for _, run in groupby(points, key=lambda point: (int((point[0] - low) / width), _kind(point[1]))):
+    for (_, kind), run in groupby(points, key=lambda point: (int((point[0] - low) / width), _kind(point[1]))):
         stretch = list(run)
-        if len(stretch) <= 4 or stretch[0][1] is None:
-            kept += stretch[:4] if stretch[0][1] is None else stretch
-            continue
-        by_value = sorted(range(len(stretch)), key=lambda number: stretch[number][1] or 0.0)
-        if not math.isfinite(stretch[0][1]):
+        if kind != "value":
             kept.append(stretch[0])
             continue
+        by_value = sorted(range(len(stretch)), key=lambda number: stretch[number][1] or 0.0)
         kept += [stretch[number] for number in sorted({0, by_value[0], by_value[-1], len(stretch) - 1})]
     return kept[: 16 * STRETCHES]  # gaps and values that take turns in every step of a hostile file
 
@@ -177,39 +152,34 @@ def line_chart(
     xs: Sequence[float] = (),
     log: bool = False,
     from_zero: bool = False,
-) -> str:
-    """Return a figure: a heading, a legend where there is more than one series, and the chart.
+) -> Markup:
+    """Return a figure: heading, legend for two or more series, and chart.
 
     Args:
-        title: heading above the chart.
-        y: name and unit of the y axis; the unit may be "".
-        series: what is drawn.
-        x: name and unit of the x axis; the unit may be "".
-        xs: numbers that the x axis shows beside what is drawn.
-        log: whether the y axis may be logarithmic; see `axis_of`.
-        from_zero: whether zero belongs to the y axis; see `axis_of`.
+        title: Heading above the chart.
+        y: Name and unit of the y axis; the unit may be "".
+        series: Series to draw.
+        x: Name and unit of the x axis; the unit may be "".
+        xs: Further numbers that the x axis contains.
+        log: Whether the y axis may be logarithmic; see `axis_of`.
+        from_zero: Whether the y axis contains zero; see `axis_of`.
     """
     drawn = [each for each in series if each.points]
     known = [*xs, *(place for each in drawn if each.kind != "level" for place, _ in each.points)]
     values = [value for each in drawn for _, value in each.points if value is not None and math.isfinite(value)]
     across = axis_of(known or [0.0, 1.0], whole=True)
-    if known and (low := min(known)) < (high := max(known)):  # no empty margins: ticks that lie outside are left out
+    if known and (low := min(known)) < (high := max(known)):  # no empty margins
         across = Axis(low, high, tuple(tick for tick in across.ticks if low <= tick <= high))
-    across = replace(across, room=1e6)
     up = axis_of(values, log=log, from_zero=from_zero)
-    x_title, y_title = across.title(*x), up.title(*y)
     colours = {id(each): (place if each.colour is None else each.colour) % COLOURS for place, each in enumerate(series)}
-    parts = [*_grid(across, up, x_title, y_title)]
+    parts: list[str] = []
     for each in sorted(drawn, key=lambda one: one.kind == "dots"):
         parts += _drawn(each, colours[id(each)], across, up)
     parts += _hovers(drawn, across, x[0])
     if not values:
-        middle = f'x="{(WIDTH + LEFT) / 2}" y="{HEIGHT / 2 - 12}"'
-        parts.append(f'<text class="none" {middle} text-anchor="middle">no numbers yet</text>')
-    label = escaped(f"{title}: {y_title} over {x_title}")
-    legend = _legend([(each.name, colours[id(each)], each.kind) for each in drawn]) if len(drawn) > 1 else ""
-    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escaped(title)}</figcaption>{legend}{svg}</figure>"
+        parts.append(svg_text("none", (WIDTH + LEFT) / 2, HEIGHT / 2 - 12, "no numbers yet"))
+    legend = [(each.name, colours[id(each)], each.kind) for each in drawn] if len(drawn) > 1 else []
+    return _upright(title, across, up, (x, y), parts, legend)
 
 
 def histogram(
@@ -218,37 +188,30 @@ def histogram(
     y: tuple[str, str],
     classes: Sequence[tuple[float, float, int]],
     limit: tuple[float, str] | None = None,
-) -> str:
-    """Return a figure of upright bars, one a class, with a heading.
+) -> Markup:
+    """Return a figure of upright bars, one for each class.
 
     Args:
-        title: heading above the chart.
-        x: name and unit of the x axis.
-        y: name and unit of the y axis.
-        classes: (low, high, count), from low up to high.
-        limit: where a mark stands, with what it is; None for none.
+        title: Heading above the chart.
+        x: Name and unit of the x axis.
+        y: Name and unit of the y axis.
+        classes: (low, high, count); `high` is excluded.
+        limit: Position and name of a mark; None for none.
     """
     ends = [end for low, high, _ in classes for end in (low, high)]
-    across = replace(axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True), room=1e6)
+    across = axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True)
     up = axis_of([count for _, _, count in classes], from_zero=True, whole=True)
-    x_title, y_title = across.title(*x), up.title(*y)
-    parts = [*_grid(across, up, x_title, y_title)]
+    parts = []
     for low, high, count in classes:
         left, right, top = _x(across, low), _x(across, high), _y(up, count)
-        told = escaped(f"{short(low)} to {short(high)} {x[1]}: {short(count)} {y[1]}")
-        parts.append(
-            f'<rect class="p0" x="{left + 0.5:.1f}" y="{top}" width="{max(right - left - 1, 0.6):.1f}" '
-            f'height="{HEIGHT - BOTTOM - top:.1f}"><title>{told}</title></rect>'
-        )
+        text = f"{short(low)} to {short(high)} {x[1]}: {short(count)} {y[1]}"
+        parts.append(bar("part s0", left + 0.5, top, max(right - left - 1, 0.6), HEIGHT - BOTTOM - top, text))
     if limit is not None:
-        at, told = _x(across, limit[0]), escaped(f"{limit[1]}: {short(limit[0])}")
-        anchor = "end" if at > (LEFT + WIDTH) / 2 else "start"
-        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"><title>{told}</title></path>')
-        text = f'x="{at + (-5 if anchor == "end" else 5)}" y="{TOP - 3}" text-anchor="{anchor}"'
-        parts.append(f'<text class="tick name" {text}>{told}</text>')
-    label = escaped(f"{title}: {y_title} over {x_title}")
-    svg = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escaped(title)}</figcaption>{svg}</figure>"
+        at, text = _x(across, limit[0]), f"{limit[1]}: {short(limit[0])}"
+        anchor, beside = ("end", -5) if at > (LEFT + WIDTH) / 2 else ("start", 5)
+        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"><title>{escaped(text)}</title></path>')
+        parts.append(svg_text("tick name", at + beside, TOP - 3, text, anchor))
+    return _upright(title, across, up, (x, y), parts, [])
 
 
 def _x(axis: Axis, value: float) -> float:
@@ -259,77 +222,113 @@ def _y(axis: Axis, value: float) -> float:
     return round(HEIGHT - BOTTOM - axis.share(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
-def _grid(across: Axis, up: Axis, x_title: str, y_title: str) -> Iterator[str]:
+def svg_text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
+    """Return a text element of a CSS class."""
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escaped(text, 80)}</text>'
+
+
+def svg_line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """Return a straight line of a CSS class."""
+    return f'<line class="{kind}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>'
+
+
+def bar(kind: str, x: float, y: float, width: float, height: float, title: str) -> str:
+    """Return a rectangle of a CSS class that shows a title on hover."""
+    size = f'x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {size}><title>{escaped(title, 600)}</title></rect>'
+
+
+def _upright(
+    title: str,
+    across: Axis,
+    up: Axis,
+    names: tuple[tuple[str, str], tuple[str, str]],
+    parts: Sequence[str],
+    legend: Sequence[tuple[str, int, str]],
+) -> Markup:
+    """Return a figure with two axes, given the drawing between them."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    x_title, y_title = across.title(*names[0]), up.title(*names[1])
+    grid = []
     for tick in up.ticks:
         y = _y(up, tick)
-        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield f'<text class="tick" x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{up.label(tick)}</text>'
+        grid += [svg_line("grid", LEFT, y, right, y), svg_text("tick", LEFT - 8, y + 4, short(tick), "end")]
     for tick in across.ticks:
         x = _x(across, tick)
-        yield f'<line class="mark" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>'
-        yield f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{across.label(tick)}</text>'
-    yield f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
-    yield _title_below(x_title, (LEFT + right) / 2, HEIGHT - 8)
-    middle = (TOP + bottom) / 2
-    yield (
-        f'<text class="axis-title y" transform="translate(12 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escaped(y_title)}</text>"
+        grid += [svg_line("mark", x, bottom, x, bottom + 4), svg_text("tick", x, bottom + 18, short(tick))]
+    grid.append(svg_line("axis", LEFT, bottom, right, bottom))
+    grid.append(svg_text("axis-title x", (LEFT + right) / 2, HEIGHT - 8, x_title))
+    turned = f'transform="translate(15 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle"'
+    grid.append(f'<text class="axis-title y" {turned}>{escaped(y_title)}</text>')
+    return figure(title, f"{title}: {y_title} over {x_title}", legend, (WIDTH, HEIGHT), [*grid, *parts])
+
+
+def figure(
+    title: str, label: str, legend: Sequence[tuple[str, int, str]], size: tuple[int, int], parts: Iterable[str]
+) -> Markup:
+    """Return a figure: heading, legend, drawing. One wider than a column spans the page and scrolls if the page is narrow.
+
+    Args:
+        title: Heading.
+        label: Description for screen readers.
+        legend: (name, colour, kind) of each entry.
+        size: Width and height of the drawing.
+        parts: Elements of the drawing, as markup.
+    """
+    keys = "".join(f'<li><i class="key {kind} s{colour}"></i>{escaped(name, 80)}</li>' for name, colour, kind in legend)
+    shown = f'<ul class="legend">{keys}</ul>' if keys else ""
+    wide = size[0] > WIDTH
+    drawing = (
+        f'<svg class="chart{" wide" * wide}" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escaped(label)}">'
+        f"{''.join(parts)}</svg>"
     )
+    if wide:
+        drawing = f'<div class="scroll">{drawing}</div>'
+    kind = "broad" if wide else "column"
+    return Markup(f'<figure class="{kind}"><figcaption>{escaped(title)}</figcaption>{shown}{drawing}</figure>')
 
 
 def _drawn(series: Series, colour: int, across: Axis, up: Axis) -> Iterator[str]:
     if series.kind == "level":
         value = series.points[0][1]
         if value is not None and math.isfinite(value):
-            y = _y(up, value)
             name = escaped(f"{series.name}: {short(value)}")
-            yield f'<path class="level s{colour}" d="M{LEFT} {y}H{WIDTH - RIGHT}"><title>{name}</title></path>'
+            yield f'<path class="level s{colour}" d="M{LEFT} {_y(up, value)}H{WIDTH - RIGHT}"><title>{name}</title></path>'
         return
-    points = thinned(series.points, across.low, across.high)
     path: list[str] = []
+    values: list[str] = []
     pen = "M"
-    for x, value in points:
+    for x, value in thinned(series.points, across.low, across.high):
+        at = _x(across, x)
         if value is None:
             pen = "M"
         elif math.isfinite(value):
-            path.append(f"{pen}{_x(across, x)} {_y(up, value)}")
+            path.append(f"{pen}{at} {_y(up, value)}")
+            values.append(f'<circle class="dot s{colour}" cx="{at}" cy="{_y(up, value)}" r="3.5"/>')
             pen = "L"
+        else:
+            name = escaped(f"{series.name}, {short(x)}: {short(value)}")
+            yield f'<path class="bad" d="M{at - 4:g} {TOP - 6}l8 8m0 -8l-8 8"><title>{name}</title></path>'
     if path:
         yield f'<path class="{"line" if series.kind == "line" else "thread"} s{colour}" d="{"".join(path)}"/>'
-    values = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     if series.kind == "dots" or len(values) == 1:
-        for x, y in values:
-            yield f'<circle class="f{colour}" cx="{_x(across, x)}" cy="{_y(up, y)}" r="3.5"/>'
-    for x, value in points:
-        if value is not None and not math.isfinite(value):
-            told = escaped(f"{series.name}, {short(x)}: {short(value)}")
-            at = _x(across, x)
-            yield f'<path class="bad" d="M{at - 4} {TOP - 6}l8 8m0 -8l-8 8"><title>{told}</title></path>'
+        yield from values
 
 
 def _hovers(drawn: Sequence[Series], across: Axis, name: str) -> Iterator[str]:
-    """Yield invisible strips that tell what lies there: the last value of each series in each of them."""
+    """Yield invisible strips that show, on hover, the last value of each series in each of them."""
     found: dict[int, dict[str, Point]] = {}
     for series in drawn:
         if series.kind != "level":
             for x, y in series.points:
                 found.setdefault(min(int(across.share(x) * HOVERS), HOVERS - 1), {})[series.name] = (x, y)
-    for place in sorted(found):
-        told: dict[float, list[str]] = {}
-        for series_name, (x, y) in found[place].items():
-            told.setdefault(x, []).append(f"{series_name} {short(y)}")
-        text = "\n".join(f"{name} {short(x)}: {', '.join(parts)}" for x, parts in sorted(told.items()))
-        width = (WIDTH - LEFT - RIGHT) / HOVERS
-        yield (
-            f'<rect class="hit" x="{LEFT + place * width:.1f}" y="{TOP}" width="{width:.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"><title>{escaped(text, 600)}</title></rect>'
-        )
-
-
-def _legend(entries: Iterable[tuple[str, int, str]]) -> str:
-    keys = "".join(f'<li><i class="key {kind} b{colour}"></i>{escaped(name, 80)}</li>' for name, colour, kind in entries)
-    return f'<ul class="legend">{keys}</ul>'
+    width = (WIDTH - LEFT - RIGHT) / HOVERS
+    for place, points in sorted(found.items()):
+        shown: dict[float, list[str]] = {}
+        for series_name, (x, y) in points.items():
+            shown.setdefault(x, []).append(f"{series_name} {short(y)}")
+        text = "\n".join(f"{name} {short(x)}: {', '.join(parts)}" for x, parts in sorted(shown.items()))
+        yield bar("hit", LEFT + place * width, TOP, width, HEIGHT - TOP - BOTTOM, text)
 
 
 @dataclass(frozen=True)
@@ -337,10 +336,10 @@ class Bar:
     """One bar of a stacked bar chart.
 
     Args:
-        name: name left of the bar.
+        name: Name to the left of the bar.
         parts: (name, size) from left to right.
-        limit: where a mark stands, with what it is; None for none.
-        plain: draw it in one quiet colour, which is not in the legend.
+        limit: Position and name of a mark; None for none.
+        plain: Whether the bar has one neutral colour and no entry in the legend.
     """
 
     name: str
@@ -349,75 +348,57 @@ class Bar:
     plain: bool = False
 
 
-def stacked_bars(title: str, x: tuple[str, str], bars: Sequence[Bar], *, unit: float = 1.0) -> str:
-    """Return a figure of horizontal bars from zero, one under the other, whose parts have the same colour in each.
+def stacked_bars(title: str, x: tuple[str, str], bars: Sequence[Bar], *, unit: float = 1.0) -> Markup:
+    """Return a figure of horizontal bars from zero. Parts of one name have one colour in all bars.
 
     Args:
-        title: heading above the chart.
-        x: name and unit of the axis.
-        bars: bars, from above.
-        unit: one unit of the axis, in the sizes of the bars (2**30 where those are bytes and the axis has GiB).
+        title: Heading above the chart.
+        x: Name and unit of the axis.
+        bars: Bars, from top to bottom.
+        unit: One unit of the axis, in the sizes of the bars (2**30 for bytes on an axis in GiB).
     """
-    names = list(dict.fromkeys(name for bar in bars if not bar.plain for name, size in bar.parts if size > 0))
-    colours = {name: str(place % (2 * COLOURS)) for place, name in enumerate(names)}
-    width, left, row = 1080, 128, 34
-    bottom = 12 + row * len(bars)
-    height = bottom + 46
-    totals = [sum(size for _, size in bar.parts) for bar in bars]
+    names = list(dict.fromkeys(name for each in bars if not each.plain for name, size in each.parts if size > 0))
+    colours = {name: place % (2 * COLOURS) for place, name in enumerate(names)}
+    bottom = 12 + ROW * len(bars)
+    totals = [sum(size for _, size in each.parts) for each in bars]
     most = max(totals, default=0.0)
-    near = [bar.limit[0] for bar in bars if bar.limit is not None and bar.limit[0] <= 3 * most]
+    near = [each.limit[0] for each in bars if each.limit is not None and each.limit[0] <= 3 * most]
     axis = axis_of([value / unit for value in (*totals, *near)], from_zero=True, count=6)
 
     def at(value: float) -> float:
-        return round(left + axis.share(value / unit) * (width - left - 60), 1)
+        return round(WIDE_LEFT + axis.share(value / unit) * (WIDE - WIDE_LEFT - 60), 1)
 
-    parts = []
-    for tick in axis.ticks:
-        across = at(tick * unit)
-        parts.append(f'<line class="grid" x1="{across}" x2="{across}" y1="6" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{across}" y="{bottom + 18}" text-anchor="middle">{axis.label(tick)}</text>')
-    for place, bar in enumerate(bars):
-        y = 12 + place * row
-        name_ends = f'x="{left - 10}" y="{y + 15}" text-anchor="end"'
-        parts.append(f'<text class="tick name" {name_ends}>{escaped(bar.name, 40)}</text>')
-        done = 0.0
-        for name, size in bar.parts:
+    parts = wide_axis(axis, [(tick, at(tick * unit)) for tick in axis.ticks], axis.title(*x), bottom)
+    for place, each in enumerate(bars):
+        y, done = 12 + place * ROW, 0.0
+        parts.append(svg_text("tick name", WIDE_LEFT - 10, y + 15, each.name, "end"))
+        for name, size in each.parts:
             if size > 0:
-                told = escaped(f"{bar.name}, {name}: {short(size / unit)}")
                 start, end = at(done), at(done + size)
-                parts.append(
-                    f'<rect class="part p{"-plain" if bar.plain else colours[name]}" x="{start}" y="{y}" '
-                    f'width="{max(end - start, 0.6):.1f}" height="22">'
-                    f"<title>{told}</title></rect>"
-                )
+                kind = "part plain" if each.plain else f"part s{colours[name]}"
+                parts.append(bar(kind, start, y, max(end - start, 0.6), 22, f"{each.name}, {name}: {short(size / unit)}"))
                 done += size
-        parts.append(f'<text class="tick" x="{at(done) + 8}" y="{y + 15}">{short(done / unit, 3)}</text>')
-        if bar.limit is not None and bar.limit[0] in near:
-            across, told = at(bar.limit[0]), escaped(f"{bar.limit[1]}: {short(bar.limit[0] / unit)}")
-            parts.append(f'<path class="limit" d="M{across} {y - 4}v30"><title>{told}</title></path>')
-    parts.append(f'<line class="axis" x1="{left}" x2="{width - 14}" y1="{bottom}" y2="{bottom}"/>')
-    parts.append(_title_below(axis.title(*x), (left + width) / 2, height - 6))
-    keys = "".join(f'<li><i class="key part b{colours[name]}"></i>{escaped(name, 80)}</li>' for name in names)
-    return broad(title, keys, width, height, parts)
+        parts.append(svg_text("tick", at(done) + 8, y + 15, short(done / unit, 3), "start"))
+        if each.limit is not None and each.limit[0] in near:
+            name = escaped(f"{each.limit[1]}: {short(each.limit[0] / unit)}")
+            parts.append(f'<path class="limit" d="M{at(each.limit[0])} {y - 4}v30"><title>{name}</title></path>')
+    legend = [(name, colours[name], "part") for name in names]
+    marks = dict.fromkeys(each.limit[1] for each in bars if each.limit is not None and each.limit[0] in near)
+    legend += [(name, 0, "limit") for name in marks]
+    return figure(title, title, legend, (WIDE, bottom + 46), parts)
 
 
-def broad(title: str, keys: str, width: int, height: int, parts: Iterable[str]) -> str:
-    """Return a figure as wide as the page, which is scrolled where the page is narrow.
+def wide_axis(axis: Axis, ticks: Iterable[tuple[float, float]], title: str, bottom: int) -> list[str]:
+    """Return the horizontal axis of a chart that spans the page, with a grid.
 
     Args:
-        title: heading above the figure.
-        keys: entries of its legend, as markup.
-        width: width of the drawing.
-        height: height of the drawing.
-        parts: parts of the drawing, as markup.
+        axis: The axis.
+        ticks: (tick, x) of each tick to draw.
+        title: Title below the axis.
+        bottom: y of the axis.
     """
-    name = escaped(title)
-    return (
-        f'<figure class="broad"><figcaption>{name}</figcaption><ul class="legend">{keys}</ul><div class="scroll">'
-        f'<svg class="chart wide" viewBox="0 0 {width} {height}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
-        "</div></figure>"
-    )
-
-
-def _title_below(text: str, x: float, y: float) -> str:
-    return f'<text class="axis-title x" x="{x}" y="{y}" text-anchor="middle">{escaped(text)}</text>'
+    parts = []
+    for tick, x in ticks:
+        parts += [svg_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, short(tick))]
+    parts.append(svg_line("axis", WIDE_LEFT, bottom, WIDE - RIGHT, bottom))
+    return [*parts, svg_text("axis-title x", (WIDE_LEFT + WIDE) / 2, bottom + 40, title)]

@@ -1,11 +1,7 @@
-"""The report of a run while it goes on: report.json says how the run stands, and report.html is written anew now and then.
+"""The report during a run: report.json has the status of the run, and report.html is rewritten from time to time.
 
-`RunReport` is a callback of the HF Trainer, and a context around the run: whoever leaves it by an error has ended early.
-Rank 0 alone writes. It also records one step of this process (the third, or the last of fewer) for the timeline.
-
-What goes wrong here is said once and costs the report, never the run. Cost: a writing takes milliseconds; the next one
-waits for `EVERY_SECONDS` and for `REST` times what the last one took, so that a report of a million lines takes no larger
-part of its run's time than one of ten.
+`RunReport` is a callback of the HF Trainer and a context around the run: an error that leaves it ends the run early. Only
+rank 0 writes. It also records one step for the timeline. An error in the report is printed once and never ends the run.
 """
 
 from __future__ import annotations
@@ -29,18 +25,15 @@ from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
 from ftkit.report.page import rewrite
-from ftkit.report.simulated import of_speed
 from ftkit.report.text import literal
-from ftkit.report.timeline import Part, Timeline, as_chrome
+from ftkit.report.timeline import Part, Timeline, as_chrome, of_speed
 
 EVERY_SECONDS = 5.0
-"""Between two writings."""
-
+"""Shortest time between two writings."""
 REST = 50
-"""Times what a writing took, until the next: it takes at most a fiftieth of a run's time."""
-
+"""A writing that took t seconds is followed by REST * t without one: the report takes at most 2 % of the run."""
 TRACED_STEP = 3
-"""Of a process: the first two make buffers, compile and warm up."""
+"""Step of this process that is recorded: the first two allocate buffers, compile and warm up."""
 
 
 @dataclass
@@ -48,14 +41,14 @@ class RunReport(TrainerCallback):
     """Writes the report of a run.
 
     Args:
-        folder: folder of the run.
-        writes: whether this rank writes the report.
-        facts: what is known at the start, for report.json.
-        units: returns the sharded model, once there is one.
-        samples: returns questions and answers so far.
-        events: returns how often something happened that is worth a writing of its own.
-        say: where a line is shown.
-        broken: whether an error has ended the report.
+        folder: Folder of the run.
+        writes: Whether this rank writes the report.
+        facts: Content of report.json known at the start.
+        units: Returns the sharded model, or None before it exists.
+        samples: Returns questions and answers so far.
+        events: Returns a count; the report is written at once if it changes.
+        say: Console for a message.
+        broken: Whether an error has ended the report.
     """
 
     folder: RunFolder
@@ -77,8 +70,6 @@ class RunReport(TrainerCallback):
         self.recording: Trace | None = None
         self.began_s = 0.0
 
-    # --- the run
-
     def __enter__(self) -> RunReport:
         self._attempt(self.folder.trace.unlink, True)
         self._attempt(self._write)
@@ -91,15 +82,13 @@ class RunReport(TrainerCallback):
             self.end(f"{type(error).__name__}: {error}")
 
     def end(self, why: str | None = None) -> None:
-        """Say that the run ended, or ended early if there is a reason; the first word stands."""
+        """Record that the run ended, or ended early if there is a reason. Only the first call counts."""
         if self.standing["ended"] is None:
             self.standing |= {"status": ENDED if why is None else ENDED_EARLY, "why": why or "", "ended": now()}
             self._attempt(self._write)
 
-    # --- the callback
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say how many steps there are, on which cores, and what the model answered before the first."""
+        """Write the number of steps, the cores, and the answers before training."""
         self.standing["steps"] = state.max_steps
         units = self.units()
         if units is not None and units.affinity is not None:
@@ -109,7 +98,7 @@ class RunReport(TrainerCallback):
         self._attempt(self._write)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step that is to be shown."""
+        """Start to record, before the step that the timeline shows."""
         if self.writes and not self.broken and state.global_step + 1 == self.traced_step:
             units = self.units()
             if units is not None:
@@ -118,11 +107,11 @@ class RunReport(TrainerCallback):
             self.began_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what was recorded, and the report where it is time, or where something happened."""
+        """Write the recorded step, and the report if it is due or something happened."""
         if self.recording is not None:
             recorded, self.recording, self.traced_step = self.recording, None, -1
             seconds = time.perf_counter() - self.began_s
-            spans = recorded.stop()  # whatever becomes of the report: else it would record for ever
+            spans = recorded.stop()  # also if the report is broken: a trace must not grow for the rest of the run
             self._attempt(self._write_trace, spans, recorded.clock.device.type, state.global_step, seconds)
         happened = self.events()
         if happened != self.seen or time.perf_counter() >= self.due_s:
@@ -130,11 +119,9 @@ class RunReport(TrainerCallback):
             self._attempt(self._write)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report, where it is time: an evaluation may be long."""
+        """Write the report if it is due."""
         if time.perf_counter() >= self.due_s:
             self._attempt(self._write)
-
-    # --- the files
 
     def _write(self) -> None:
         began = time.perf_counter()
@@ -150,12 +137,12 @@ class RunReport(TrainerCallback):
         write_json(self.folder.trace, as_chrome(Timeline(parts, seconds, step, device)))
 
     def _attempt(self, work: Callable[..., Any], *arguments: Any) -> None:
-        """Do it on the rank that writes; an error ends the report, and is said once."""
+        """Call `work` on the rank that writes. An error ends the report and is printed once."""
         if not self.writes or self.broken:
             return
         try:
             work(*arguments)
-        except Exception as error:  # whatever it is: nobody trains for the report's sake
+        except Exception as error:  # whatever it is, the run goes on
             self.broken = True
             self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
 
@@ -166,10 +153,10 @@ def now() -> str:
 
 
 def command() -> str:
-    """Return the command line of this process, without the folder that the program lies in."""
+    """Return the command of this process, without the folder of the program."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def simulated(speed: Speed | None) -> dict[str, Any] | None:
-    """Return the step that the plan simulated, as a trace; None where the plan knows no seconds."""
+    """Return the step that the plan simulated, as a trace; None if the plan has no seconds."""
     return None if speed is None else as_chrome(of_speed(speed))

@@ -1,36 +1,42 @@
-"""What strangers may have written, made fit for a page: text is escaped, numbers are numbers or None.
+"""Text and numbers of untrusted files, for a page or a terminal.
 
-What is no number is None, what is no text becomes one, what is too long is cut and says so.
+A value of the wrong type becomes None, an empty container, or text. Long text is cut and says so.
 """
 
 from __future__ import annotations
 
-import html
 import math
 import unicodedata
 from typing import Any
 
-from rich.markup import escape
+from markupsafe import Markup, escape
+from rich.markup import escape as rich_escape
 
 MOST_CHARACTERS = 20_000
-"""Of one piece of text on a page."""
+"""Longest text on a page."""
 
 GIB = 1 << 30
-
 STAYING = "\n\t\u200c\u200d"
 
 
-def escaped(value: Any, most: int = MOST_CHARACTERS) -> str:
-    """Return a value as text that HTML takes for nothing but text, also inside an attribute."""
+def plain(value: Any, most: int = MOST_CHARACTERS) -> Any:
+    """Return a value as text without control characters, at most `most` characters; markup stays as it is."""
+    if isinstance(value, Markup):
+        return value
     text = value if isinstance(value, str) else repr(value)
     if len(text) > most:
         text = f"{text[:most]} … ({len(text) - most:,} more characters)"
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair could not be written
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written
+    return "".join(c if c.isprintable() or c in STAYING else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def escaped(value: Any, most: int = MOST_CHARACTERS) -> Markup:
+    """Return a value as escaped HTML, also for attributes."""
+    return escape(plain(value, most))
 
 
 def visible(text: str) -> str:
-    """Return text in which what a terminal would obey, or nobody would see, stands as a sign.
+    """Return text with control and invisible characters shown as signs.
 
     Line breaks, tabs, spaces of all widths and the joiners of scripts and emoji stay.
     """
@@ -38,8 +44,8 @@ def visible(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """Return what a rich console without emoji codes prints as this text: no markup, nothing that a terminal obeys."""
-    return escape(visible(text))
+    """Return text that a rich console without emoji codes prints as it is: no markup, no control characters."""
+    return rich_escape(visible(text))
 
 
 def _sign(code: int) -> str:
@@ -47,7 +53,7 @@ def _sign(code: int) -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return what JSON holds as a float (NaN and infinity too), None for anything that is no number."""
+    """Return a JSON number as a float (also NaN and infinity), None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -63,17 +69,17 @@ def finite(value: Any) -> float | None:
 
 
 def record(value: Any) -> dict[str, Any]:
-    """Return a JSON object, and an empty one for anything else."""
+    """Return a JSON object, an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def items(value: Any) -> list[Any]:
-    """Return a JSON array, and an empty one for anything else."""
+    """Return a JSON array, an empty one for anything else."""
     return value if isinstance(value, list) else []
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """Return a number as a person reads it: some digits that count, thousands apart, powers of ten where they are needed."""
+    """Return a number with a few significant digits, grouped thousands, and an exponent where it needs one."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -81,24 +87,24 @@ def short(value: float | None, digits: int = 4) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1e7 or size < 1e-3:
+    if size >= 1e6 or size < 1e-4:
         mantissa, _, exponent = f"{value:.{max(digits - 2, 0)}e}".partition("e")
         mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        return (f"{mantissa}e{int(exponent)}").replace("-", "−")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
     decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     text = f"{value:,.{decimals}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 
 def gib(value: float | None) -> str:
-    """Return bytes as GiB, or MiB where that is less than a tenth of one."""
+    """Return bytes as GiB, or as MiB below a tenth of a GiB."""
     if value is None:
         return "–"
     return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 or value == 0 else f"{value / 2**20:,.1f} MiB"
 
 
 def lasted(seconds: float | None) -> str:
-    """Return a time as a person says it."""
+    """Return a duration in seconds, minutes or hours."""
     if seconds is None:
         return "–"
     if seconds < 120:

@@ -1,7 +1,6 @@
-"""The timeline of a step as SVG: streams down, time across, what ran when; of a trace, or of the plan's simulation.
+"""The timeline of one step as SVG, one row per stream: measured (trace.json) or simulated by the plan.
 
-Of spans that lie outside the step, or that are not numbers, nothing is drawn. However many there are, a drawing has at
-most `MOST_SPANS`: those too short to be seen are drawn as one with their neighbours.
+A drawing has at most `MOST_SPANS` spans per stream: neighbours too short to be seen are drawn as one.
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ftkit.report.charts import axis_of, broad
-from ftkit.report.text import escaped, finite, items, record, short
+from markupsafe import Markup
+
+from ftkit.plan.speed import Speed
+from ftkit.report.charts import ROW, WIDE, WIDE_LEFT, axis_of, bar, figure, svg_text, wide_axis
+from ftkit.report.text import finite, items, record, short
 
 MOST_SPANS = 1500
 MOST_STREAMS = 12
-WIDTH, LEFT, RIGHT, ROW, HEIGHT = 1080, 128, 12, 34, 24
+HEIGHT = 24
 
 WORDS = (
     ("forward",),
@@ -28,20 +30,16 @@ WORDS = (
     ("loss", "head"),
 )
 COLOUR_OF = {word: colour for colour, words in enumerate(WORDS) for word in words}
-"""First words of names to colours."""
-
+"""First word of a span's name to its colour."""
 LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "activations and others")
-"""What the colours mean."""
-
 OTHERS = 6
-
 ORDER = ("compute", "collectives", "up", "down", "host update")
-"""Of streams, from above; others below."""
+"""Streams from the top; others follow."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What ran on a stream from when to when, in seconds since the step began."""
+    """One span of a stream, in seconds since the step began."""
 
     stream: str
     name: str
@@ -51,13 +49,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Parts of one step.
+    """Spans of one step.
 
     Args:
-        parts: parts of the step, in any order.
-        seconds: duration of the step.
-        step: number of the step, or None.
-        device: device that it ran on, or "".
+        parts: Spans, in any order.
+        seconds: Duration of the step.
+        step: Number of the step, or None.
+        device: Device of the rank, or "".
     """
 
     parts: Sequence[Part]
@@ -66,33 +64,37 @@ class Timeline:
     device: str = ""
 
 
+def of_speed(speed: Speed) -> Timeline:
+    """Return the last step that the plan simulated."""
+    first, last = speed.step
+    found = speed.timeline
+    parts = [
+        Part(event.stream, event.name, max(start, first) - first, min(end, last) - first)
+        for event, start, end in zip(found.events, found.starts, found.ends)
+        if end > first and start < last and end > start
+    ]
+    return Timeline(parts, speed.seconds, None, "simulated")
+
+
 def as_chrome(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline in the trace event format, which chrome://tracing and Perfetto open."""
+    """Return a timeline in the trace event format, which Perfetto and chrome://tracing open."""
     streams = list(dict.fromkeys(part.stream for part in timeline.parts))
-    named = [
+    events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
         for number, stream in enumerate(streams)
     ]
-    spans = [
-        {
-            "ph": "X",
-            "name": part.name,
-            "pid": 0,
-            "tid": streams.index(part.stream),
-            "ts": round(part.start_s * 1e6, 3),
-            "dur": round((part.end_s - part.start_s) * 1e6, 3),
-        }
-        for part in timeline.parts
-    ]
+    for part in timeline.parts:
+        time = {"ts": round(part.start_s * 1e6, 3), "dur": round((part.end_s - part.start_s) * 1e6, 3)}
+        events.append({"ph": "X", "name": part.name, "pid": 0, "tid": streams.index(part.stream), **time})
     about = {"step": timeline.step, "seconds": timeline.seconds, "device": timeline.device}
-    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*named, *spans]}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
 
 
 def from_chrome(content: Any) -> Timeline | None:
-    """Return what `as_chrome` wrote, as far as it can be read; None if nothing can."""
+    """Return the timeline that `as_chrome` wrote, or None if the content has no usable span or no duration."""
     content = record(content)
     about = record(content.get("otherData"))
-    streams: dict[Any, str] = {}
+    streams: dict[str, str] = {}
     parts = []
     for event in map(record, items(content.get("traceEvents"))[: 100 * MOST_SPANS]):
         tid, start, lasts = str(event.get("tid")), finite(event.get("ts")), finite(event.get("dur"))
@@ -107,7 +109,7 @@ def from_chrome(content: Any) -> Timeline | None:
 
 
 def with_loss(timeline: Timeline) -> Timeline:
-    """Return a measured timeline with what lies between a last forward and the backward after it as head and loss."""
+    """Return a measured timeline with the time between the last forward and the next backward as head and loss."""
     own = sorted((part for part in timeline.parts if part.stream == "compute"), key=lambda part: part.start_s)
     loss = [
         Part("compute", "head and loss", before.end_s, after.start_s)
@@ -119,50 +121,39 @@ def with_loss(timeline: Timeline) -> Timeline:
     return replace(timeline, parts=[*timeline.parts, *loss])
 
 
-def draw(title: str, timeline: Timeline) -> str:
-    """Return a figure of a timeline; its axis is in milliseconds, or in seconds from ten on."""
+def draw(title: str, timeline: Timeline) -> Markup:
+    """Return a figure of a timeline. Its axis is in milliseconds, from ten seconds on in seconds."""
     unit, name = (1.0, "s") if timeline.seconds >= 10 else (1e-3, "ms")
     found = dict.fromkeys(part.stream for part in timeline.parts)
     streams = [*(each for each in ORDER if each in found), *(each for each in found if each not in ORDER)][:MOST_STREAMS]
     bottom = 8 + ROW * len(streams)
-    height = bottom + 46
     axis = axis_of([0.0, timeline.seconds / unit], from_zero=True, count=10)
-    scale = (WIDTH - LEFT - RIGHT) / timeline.seconds
 
     def at(seconds: float) -> float:
-        return LEFT + min(max(seconds, 0.0), timeline.seconds) * scale
+        return WIDE_LEFT + min(max(seconds / timeline.seconds, 0.0), 1.0) * (WIDE - WIDE_LEFT - 12)
 
-    drawn = []
-    for tick in axis.ticks:
-        if tick * unit <= timeline.seconds * (1 + 1e-9):
-            x = round(at(tick * unit), 1)
-            drawn.append(f'<line class="grid" x1="{x}" x2="{x}" y1="4" y2="{bottom}"/>')
-            drawn.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{short(tick)}</text>')
+    ticks = [(tick, round(at(tick * unit), 1)) for tick in axis.ticks if tick * unit <= timeline.seconds * (1 + 1e-9)]
+    drawn = wide_axis(axis, ticks, f"time in the step ({name})", bottom)
     for place, stream in enumerate(streams):
         y = 8 + place * ROW
-        drawn.append(f'<text class="tick name" x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escaped(stream, 40)}</text>')
+        drawn.append(svg_text("tick name", WIDE_LEFT - 10, y + 16, stream[:40], "end"))
         own = sorted((each for each in timeline.parts if each.stream == stream), key=lambda each: each.start_s)
-        seen = list(_visible(own, timeline.seconds, alike=True))
-        for part in seen if len(seen) <= MOST_SPANS else _visible(own, timeline.seconds, alike=False):
-            drawn.append(_bar(part, at(part.start_s), at(part.end_s), y))
-    drawn.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    middle = f'x="{(LEFT + WIDTH) / 2}" y="{height - 6}" text-anchor="middle"'
-    drawn.append(f'<text class="axis-title x" {middle}>time in the step ({name})</text>')
-    colours = sorted({_colour(part) for part in timeline.parts})
-    keys = "".join(f'<li><i class="key part b{colour}"></i>{LEGEND[colour]}</li>' for colour in colours)
-    return broad(title, keys, WIDTH, height, drawn)
+        for part in _visible(own, timeline.seconds):
+            drawn += _span(part, at(part.start_s), at(part.end_s), y)
+    legend = [(LEGEND[colour], colour, "part") for colour in sorted({_colour(part) for part in timeline.parts})]
+    return figure(title, title, legend, (WIDE, bottom + 46), drawn)
 
 
-def _visible(parts: Sequence[Part], seconds: float, *, alike: bool) -> Iterator[Part]:
-    """Yield the parts in the step, with runs of what is too short to be seen made one, where it is `alike`."""
-    least = seconds / MOST_SPANS
+def _visible(parts: Sequence[Part], seconds: float) -> Iterator[Part]:
+    """Yield the spans within the step. Runs of short spans become one: those of one colour, or all if there are many."""
+    least, crowded = seconds / MOST_SPANS, len(parts) > 4 * MOST_SPANS
     waiting: Part | None = None
     for part in parts:
         if part.end_s < 0 or part.start_s > seconds or not math.isfinite(part.end_s):
             continue
         close = waiting is not None and part.start_s - waiting.end_s < least and part.end_s - part.start_s < least
-        if waiting is not None and close and (not alike or _colour(waiting) == _colour(part)):
-            name = waiting.name if waiting.name.endswith(" …") else f"{waiting.name} …"
+        if waiting is not None and close and (crowded or _colour(waiting) == _colour(part)):
+            name = f"{waiting.name.removesuffix(' …')} …"
             waiting = Part(part.stream, name, waiting.start_s, max(waiting.end_s, part.end_s))
             continue
         if waiting is not None:
@@ -176,14 +167,10 @@ def _colour(part: Part) -> int:
     return COLOUR_OF.get(next(iter(part.name.split()), ""), OTHERS)
 
 
-def _bar(part: Part, start: float, end: float, y: int) -> str:
-    words, colour = part.name.split(), _colour(part)
-    width = max(end - start, 0.7)
+def _span(part: Part, start: float, end: float, y: int) -> Iterator[str]:
     lasts, begins = short((part.end_s - part.start_s) * 1e3), short(part.start_s * 1e3)
-    told = escaped(f"{part.name}: {lasts} ms, from {begins} ms on", 300)
-    label = words[-1] if words and words[-1].isdigit() and width > 7 * len(words[-1]) + 6 else ""
-    text = f'<text class="inside" x="{(start + end) / 2:.1f}" y="{y + 16}" text-anchor="middle">{escaped(label)}</text>'
-    return (
-        f'<g><rect class="part p{colour}" x="{start:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" rx="2"/>'
-        f"{text if label else ''}<title>{told}</title></g>"
-    )
+    width = max(end - start, 0.7)
+    yield bar(f"part s{_colour(part)}", start, y, width, HEIGHT, f"{part.name}: {lasts} ms, from {begins} ms on")
+    label = next(reversed(part.name.split()), "")
+    if label.isdigit() and width > 7 * len(label) + 6:
+        yield svg_text("inside", (start + end) / 2, y + 16, label)

@@ -1,7 +1,7 @@
 """A recipe's data before training: counts, warnings, and some rows as the model gets them.
 
 `preview` prepares the data as a run does and leaves them in the cache for it. `ftkit data` prints the result
-(`report/data_screen.py`) or writes it as a page (`report/data_page.py`). A notebook shows the object itself.
+or writes it as a page (`report/data_view.py`). A notebook shows the object itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ftkit.data.preview import Findings, Shown, row_at, sequence_of
 from ftkit.data.report import Checks, Warned, stops_of
 from ftkit.errors import UserError
 from ftkit.hf.load.model import generation_config
-from ftkit.report import data_page, data_screen
+from ftkit.report import data_view
 from ftkit.train.build import load_tokenizer, prepare_rows
 
 ROWS_SHOWN = 3
@@ -38,15 +38,15 @@ class Preview(Findings):
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        return data_page.fragment(self)
+        return data_view.fragment(self)
 
     def show(self, console: Console, *, rows: bool = True) -> None:
         """Print the counts and warnings, and the rows as tokens if asked."""
-        data_screen.show(self, console, rows=rows)
+        data_view.show(self, console, rows=rows)
 
     def page(self) -> str:
         """Return one HTML file that loads nothing, in light and dark."""
-        return data_page.render(self)
+        return data_view.render(self)
 
 
 def preview(recipe: str | Path, *, settings: Sequence[str] = (), rows: int = ROWS_SHOWN) -> Preview:

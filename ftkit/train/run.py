@@ -33,7 +33,7 @@ from ftkit.hf.generate.generation import generate
 from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.report.live import RunReport, simulated
-from ftkit.report.plan_text import show_plan
+from ftkit.report.plan_view import show_plan
 from ftkit.report.text import literal
 from ftkit.spec.strategy import decided
 from ftkit.train.arguments import compute_dtype, training_arguments

@@ -38,11 +38,11 @@ def demo() -> Path:
 
 
 def check(browser: Chromium, path: Path) -> None:
-    """Hold what is true of every report that is open: nothing is complained of, asked for, cut off or without its axes."""
+    """Check an open report: no complaints, no requests, nothing cut off, axes with units."""
     assert browser.complaints == []
     assert browser.requests == [path.resolve().as_uri()]
-    wide, room = browser.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    assert wide <= room
+    wide, window = browser.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert wide <= window
     found = browser.evaluate(CHARTS)
     assert found
     for chart in found:
@@ -77,10 +77,10 @@ def test_a_comparison(browser: Chromium, demo: Path, tmp_path: Path, width: int)
 
 def test_hostile_files(browser: Chromium, tmp_path: Path) -> None:
     answers = [dict.fromkeys(("question", "before", "after", "expected"), HOSTILE)]
-    told = {"answers": answers, "why": HOSTILE, "command": HOSTILE, "status": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    found = {"answers": answers, "why": HOSTILE, "command": HOSTILE, "status": HOSTILE, "versions": {HOSTILE: HOSTILE}}
     text = HOSTILE.encode(errors="replace").decode()
     metrics = [text, *lines(3), {"step": 4, "loss": HOSTILE}, {"step": 5, "loss": 1e400}]
-    folder = run_folder(tmp_path / "<i>'\"", metrics=metrics, report=told, summary=told, recipe=HOSTILE)
+    folder = run_folder(tmp_path / "<i>'\"", metrics=metrics, report=found, summary=found, recipe=HOSTILE)
     path = refresh(folder)
     browser.open(path, width=PHONE)
     check(browser, path)

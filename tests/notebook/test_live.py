@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import ftkit
 from ftkit.notebook import Interrupted, RankFailed, Ranks, Refused, load_ipython_extension
-from ftkit.notebook.live import ROOT, STYLE, LiveRun, Output
+from ftkit.notebook.live import LiveRun, Output
 from ftkit.output.run_folder import RunFolder
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
@@ -45,12 +45,6 @@ def test_a_run_is_drawn_with_bar_and_curves(tmp_path):
     assert [chart.get("aria-label").partition(":")[0] for chart in charts] == ["Loss", "Gradient norm"]
     assert all(path.get("d").count("L") == 29 for path in page.findall(".//path[@class='line s0']"))
     assert "script" not in drawn
-
-
-def test_its_style_reaches_nothing_else_on_the_page():
-    rules = [rule for rule in STYLE.replace("@media (prefers-color-scheme:dark){", "").split("}") if "{" in rule]
-    assert len(rules) > 30
-    assert all(ROOT in each for rule in rules for each in rule.partition("{")[0].split(","))
 
 
 def test_without_jupyter_it_is_text_and_says_so_once(tmp_path, capsys):

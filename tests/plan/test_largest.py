@@ -10,11 +10,11 @@ import pytest
 from benchmarks import ablation
 from ftkit.plan.candidates import with_adapter
 from ftkit.plan.catalog import profiles
-from ftkit.plan.curve import curve
 from ftkit.plan.memory import GIB
 from ftkit.plan.plan import Asked
 from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.whatif import largest, what_if, with_blocks
+from ftkit.report.curve import curve
 from ftkit.spec.strategy import Strategy
 from tests.plan.test_choice import LLAMA_13B, SMALL, cpu, llama, on
 
@@ -115,7 +115,8 @@ def test_the_memory_within_a_step(activations: str | int) -> None:
         micro_batch=1,
     )
     plan = replace(ASKED, limits=on("8xv100-32gb"), wanted=replace(forced, accumulate_in="step")).plan()
-    instants = curve(plan)
+    assert plan.speed is not None
+    instants = curve(plan, plan.speed)
     assert all(now.seconds >= before.seconds for before, now in pairwise(instants))
     assert {each.static for each in instants} == {instants[0].static}
     assert instants[-1].dynamic == 0, "all that came has gone"
@@ -123,5 +124,3 @@ def test_the_memory_within_a_step(activations: str | int) -> None:
     assert 0.6 * plan.memory.at("device", "train") < most <= plan.memory.at("device", "train")
     kept = [each.dynamic for each in instants]
     assert max(kept) > kept[0]
-    with pytest.raises(ValueError, match="no seconds"):
-        curve(replace(plan, speed=None))

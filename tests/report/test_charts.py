@@ -56,10 +56,13 @@ def test_a_norm_that_spans_decades_is_on_a_logarithmic_axis():
     assert axis.share(0.2) - axis.share(0.02) == pytest.approx(axis.share(20) - axis.share(2))
 
 
-def test_small_numbers_share_one_power_of_ten():
+def test_labels_of_small_and_large_numbers_are_short():
     figure = line_chart("rate", ("rate", ""), [Series("a", [(1, 0.0), (2, 1.5e-3)])])
-    assert texts(figure, "y") == ["rate (10⁻³)"]
-    assert texts(figure, "tick")[:4] == ["0", "0.5", "1", "1.5"]
+    assert texts(figure, "tick")[:4] == ["0", "0.0005", "0.001", "0.0015"]
+    figure = line_chart("scale", ("scale", ""), [Series("a", [(1, 0.0), (2, 1.5e-5)])])
+    assert texts(figure, "tick")[:4] == ["0", "5e−6", "1e−5", "1.5e−5"]
+    figure = line_chart("scale", ("scale", ""), [Series("a", [(1, 0.0), (2, 3e9)])])
+    assert texts(figure, "tick")[1] == "1e9"
 
 
 def test_a_missing_value_is_a_gap_and_a_wrong_one_a_mark():
@@ -78,7 +81,7 @@ def test_whatever_the_numbers_a_chart_is_drawn(points, log):
         figure = line_chart("t", ("y", "u"), [Series("s", points, kind), Series("t", points[:1])], log=log)
         places = [each.get(key, "") for each in svg(figure).iter() for key in ("x", "y", "x1", "y1", "d", "width")]
         assert not [place for place in places if "nan" in place or "inf" in place]
-        assert texts(figure, "x")[-1] in ("step (optimizer steps)", "step (10⁶ optimizer steps)")
+        assert texts(figure, "x") == ["step (optimizer steps)"]
 
 
 def test_a_long_run_stays_small_and_keeps_its_spikes():
@@ -100,8 +103,8 @@ def test_bars_say_what_they_are():
     bars = [plan, Bar("host", [("all", 5.0)], plain=True)]
     figure = stacked_bars("memory", ("memory", "GiB"), bars)
     assert texts(figure, "x") == ["memory (GiB)"]
-    told = ["".join(each.itertext()) for each in svg(figure).iter("rect")]
-    assert told == ["host, plan, parameters: 2", "host, plan, moments: 4", "host, all: 5"]
+    shown = ["".join(each.itertext()) for each in svg(figure).iter("rect")]
+    assert shown == ["host, plan, parameters: 2", "host, plan, moments: 4", "host, all: 5"]
     widths = [float(each.get("width")) for each in svg(figure).iter("rect")]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
-    assert ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")[-1][0].tail == "moments"
+    assert ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")[-2][0].tail == "moments"

@@ -31,8 +31,8 @@ class Run:
         monkeypatch.setattr(live.time, "perf_counter", lambda: self.now)
         say, facts = Console(file=self.said), {"device": "cpu"}
         units = SimpleNamespace(transfer=SimpleNamespace(trace=self.trace), affinity="2 threads")
-        told = (lambda: units, lambda: [], lambda: self.events)
-        self.report = RunReport(RunFolder(path), writes, facts, *told, say)
+        shown = (lambda: units, lambda: [], lambda: self.events)
+        self.report = RunReport(RunFolder(path), writes, facts, *shown, say)
 
     def step(self, seconds=1.0):
         self.report.on_step_begin(None, self.state, None)
@@ -74,10 +74,10 @@ def test_one_step_is_traced(tmp_path, monkeypatch, steps, begun_at, traced):
             run.step()
         run.report.on_train_begin(None, run.state, None)  # again
         run.report.end()
-    told = json.loads((run.path / "trace.json").read_text())
-    spans = [(event["name"], event["dur"]) for event in told["traceEvents"] if event["ph"] == "X"]
+    shown = json.loads((run.path / "trace.json").read_text())
+    spans = [(event["name"], event["dur"]) for event in shown["traceEvents"] if event["ph"] == "X"]
     assert spans == [(f"forward {traced - 1}", 1e6)]
-    assert told["otherData"] == {"step": traced, "seconds": 1.0, "device": "cpu"}
+    assert shown["otherData"] == {"step": traced, "seconds": 1.0, "device": "cpu"}
     assert not run.trace.recording
 
 
@@ -104,10 +104,10 @@ def test_a_run_that_breaks_ended_early(tmp_path, monkeypatch):
 def test_the_simulated_step_is_a_timeline_from_its_beginning_to_its_end():
     line = (Line(1 << 20, 2, trained=True),)
     shape = Shape((line,) * 4, line, line, 32, 97, 100, 100, 8, 2, 2)
-    told = speed(shape, Strategy.of(stage=3, accumulation=2), Rates({1: 1e12}, link=1e9, pcie=1e9, dram=1e10, hbm=1e11))
-    timeline = from_chrome(live.simulated(told))
-    assert timeline.seconds == told.seconds
-    assert all(0 <= part.start_s < part.end_s <= told.seconds * 1.001 for part in timeline.parts)
+    shown = speed(shape, Strategy.of(stage=3, accumulation=2), Rates({1: 1e12}, link=1e9, pcie=1e9, dram=1e10, hbm=1e11))
+    timeline = from_chrome(live.simulated(shown))
+    assert timeline.seconds == shown.seconds
+    assert all(0 <= part.start_s < part.end_s <= shown.seconds * 1.001 for part in timeline.parts)
     names = [part.name for part in timeline.parts if part.stream == "compute" and part.name.startswith(("forward", "back"))]
     assert len(names) >= 2 * 2 * 4
     assert live.simulated(None) is None

@@ -1,4 +1,4 @@
-"""What strangers wrote, on a console: it is shown, and neither the console nor the terminal obeys it."""
+"""Untrusted text on a console: it is printed as it is, without effect on the console or the terminal."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_scripts_and_slices_stay() -> None:
 
 def test_answers_are_not_obeyed() -> None:
     out = io.StringIO()
-    told = {"question": "[red]a\x1b]0;title\x07", "before": "\x1b[2J", "after": "[/]", "expected": ""}
-    show_answers(Console(file=out, force_terminal=True, color_system=None, width=200), [told])
+    shown = {"question": "[red]a\x1b]0;title\x07", "before": "\x1b[2J", "after": "[/]", "expected": ""}
+    show_answers(Console(file=out, force_terminal=True, color_system=None, width=200), [shown])
     assert "\x1b]" not in out.getvalue()
     assert "\x1b[2J" not in out.getvalue()
     assert "[red]a␛]0;title␇" in out.getvalue()

@@ -949,11 +949,11 @@ FAULTS = (
         "tests/report/test_live.py::test_a_report_that_broke_records_nothing",
     ),
     _fault(
-        "links in a stranger's folder are followed into the report",
+        "links in a run's folder are followed into the report",
         "ftkit/report/facts.py",
         "    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)",
         "    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)",
-        "tests/report/test_page.py::test_special_files_of_a_stranger_are_not_opened",
+        "tests/report/test_page.py::test_special_files_are_not_opened",
     ),
     _fault(
         "what shares a resource does not slow down",
@@ -963,10 +963,10 @@ FAULTS = (
         "tests/plan/test_events.py::test_those_that_share_a_resource_slow_down_while_they_do",
     ),
     _fault(
-        "text of strangers gets into the report as markup",
-        "ftkit/report/text.py",
-        "    return html.escape(",
-        "    return str(",
+        "untrusted text gets into the report as markup",
+        "ftkit/report/style.py",
+        "    autoescape=True,",
+        "    autoescape=False,",
         "tests/report/test_page.py::test_hostile_files_neither_crash_it_nor_get_into_it",
     ),
     _fault(
@@ -1174,9 +1174,9 @@ FAULTS = (
     ),
     _fault(
         "rows get into the page of a preview as markup",
-        "ftkit/report/data_page.py",
+        "ftkit/report/data_view.py",
         "    text = escaped(visible(piece.text))",
-        "    text = visible(piece.text)",
+        "    text = Markup(visible(piece.text))",
         "tests/test_data_preview.py::test_hostile_rows_stay_text",
     ),
     _fault(
@@ -1196,9 +1196,9 @@ FAULTS = (
     _fault(
         "a cell's style reaches the whole notebook",
         "ftkit/report/style.py",
-        "f\"{','.join(f'{root} {each}' for each in selectors.split(','))}{{{body}}}\"",
-        'f"{selectors}{{{body}}}"',
-        "tests/notebook/test_live.py::test_its_style_reaches_nothing_else_on_the_page",
+        "{root} {{\\n{others}\\n{rules}\\n}}\\n",
+        "{others}\\n{rules}\\n",
+        "tests/report/test_style.py::test_an_embedded_style_reaches_nothing_else_on_the_page",
     ),
     _fault(
         "workers outlive a kernel whose forked child holds their sockets",

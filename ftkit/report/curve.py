@@ -1,10 +1,10 @@
-"""The memory of a GPU within a step: what stays, and what comes and goes, over the simulated time.
+"""The memory of a GPU within a step, over the simulated time.
 
-    static     parameters, gradients and state of this tier, slots, runtime: as long as the run
-    dynamic    activations and kept graphs, from each block's forward to its backward; the workspace of what computes now
+    static     parameters, gradients and state of this tier, slots, runtime: for the whole run
+    dynamic    activations and kept graphs, from a block's forward to its backward; workspace of the current computation
 
-Bytes are the plan's, times the schedule's. The largest sum of both is the plan's peak to train, but for what the plan adds
-of things that do not meet. It refuses a plan without seconds. What it costs: nothing.
+Sizes are the plan's, times the schedule's. The largest sum is the plan's peak in training, apart from purposes that the plan
+adds although they do not coincide.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ftkit.plan.memory import ACTIVATIONS, graph_bytes, kept_bytes
 from ftkit.plan.plan import Plan
+from ftkit.plan.speed import Speed
 from ftkit.spec.tiers import DEVICE
 
 COMES_AND_GOES = (ACTIVATIONS, "workspace", "logits", "root parameters")
@@ -20,21 +21,15 @@ COMES_AND_GOES = (ACTIVATIONS, "workspace", "logits", "root parameters")
 
 @dataclass(frozen=True)
 class Instant:
-    """A point of time in a step: seconds since it began, bytes that stay, bytes that come and go."""
+    """Seconds since the step began, static bytes, dynamic bytes."""
 
     seconds: float
     static: int
     dynamic: int
 
 
-def curve(plan: Plan) -> list[Instant]:
-    """Return the memory of one rank's device at the beginning and at the end of each of its computations in a step.
-
-    Raises:
-        ValueError: for a plan without seconds.
-    """
-    if plan.speed is None:
-        raise ValueError("no seconds are known of this plan")
+def curve(plan: Plan, speed: Speed) -> list[Instant]:
+    """Return the memory of one rank's device at the start and the end of each computation in a step."""
     shape, strategy, blocks = plan.shape, plan.strategy, len(plan.shape.blocks)
     purposes = plan.memory.purposes(DEVICE, "train")
     static = sum(size for purpose, size in purposes.items() if purpose not in COMES_AND_GOES)
@@ -42,8 +37,8 @@ def curve(plan: Plan) -> list[Instant]:
     kept = kept_bytes(shape, strategy) if strategy.activation_offload == DEVICE else 0
     head = purposes.get("logits", 0) + purposes.get("root parameters", 0)
     recomputed = blocks - strategy.graphs(blocks)
-    first, last = plan.speed.step
-    timeline = plan.speed.timeline
+    first, last = speed.step
+    timeline = speed.timeline
     found, stored = [], 0
     for event, start, end in zip(timeline.events, timeline.starts, timeline.ends):
         if event.stream != "compute" or end <= first or start >= last or end <= start:
@@ -51,8 +46,8 @@ def curve(plan: Plan) -> list[Instant]:
         what, _, number = event.name.partition(" ")
         block = int(number) if number.isdigit() else None
         own = head if what == "loss" else 0
-        if block is not None and what in ("recompute", "backward"):
-            own = graph if block < recomputed else 0
+        if block is not None and block < recomputed and what in ("recompute", "backward"):
+            own = graph
         found.append(Instant(max(start, first) - first, static, stored + own))
         found.append(Instant(min(end, last) - first, static, stored + own))
         if block is not None and what != "recompute":
