@@ -149,11 +149,6 @@ def test_what_does_not_fit_is_left_out_and_said():
         verdicts([Trajectory(PLANNED, problem="too large")], "fp32", 2)
 
 
-def test_a_few_steps_are_needed(home, tmp_path):
-    with pytest.raises(UserError, match="--steps: 1 are too few"):
-        verify(facts_of(home, "v"), 2, 3, tmp_path / "v", lambda trials, ranks: [], steps=1, say=print)
-
-
 @pytest.mark.slow
 def test_the_command_verifies_the_bundled_recipe(tmp_path):
     """In real processes, one of which really dies."""

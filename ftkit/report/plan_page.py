@@ -1,6 +1,6 @@
 """A plan as a page: what each tier holds, the simulated step, and the memory of a GPU within it.
 
-Made by `ftkit plan --page FILE.html`; like a report it needs no other file and asks for nothing. A plan without seconds
+Made by `ftkit plan -o FILE.html`; like a report it needs no other file and asks for nothing. A plan without seconds
 has its memory only.
 """
 

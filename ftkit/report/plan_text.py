@@ -37,7 +37,7 @@ def why_untimed(plan: Plan) -> str:
     rates = None if plan.asked is None else plan.asked.rates
     missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
     return missing or (
-        "there are no rates of this machine: run `ftkit doctor --measure FILE.yaml` and set `hardware: FILE.yaml` "
+        "there are no rates of this machine: run `ftkit measure -o FILE.yaml` and set `hardware: FILE.yaml` "
         "in the recipe"
     )
 
