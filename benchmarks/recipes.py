@@ -107,8 +107,11 @@ class Entry:
         plan = plan_recipe(parse(self.body, "recipe.yaml"), max(known.gpus, 1), known)
         assert plan.speed is not None
         device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
-        row: dict[str, Any] = {"name": self.name, "model": self.model, "method": SAID[self.method], "hardware": self.hardware}
-        return row | {
+        return {
+            "name": self.name,
+            "model": self.model,
+            "method": SAID[self.method],
+            "hardware": self.hardware,
             "device_gib": round(device, 1),
             "host_gib": round(host),
             "tokens_per_s": round(plan.speed.tokens_per_s),
@@ -117,9 +120,9 @@ class Entry:
     @property
     def header(self) -> str:
         """The first line: what it is, and its plan. Errors are those of `row`."""
-        row = self.row
+        row, short = self.row, self.model.rpartition("/")[2]
         return (
-            f"# {self.model.rpartition('/')[2]}, {row['method']}, on {SHOWN[self.hardware]}: {row['device_gib']:.1f} GiB a GPU, "
+            f"# {short}, {row['method']}, on {SHOWN[self.hardware]}: {row['device_gib']:.1f} GiB a GPU, "
             f"{row['host_gib']} GiB host, {row['tokens_per_s']:,} tokens/s. Planned, not yet measured."
         )
 

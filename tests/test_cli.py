@@ -271,7 +271,9 @@ def test_generate(capsys, base, tmp_path):
     shutil.copytree(base, tmp_path / "run" / "model")
     (tmp_path / "run" / "checkpoint-4").mkdir()
     (tmp_path / "run" / "checkpoint-4" / "contents.json").write_text("{}")
-    assert "is a checkpoint, not a model; convert it with: ftkit export" in refusal(capsys, "generate", tmp_path / "run/checkpoint-4", "1+1?")
+    assert "is a checkpoint, not a model; convert it with: ftkit export" in refusal(
+        capsys, "generate", tmp_path / "run/checkpoint-4", "1+1?"
+    )
     text = refusal(capsys, "generate", tmp_path / "run", "1+1?")
     assert f"did you mean {tmp_path / 'run' / 'model'}?" in text
 

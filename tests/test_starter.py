@@ -67,7 +67,9 @@ def test_models_that_cannot_be_packed_are_not(base: Path) -> None:
     assert starter(str(base), 1).model.name == str(base)
 
 
-def test_an_unknown_model_is_refused_with_similar_names(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_is_refused_with_similar_names(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert leave("plan", "Llama-2-13b") == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -86,7 +88,7 @@ def test_init_writes_a_recipe_that_fits(rows: Path, tmp_path: Path, capsys: pyte
     out = tmp_path / "full.yaml"
     assert leave("init", LLAMA, rows, "--hardware", "8xv100-16gb", "-o", out) == 0
     text = out.read_text()
-    assert "planned, not measured" in text
+    assert "Planned, not measured" in text
     assert all(word in text for word in ("strategy: ", "device: ", "host: ", "tokens/s"))
     recipe = load(str(out))
     assert (recipe.adapter, recipe.ranks, recipe.hardware, recipe.data.path) == (None, 8, "8xv100-16gb", str(rows))
@@ -111,7 +113,9 @@ def test_init_refuses_what_fits_nowhere_and_data_that_are_not_there(
     assert not (tmp_path / "r.yaml").exists()
 
 
-def test_what_init_writes_is_planned_and_run(base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_init_writes_is_planned_and_run(
+    base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(base, tmp_path / "my model, #1: odd")
     shutil.copy(rows, tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
@@ -139,8 +143,8 @@ def plain_loss(model: Any, folder: Path, rows: Path) -> tuple[float, int]:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_eval_is_a_plain_forward_of_transformers(adapter: bool, base: Path, rows: Path, worlds: Any, tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
-    folder = base
+    base_model: Any = AutoModelForCausalLM.from_pretrained(base)
+    model, folder = AutoModelForCausalLM.from_pretrained(base), base
     if adapter:
         folder = tmp_path / "adapter"
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).eval()
@@ -149,8 +153,10 @@ def test_eval_is_a_plain_forward_of_transformers(adapter: bool, base: Path, rows
     alone = evaluation(Stop(), 1, str(folder), str(rows), TOKENS)
     assert alone.tokens == tokens
     assert alone.loss == pytest.approx(loss, rel=1e-5)
-    for found in worlds[2].run(evaluation_of_a_rank, str(folder), str(rows)):
-        assert (found.tokens, found.loss) == (tokens, pytest.approx(loss, rel=1e-5))
+    assert (alone.loss == pytest.approx(plain_loss(base_model, base, rows)[0], rel=1e-5)) != adapter
+    found = worlds[2].run(evaluation_of_a_rank, str(folder), str(rows))
+    assert [each.tokens for each in found] == [tokens] * 2
+    assert [each.loss for each in found] == pytest.approx([loss] * 2, rel=1e-5)
 
 
 def evaluation_of_a_rank(folder: str, rows: str) -> Any:
@@ -171,6 +177,18 @@ def test_the_command_prints_json(base: Path, rows: Path, capsys: pytest.CaptureF
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture) -> None:
-    for command in ("finetune", "plan", "init", "data", "generate", "eval", "export", "report", "verify", "doctor", "measure"):
+    for command in (
+        "finetune",
+        "plan",
+        "init",
+        "data",
+        "generate",
+        "eval",
+        "export",
+        "report",
+        "verify",
+        "doctor",
+        "measure",
+    ):
         assert leave(command, "-h") == 0
         assert "Usage: ftkit" in capsys.readouterr().out

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_left_out_and_said():
 
     found = verdicts([made(PLANNED), made("x", 1.001), Trajectory("y", problem="too large"), made(STOCK)], "fp32", 2)
     assert [each.passed for each in found] == [True, False, None, True]
-    assert found[2].note == "left out: too large"
+    assert found[2].note == "not run: too large"
     assert found[1].loss == pytest.approx(1e-3)
     assert verdicts([made(PLANNED), made("x", float("nan"))], "fp32", 2)[1].passed is False
     assert verdicts([made(PLANNED), Trajectory("x", [1.0], [2.0], {1: ["a"]})], "fp32", 2)[1].passed is False

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -28,22 +29,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 recipes_app = typer.Typer(help="List, show and copy the packaged recipes.", no_args_is_help=True)
-for command in (recipes.list_recipes, recipes.show_recipe, recipes.copy_recipe):
-    recipes_app.command(command.__name__.partition("_")[0])(command)
-for command in (
-    training.finetune,
-    planning.plan,
-    planning.init,
-    planning.data,
-    models.generate,
-    models.eval_model,
-    models.export,
-    training.report,
-    training.verify,
-    machine.doctor,
-    machine.measure,
-):
-    app.command(command.__name__.partition("_")[0])(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "finetune": training.finetune,
+    "plan": planning.plan,
+    "init": planning.init,
+    "data": planning.data,
+    "generate": models.generate,
+    "eval": models.eval_model,
+    "export": models.export,
+    "report": training.report,
+    "verify": training.verify,
+    "doctor": machine.doctor,
+    "measure": machine.measure,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+recipes_app.command("list")(recipes.list_recipes)
+recipes_app.command("show")(recipes.show_recipe)
+recipes_app.command("copy")(recipes.copy_recipe)
 app.add_typer(recipes_app, name="recipes")
 
 

@@ -157,7 +157,9 @@ def _driver(probe: Probe) -> Iterator[Finding]:
         yield Finding("driver", "fail", f"{probe.driver}: the last for V100s is R580", "install the driver of branch R580")
     elif branch < needed:
         mend = TORCH_FOR_VOLTA if branch >= CUDA_DRIVERS[12] else f"install a driver of branch R{needed} or later"
-        yield Finding("driver", "fail", f"{probe.driver} is too old for CUDA {probe.torch_cuda}, which needs R{needed}", mend)
+        yield Finding(
+            "driver", "fail", f"{probe.driver} is too old for CUDA {probe.torch_cuda}, which needs R{needed}", mend
+        )
     else:
         yield Finding("driver", "ok", f"{probe.driver}{', the last branch for V100s' if volta and branch == 580 else ''}")
 

@@ -136,6 +136,7 @@ def _linked_pairs(handles: list[Any]) -> int | None:
 
 def _triton_error() -> str | None:
     """Compile a small kernel for sm_70, and return why it fails. Needs no GPU."""
+
     def kernel() -> None:
         pass
 

@@ -30,7 +30,8 @@ def finetune(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete an earlier run in output.dir first.")] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Restart from the last checkpoint after a rank died, at most N times.")
+        int,
+        typer.Option("--max-restarts", min=0, help="Restart from the last checkpoint after a rank died, at most N times."),
     ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check model, data and plan, print the run's settings, and stop.")

@@ -99,9 +99,11 @@ def _sharded(folder: str, base: str, adapter: PeftConfig | None, task: str, rank
         torch.cuda.set_device(rank % torch.cuda.device_count())
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT)
+    if adapter is not None:
+        adapter.inference_mode = False  # `load_adapter` reads trainable parameters
     model = load_model(base, task=task, adapter=adapter)
     if adapter is None:
-        model.requires_grad_(False)
+        model.requires_grad_(False)  # no gradients to shard
     no_bf16 = cuda and torch.cuda.get_device_capability()[0] < 8 and base_of(model).dtype == torch.bfloat16
     strategy = {"stage": 3, "activations": "recompute", "reshard_after_forward": True, "affinity": False}
     units = shard(model, {**strategy, "dtype": "fp16" if no_bf16 else "auto"}, evaluation=True)

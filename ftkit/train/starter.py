@@ -15,6 +15,7 @@ import yaml
 
 from ftkit.config.recipe import Data, Recipe, packaged, parse
 from ftkit.config.values import expand, looks_like_a_path
+from ftkit.config.wording import counted
 from ftkit.data.sources import SUFFIXES
 from ftkit.errors import UserError
 from ftkit.hf.load.config import read_config
@@ -130,7 +131,9 @@ class Started:
     lora: bool
 
 
-def fitting_starter(model: str, data: str, ranks: int, profile: Hardware | None, hardware: str | None, *, lora: bool) -> Started:
+def fitting_starter(
+    model: str, data: str, ranks: int, profile: Hardware | None, hardware: str | None, *, lora: bool
+) -> Started:
     """Return a recipe that fits, with its plan as comments: full fine-tuning if that fits, else LoRA.
 
     Args:
@@ -160,8 +163,8 @@ def fitting_starter(model: str, data: str, ranks: int, profile: Hardware | None,
 def _comments(model: str, plan: Plan, hardware: str | None, *, lora: bool) -> str:
     ranks = plan.shape.world_size
     lines = [
-        f"{model}, {'LoRA' if lora else 'all parameters'}, on {hardware or 'this machine'}, ranks: {ranks}. Written by ftkit init.",
-        "The plan (planned, not measured):",
+        f"{model}, {'LoRA' if lora else 'all parameters'}, on {hardware or 'this machine'}, {counted(ranks, 'rank')}.",
+        "Planned, not measured:",
         f"  strategy: {plan.strategy}",
     ]
     for tier in plan.tiers:

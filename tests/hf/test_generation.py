@@ -27,7 +27,6 @@ from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
-from tests.worlds import RankFailure
 
 ENDS = (*range(2, 12), 47, 84)
 """Tokens that end an answer: so many that answers differ in length."""
