@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -62,11 +62,6 @@ def judge(probe: Probe) -> list[Finding]:
         *_nvme(probe),
         *_versions(probe),
     ]
-
-
-def as_dict(probe: Probe, findings: list[Finding]) -> dict[str, Any]:
-    """Return facts and findings for JSON."""
-    return {"findings": [asdict(each) for each in findings], "probe": probe.as_dict()}
 
 
 def show(findings: list[Finding], console: Console) -> None:

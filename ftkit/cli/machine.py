@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +16,13 @@ from ftkit.output.run_folder import check_target
 
 def doctor(nvme_dir: NvmeDir = None, as_json: Json = False) -> None:
     """Check GPUs, driver, torch, Triton and host, and print fixes. The exit code is 1 if a check fails."""
-    from ftkit.cli.doctor import as_dict, judge, show
+    from ftkit.cli.doctor import judge, show
     from ftkit.cli.probe import probe
 
     facts = probe(nvme_dir)
     findings = judge(facts)
     if as_json:
-        echo_json(as_dict(facts, findings))
+        echo_json({"findings": [asdict(each) for each in findings], "probe": asdict(facts)})
     else:
         show(findings, screen())
     raise typer.Exit(int(any(each.verdict == "fail" for each in findings)))

@@ -16,7 +16,7 @@ import resource
 import shutil
 import time
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -72,18 +72,6 @@ class Probe:
     numa_nodes: int = 0  # NUMA nodes of these cores
     versions: dict[str, str | None] = field(default_factory=dict)  # of each package; None: not installed
     nvme: dict[str, Any] | None = None  # result of measure_drive
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Probe:
-        """Return a probe from its JSON."""
-        cgroup = facts.get("cgroup")
-        lists = {name: tuple(facts.get(name, ())) for name in ("arch_list", "cpu_flags")}
-        gpus = tuple(Gpu(**each) for each in facts.get("gpus", ()))
-        return cls(**{**facts, **lists, "gpus": gpus, "cgroup": None if cgroup is None else (cgroup[0], cgroup[1])})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
-        return asdict(self)
 
 
 def probe(nvme_dir: Path | None = None) -> Probe:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
 from peft import PeftConfig, PeftModel
@@ -76,6 +77,7 @@ def load(folder: str, ranks: int = 1, rank: int = 0) -> tuple[Any, Any]:
     folder = _checked(folder)
     if rank or not sys.stderr.isatty():
         logging.disable_progress_bar()  # each tick would be a line of a log file
+        datasets.disable_progress_bars()
     with reading(folder, "cannot be loaded", NEEDED):
         adapter = PeftConfig.from_pretrained(folder) if Path(folder, ADAPTER).is_file() else None
         base = folder if adapter is None else str(adapter.base_model_name_or_path)
