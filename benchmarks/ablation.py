@@ -163,7 +163,7 @@ nearly always slow for its size.
 node, which that profile has otherwise, holds 13B's adapters, and not its 12 bytes of state a parameter.)
 
 What stays on a GPU within a step and what comes and goes, the step's timeline and each tier are drawn by
-`ftkit plan RECIPE --hardware 8xv100-16gb --page FILE.html`.
+`ftkit plan RECIPE --hardware 8xv100-16gb -o FILE.html`.
 """
 
 

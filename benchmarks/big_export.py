@@ -117,7 +117,7 @@ def export(checkpoint: Path, out: Path, cap_bytes: int | None = None) -> dict[st
     """
     uncached(checkpoint)
     log, status = out.with_name(out.name + ".log"), out.with_name(out.name + ".status")
-    command = [sys.executable, "-c", COMMAND, str(status), "export", str(checkpoint), str(out), "--dtype", "bf16"]
+    command = [sys.executable, "-c", COMMAND, str(status), "export", str(checkpoint), "-o", str(out), "--dtype", "bf16"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with ExitStack() as stack:
         group = None

@@ -1,17 +1,19 @@
-"""`make recipes`: write the packaged recipes, with what the planner says of each on its node in its first line.
+"""`make recipes`: write the packaged recipes with their planned memory and speed, and the index for `ftkit recipes list`.
 
-A model is fine-tuned on instructions with all parameters and by LoRA; what differs between models beside the name is told in
-`ODD`. Variants: larger cards, one GPU, text of a domain, long sequences, and GPTs from a configuration. A recipe that does
-not fit its node is not written. A test makes every first line anew and compares. Figures are planned and simulated from
-published rates; none was measured.
+Each model is fine-tuned on instructions, with all parameters and with LoRA. `ODD` lists the models that need other settings.
+Variants: larger GPUs, one GPU, text of a domain, long sequences, and GPTs from a configuration. A recipe that does not fit
+its hardware is not written. A test plans every recipe again and compares. All figures are simulated from published rates.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ftkit.config.recipe import parse
 from ftkit.plan.catalog import architectures, find_hardware
@@ -20,6 +22,11 @@ from ftkit.plan.refuse import DoesNotFit
 from ftkit.train.planning import plan_recipe
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+INDEX = FOLDER / "index.json"
+TINY = {
+    "name": "tiny-cpu", "model": "bundled/tiny-base", "method": "all parameters", "hardware": "CPU, 2 ranks",
+    "device_gib": None, "host_gib": None, "tokens_per_s": None,
+}  # fmt: skip
 HARDWARE, LARGER, SINGLE = "8xv100-16gb", "8xv100-32gb", "1xv100-32gb"
 TEXT = """ranks: {ranks}
 hardware: {hardware}
@@ -89,20 +96,34 @@ class Entry:
         ranks = max(find_hardware(self.hardware).gpus, 1)
         return TEXT.format(model=model, name=self.name, hardware=self.hardware, ranks=ranks, batch=16384 * ranks, **odd)
 
-    @property
-    def header(self) -> str:
-        """The first line: what it is, and what the planner says of it on its hardware.
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """Its row of the index, with the plan for its hardware.
 
         Raises:
-            DoesNotFit: if it does not.
+            DoesNotFit: It does not fit.
         """
         known = find_hardware(self.hardware)
         plan = plan_recipe(parse(self.body, "recipe.yaml"), max(known.gpus, 1), known)
         assert plan.speed is not None
         device, host = (plan.needed_bytes(tier) / GIB for tier in ("device", "host"))
+        return {
+            "name": self.name,
+            "model": self.model,
+            "method": SAID[self.method],
+            "hardware": self.hardware,
+            "device_gib": round(device, 1),
+            "host_gib": round(host),
+            "tokens_per_s": round(plan.speed.tokens_per_s),
+        }
+
+    @property
+    def header(self) -> str:
+        """The first line: what it is, and its plan. Errors are those of `row`."""
+        row, short = self.row, self.model.rpartition("/")[2]
         return (
-            f"# {self.model.rpartition('/')[2]}, {SAID[self.method]}, on {SHOWN[self.hardware]}: {device:.1f} GiB a GPU, "
-            f"{host:.0f} GiB host, {plan.speed.tokens_per_s:,.0f} tokens/s. Planned, not yet measured."
+            f"# {short}, {row['method']}, on {SHOWN[self.hardware]}: {row['device_gib']:.1f} GiB a GPU, "
+            f"{row['host_gib']} GiB host, {row['tokens_per_s']:,} tokens/s. Planned, not yet measured."
         )
 
     @property
@@ -122,16 +143,25 @@ def entries() -> Iterator[Entry]:
     yield from (Entry(model, "scratch", profile) for model in GPTS for profile in (HARDWARE, LARGER))
 
 
+def index_text(rows: Iterable[dict[str, Any]]) -> str:
+    """Return the text of the index: one recipe per line, sorted by name."""
+    lines = (json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda row: row["name"]))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
 def main() -> None:
-    """Write all of them that fit."""
+    """Write all recipes that fit, and their index."""
+    rows = [TINY]
     for entry in entries():
         path = FOLDER / f"{entry.name}.yaml"
         try:
             path.write_text(entry.text, encoding="utf-8")
+            rows.append(entry.row)
             print(path.name)
         except DoesNotFit as error:
             path.unlink(missing_ok=True)
             print(f"{path.name} is not written: {error}")
+    INDEX.write_text(index_text(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`make bench-seconds`: seconds that the plan says of CPU runs beside those that they take, on this machine's own profile.
 
-The node is measured first, with each number of ranks (`ftkit doctor --measure`); then five runs of different shapes are
+The node is measured first, with each number of ranks (`ftkit measure`); then five runs of different shapes are
 planned with that profile, and made, as a user starts them. A run passes if its median step, the first one left out, is
 within 20 % of the plan. Nothing is fitted: what the profile does not know (the Trainer's own work, the data loader) is in
 the difference.
@@ -56,7 +56,7 @@ def main() -> None:
         profiles = {}
         for ranks in sorted({case.ranks for case in CASES}):
             path = Path(name, f"ranks-{ranks}.yaml")
-            start = f"from ftkit.cli.app import main; main(['doctor', '--measure', {str(path)!r}, '--nproc', '{ranks}'])"
+            start = f"from ftkit.cli.app import main; main(['measure', '-o', {str(path)!r}, '--nproc', '{ranks}'])"
             subprocess.run([sys.executable, "-c", start], capture_output=True)
             profiles[ranks] = find_hardware(str(path))
             print(f"profile with {ranks} ranks: {json.dumps(yaml.safe_load(path.read_text())['rates'])}", flush=True)

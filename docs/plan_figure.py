@@ -1,6 +1,6 @@
 """Draws docs/plan-memory.svg: a GPU's memory within a step of the packaged recipe that full fine-tuning of Llama-2-13B has.
 
-It is the chart that `ftkit plan llama-2-13b-full-8xv100-16gb --hardware 8xv100-16gb --page FILE.html` has, alone in a file.
+It is the chart that `ftkit plan llama-2-13b-full-8xv100-16gb --hardware 8xv100-16gb -o FILE.html` has, alone in a file.
 `make docs` runs it; a test compares.
 """
 

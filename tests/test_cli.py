@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ftkit
 from ftkit.cli import app as cli
+from ftkit.cli import recipes
 from ftkit.errors import UNEXPECTED
 from ftkit.launch.ranks import ENDING
 from ftkit.output.run_folder import RunFolder
@@ -76,7 +77,7 @@ def test_recipes_are_listed_shown_and_copied(capsys, tmp_path, monkeypatch):
     assert leave("recipes", "copy", "tiny-cpu") == 0
     assert (tmp_path / "tiny-cpu.yaml").read_text() == shown
     capsys.readouterr()
-    assert "is there already" in refusal(capsys, "recipes", "copy", "tiny-cpu")
+    assert "exists already" in refusal(capsys, "recipes", "copy", "tiny-cpu")
     assert "cannot be written" in refusal(capsys, "recipes", "copy", "tiny-cpu", "/proc/nothing/x.yaml")
 
 
@@ -183,7 +184,7 @@ def test_weights_that_do_not_fit(capsys, places, base, tmp_path, as_a_rank):
 
 
 def test_the_number_of_ranks_is_the_outer_jobs(capsys, places, as_a_rank):
-    assert "--nproc is for ranks that ftkit starts" in refusal(capsys, "finetune", places(), "--nproc", "2")
+    assert "--nproc starts ranks" in refusal(capsys, "finetune", places(), "--nproc", "2")
 
 
 def test_dry_run(capsys, places):
@@ -270,7 +271,9 @@ def test_generate(capsys, base, tmp_path):
     shutil.copytree(base, tmp_path / "run" / "model")
     (tmp_path / "run" / "checkpoint-4").mkdir()
     (tmp_path / "run" / "checkpoint-4" / "contents.json").write_text("{}")
-    assert "is a checkpoint, not a model; ftkit export" in refusal(capsys, "generate", tmp_path / "run/checkpoint-4", "1+1?")
+    assert "is a checkpoint, not a model; convert it with: ftkit export" in refusal(
+        capsys, "generate", tmp_path / "run/checkpoint-4", "1+1?"
+    )
     text = refusal(capsys, "generate", tmp_path / "run", "1+1?")
     assert f"did you mean {tmp_path / 'run' / 'model'}?" in text
 
@@ -303,7 +306,7 @@ def test_generate_runs_no_code_of_a_folder(capsys, base, tmp_path, monkeypatch):
 
 def test_an_unexpected_error_is_one_line_and_a_file(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(cli, "show_recipes", lambda *_: {}["missing"])
+    monkeypatch.setattr(recipes, "index", lambda: {}["missing"])
     assert leave("recipes", "list") == UNEXPECTED
     said = capsys.readouterr().err
     (report,) = tmp_path.glob("ftkit-fault-*.txt")

@@ -149,7 +149,7 @@ def test_rows_that_a_run_refuses_are_named_and_the_command_ends_with_2(recipe, c
         row["messages"][-1]["weight"] = 0
     path = recipe(rows)
     with pytest.raises(SystemExit) as left:
-        cli.main(["data", str(path), "--page", str(path.with_suffix(".html"))])
+        cli.main(["data", str(path), "--out", str(path.with_suffix(".html"))])
     assert left.value.code == 2
     said = capsys.readouterr().out
     assert "a run would refuse these data: 2 of 2 rows cannot be used:" in said

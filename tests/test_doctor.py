@@ -5,23 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import psutil
+import pynvml
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from ftkit.cli.app import app
 from ftkit.cli.doctor import Finding, judge, required
-from ftkit.cli.probe import Gpu, Probe, _gpus, probe
+from ftkit.cli.probe import Gpu, Probe, _driver, _triton_error, probe
 
 PROBES = Path(__file__).parent / "probes"
 
 
+def read(facts: dict[str, Any]) -> Probe:
+    """Return a probe from its JSON."""
+    lists = {name: tuple(facts[name]) for name in ("arch_list", "cpu_flags")}
+    gpus = tuple(Gpu(**each) for each in facts["gpus"])
+    return Probe(**{**facts, **lists, "gpus": gpus, "cgroup": facts["cgroup"] and tuple(facts["cgroup"])})
+
+
 def recorded(name: str) -> Probe:
-    return Probe.of(json.loads((PROBES / f"{name}.json").read_text()))
+    return read(json.loads((PROBES / f"{name}.json").read_text()))
 
 
 def findings(facts: Probe) -> dict[str, Finding]:
@@ -38,7 +49,7 @@ def test_a_good_v100_box() -> None:
     assert found["GPUs"].found == "8 x Tesla V100-SXM2-16GB, 16 GiB, compute capability 7.0"
     assert found["torch"].found == "torch 2.13.0+cu126, CUDA 12.6, has kernels for sm_70"
     assert "no bf16" in found["dtype"].found
-    assert found["links"].found == "NVLink between 16 of 28 pairs of GPUs, up to 2 links"
+    assert found["links"].found == "NVLink between 16 of 28 pairs of GPUs"
     assert found["CPU"].found.endswith("40 cores on 2 NUMA nodes, avx2 f16c")
     assert "writes 2.1 GB/s, reads 3.9 GB/s" in found["NVMe"].found
 
@@ -63,7 +74,7 @@ def test_a_container() -> None:
     found = findings(recorded("container"))
     assert verdicts(recorded("container"), "warn") == {"links", "memory", "memlock", "shared memory", "huge pages", "cores"}
     assert not verdicts(recorded("container"), "fail")
-    assert found["memory"].found.startswith("32.0 of 128 GiB: /sys/fs/cgroup allows no more")
+    assert found["memory"].found.startswith("32.0 of 128 GiB: limited by /sys/fs/cgroup")
     assert "--shm-size" in found["shared memory"].mend
     assert "--ulimit memlock=-1" in found["memlock"].mend
 
@@ -78,10 +89,10 @@ def test_a_container() -> None:
         ({"torch_gpus": 0, "torch_error": "no device"}, "torch", "fail", "opens 0 of 8 GPUs: no device"),
         ({"torch_gpus": 0, "visible": ""}, "torch", "fail", "opens 0 of 8 GPUs (CUDA_VISIBLE_DEVICES is '')"),
         ({"gpus": (), "torch_gpus": 0, "driver_error": "Driver/library version mismatch"}, "GPUs", "fail", "mismatch"),
-        ({"triton_runs": False}, "Triton", "fail", "without ptxas"),
-        ({"compiler": None}, "Triton", "fail", "need a C compiler"),
+        ({"triton_error": "ptxas fatal"}, "Triton", "fail", "cannot compile for sm_70 (ptxas fatal); Triton 3.4 to 3.9 can"),
+        ({"compiler": None}, "Triton", "fail", "needs a C compiler"),
         ({"nccl": None}, "NCCL", "fail", "this torch has none"),
-        ({"topology": None}, "links", "warn", "not known"),
+        ({"linked_pairs": None}, "links", "warn", "unknown"),
         ({"cpu_flags": ("f16c",)}, "CPU", "warn", "without avx2 the optimizer on the host is slow"),
         ({"nvme": {"path": "/x", "error": "/x is not a folder"}}, "NVMe", "fail", "/x is not a folder"),
         ({"system": "Darwin"}, "system", "fail", "ftkit runs on Linux"),
@@ -114,6 +125,8 @@ def test_versions_are_compared_with_what_the_package_asks_for() -> None:
     found = findings(facts)
     assert found["peft"].mend.startswith('pip install "peft')
     assert any(each.name == "torch" and "2.16.0; ftkit is tested with" in each.found for each in judge(facts))
+    old = replace(good, versions={**good.versions, "torch": "2.9.1+cu126"})
+    assert any("torch 2.10 or later is needed" in each.found for each in judge(old))
     assert "versions" not in found
 
 
@@ -125,11 +138,11 @@ def test_this_machine(tmp_path: Path) -> None:
     assert 1 <= facts.cores <= os.cpu_count()
     assert 0 < facts.nvme["free_bytes"] <= shutil.disk_usage(tmp_path).total
     assert facts.nvme["write_bytes_per_s"] > 0
-    assert Probe.of(json.loads(json.dumps(facts.as_dict()))) == facts
+    assert read(json.loads(json.dumps(asdict(facts)))) == facts
     assert not list(tmp_path.iterdir()), "what was measured is removed"
     found = findings(facts)
-    if not torch.cuda.is_available() and shutil.which("nvidia-smi") is None:
-        assert found["GPUs"].found.startswith("none (nvidia-smi is not installed)")
+    if not torch.cuda.is_available():
+        assert found["GPUs"].found.startswith("none: ftkit computes on the CPU")
     assert found["Triton"].verdict == "ok"
 
 
@@ -138,24 +151,58 @@ def test_the_command() -> None:
     told = json.loads(ran.stdout)
     failed = [each for each in told["findings"] if each["verdict"] == "fail"]
     assert ran.exit_code == bool(failed)
-    assert Probe.of(told["probe"]).versions["torch"]
+    assert read(told["probe"]).versions["torch"]
     shown = CliRunner().invoke(app, ["doctor"])
     assert "GPUs" in shown.stdout
 
 
-SMI = {  # as nvidia-smi of R470 answers: it does not know compute capabilities
-    "name,memory.total,pci.bus_id,driver_version": "Tesla V100-SXM2-16GB, 16160, 00000000:06:00.0, 470.82.01\n",
-    "compute_cap": None,
-}
+class Driver:
+    """A driver of two linked GPUs, the second of which shares the host's memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return number
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return ("Tesla V100-SXM2-16GB", "NVIDIA GB10")[handle]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        if handle:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(total=16384 << 20)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return ((7, 0), (12, 1))[handle]
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
+        return pynvml.NVML_P2P_STATUS_OK
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.95.05"
 
 
-def test_old_drivers_and_fields_that_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def output(*command: str) -> tuple[str | None, str | None]:
-        text = SMI[command[1].removeprefix("--query-gpu=")]
-        return text, None if text else 'Field "compute_cap" is not a valid field to query.'
+def test_what_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.cli.probe.pynvml", Driver())
+    gpus = (Gpu("Tesla V100-SXM2-16GB", 16384, 70), Gpu("NVIDIA GB10", 0, 121))
+    assert _driver() == {"gpus": gpus, "driver": "580.95.05", "linked_pairs": 1}
+    broken = pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    monkeypatch.setattr(Driver, "nvmlInit", mock.Mock(side_effect=broken))
+    assert "mismatch" in _driver()["driver_error"].lower()
+    absent = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr(Driver, "nvmlInit", mock.Mock(side_effect=absent))
+    assert _driver() == {}
 
-    monkeypatch.setattr("ftkit.cli.probe._output", output)
-    assert _gpus() == ((Gpu("Tesla V100-SXM2-16GB", 16160, 70, "00000000:06:00.0"),), "470.82.01", None)
-    monkeypatch.setitem(SMI, "name,memory.total,pci.bus_id,driver_version", "NVIDIA GB10, [N/A], 0, 580.1\n")
-    monkeypatch.setitem(SMI, "compute_cap", "12.1\n")
-    assert _gpus()[0] == (Gpu("NVIDIA GB10", 0, 121, "0"),)
+
+def test_a_kernel_is_compiled_for_the_named_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert _triton_error() is None
+    monkeypatch.setattr("ftkit.cli.probe.VOLTA", 35)
+    assert "sm_35" in str(_triton_error())

@@ -24,6 +24,7 @@ from ftkit.engine.checkpoint.pieces import PieceWriter
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.errors import UserError
 from ftkit.hf.generate.evaluation import row_statistics
+from ftkit.launch.ranks import Stop
 from ftkit.output.run_folder import RunFolder
 from ftkit.train.callbacks import questions
 from ftkit.train.generate import answers
@@ -137,7 +138,7 @@ def test_the_model_opens_with_from_pretrained_and_gives_the_loss_it_was_said_to(
         sums += loss * per_example["tokens"][number]
         counts += per_example["tokens"][number]
     assert summary["eval_loss_after"] == pytest.approx(sums / counts, rel=1e-4)
-    assert [asked for asked, _ in answers(str(folder / "model"), ["3+1?"], max_new_tokens=3)] == ["3+1?"]
+    assert len(answers(Stop(), 1, str(folder / "model"), ["3+1?"], {"max_new_tokens": 3})) == 1
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_an_adapter_is_left_as_an_adapter_folder(home, worlds):
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert (home / "lora" / "model" / "adapter_model.safetensors").is_file()
     assert not (home / "lora" / "model" / "model.safetensors").exists()
-    ((_, answer),) = answers(str(home / "lora" / "model"), ["60+1?"], max_new_tokens=64)
+    (answer,) = answers(Stop(), 1, str(home / "lora" / "model"), ["60+1?"], {"max_new_tokens": 64})
     assert answer == summary_answer(home / "lora")
 
 

@@ -165,6 +165,7 @@ def test_signals_are_counted_and_handlers_restored(number):
 LAUNCHER = """
 import os, signal, sys
 from ftkit.cli import app
+from ftkit.cli.options import say
 from ftkit.errors import EndedEarly
 from ftkit.launch import ranks as launch
 
@@ -179,7 +180,7 @@ def start_and_signal(*arguments, **options):
 
 def command(*arguments, **options):
     entry = ("tests.test_launch:wait_for_the_end", (folder, obey == "obey"), 2)
-    raise EndedEarly(launch.start(*entry, environ=os.environ, say=app._say)["stopped"])
+    raise EndedEarly(launch.start(*entry, environ=os.environ, say=say)["stopped"])
 
 if __name__ == "__main__":
     launch.start_processes, app.app = start_and_signal, command

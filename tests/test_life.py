@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from ftkit.cli import app as cli
+from ftkit.cli import training
 from ftkit.config.recipe import parse
 from ftkit.engine.checkpoint.saving import save_checkpoint
 from ftkit.errors import RESUME_ME, RankError
@@ -62,7 +62,7 @@ def started(facts, folder, resume, outcomes, restarts=1):
         raise RankError(1, "died") if outcomes else SystemExit
 
     with mock.patch.object(launch, "start", start), pytest.raises(SystemExit):
-        cli._train(facts, folder, 2, resume, overwrite=False, restarts=restarts, joined=False)
+        training.train(facts, folder, 2, resume, overwrite=False, restarts=restarts, joined=False)
     return given
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(home, tmp_path):
     error = RankError(1, "died")
     error.asked = True
     with mock.patch.object(launch, "start", side_effect=error) as start, pytest.raises(RankError):
-        cli._train(facts, RunFolder(tmp_path / "run"), 2, None, overwrite=False, restarts=3, joined=False)
+        training.train(facts, RunFolder(tmp_path / "run"), 2, None, overwrite=False, restarts=3, joined=False)
     assert start.call_count == 1
 
 

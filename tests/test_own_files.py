@@ -97,11 +97,11 @@ def test_an_output_file_replaces_a_file_of_its_kind_only(tmp_path):
     page, text = tmp_path / "page.html", tmp_path / "notes.txt"
     page.touch()
     text.touch()
-    check_target(page, "--page", ".html")
-    check_target(tmp_path / "new", "--page", ".html")
+    check_target(page, "--out", ".html")
+    check_target(tmp_path / "new", "--out", ".html")
     for path in (text, tmp_path, Path("/dev/null")):
-        with pytest.raises(UserError, match=rf"--page: {path} exists and is not a \.html file"):
-            check_target(path, "--page", ".html")
+        with pytest.raises(UserError, match=rf"--out: {path} exists and is not a \.html file"):
+            check_target(path, "--out", ".html")
 
 
 def test_verify_removes_its_trials_and_nothing_else(home, tmp_path):
@@ -130,7 +130,7 @@ def test_a_refused_export_leaves_nothing(capsys, saved, tmp_path, monkeypatch, f
         source = shutil.copytree(source, tmp_path / "damaged")
         (source / "config.json").write_text("{}")
     before = contents(out)
-    said = refusal(capsys, "export", source, out)
+    said = refusal(capsys, "export", source, "-o", out)
     assert {"a file there": "config.json already", "a full disk": "No space left"}.get(fault, "damaged") in said
     assert contents(out) == before
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.recipes import GPTS, entries
-from ftkit.cli.recipe_list import Planned, planned_of
+from benchmarks.recipes import GPTS, INDEX, TINY, entries, index_text
+from ftkit.cli.recipes import index
 from ftkit.config.recipe import packaged, parse
 from ftkit.plan.catalog import architectures, find_hardware
 from ftkit.plan.refuse import DoesNotFit
@@ -61,11 +61,17 @@ def test_what_is_not_there_does_not_fit() -> None:
             _ = ALL[name].header
 
 
-def test_the_list_reads_every_first_line() -> None:
+def test_the_index_has_every_recipe_with_the_numbers_of_its_first_line() -> None:
+    assert index()[-1] == TINY
+    assert INDEX.read_text(encoding="utf-8") == index_text(index())
+    rows = {row["name"]: row for row in index()}
+    assert rows.keys() == packaged().keys()
     for name in FITTING:
-        told = planned_of(packaged()[name].read_text(encoding="utf-8").splitlines()[0].lstrip("# "))
-        assert isinstance(told, Planned), name
-        assert told.days > 0.05
+        row, first = rows[name], packaged()[name].read_text(encoding="utf-8").partition("\n")[0]
+        numbers = f"{row['device_gib']:.1f} GiB a GPU, {row['host_gib']} GiB host, {row['tokens_per_s']:,} tokens/s."
+        assert f", {row['method']}, on " in first
+        assert numbers in first, name
+        assert (row["model"], row["hardware"]) == (ALL[name].model, ALL[name].hardware)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,7 @@ def test_the_list_reads_every_first_line() -> None:
 )
 def test_a_recipe_says_what_the_planner_says(name: str) -> None:
     assert packaged()[name].read_text(encoding="utf-8") == ALL[name].text, "write them again: make recipes"
+    assert ALL[name].row in index()
 
 
 BOXES = re.compile("-[0-9]+x[a-z0-9]+-[0-9]+gb$")

@@ -141,17 +141,12 @@ def test_what_does_not_fit_is_left_out_and_said():
 
     found = verdicts([made(PLANNED), made("x", 1.001), Trajectory("y", problem="too large"), made(STOCK)], "fp32", 2)
     assert [each.passed for each in found] == [True, False, None, True]
-    assert found[2].note == "left out: too large"
+    assert found[2].note == "not run: too large"
     assert found[1].loss == pytest.approx(1e-3)
     assert verdicts([made(PLANNED), made("x", float("nan"))], "fp32", 2)[1].passed is False
     assert verdicts([made(PLANNED), Trajectory("x", [1.0], [2.0], {1: ["a"]})], "fp32", 2)[1].passed is False
     with pytest.raises(UserError, match="does not fit this machine: too large"):
         verdicts([Trajectory(PLANNED, problem="too large")], "fp32", 2)
-
-
-def test_a_few_steps_are_needed(home, tmp_path):
-    with pytest.raises(UserError, match="--steps: 1 are too few"):
-        verify(facts_of(home, "v"), 2, 3, tmp_path / "v", lambda trials, ranks: [], steps=1, say=print)
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
-"""`ftkit doctor --measure`: how fast this machine computes, gathers, copies and updates, as a profile for `ftkit plan`.
+"""`ftkit measure`: the rates of this machine as a hardware profile for `ftkit plan`.
 
-Every figure is taken while all ranks do the same, because that is what a rank has for itself in a run:
+All ranks measure at the same time, so each figure is what one rank gets during a run:
 
-    compute      a Llama block of each hidden size in `HIDDEN`: forward, then forward again and backward, as the engine does;
-                 operations counted as the schedule counts them, with attention
-    link         an all-gather and a reduction of `LINK_NUMEL` elements by the engine's own communicator
-    pcie         copies from and to pinned memory at once, GPUs only
-    dram, hbm    AdamW over fp32 state, in host memory by the engine's loops; on GPUs by torch's
-    nvme         the drive of a folder, by the engine's own measurement
+    compute      a Llama block of each hidden size in `HIDDEN`: forward, then recomputed forward and backward
+    link         an all-gather and a reduce-scatter of `LINK_NUMEL` elements by the engine's communicator
+    pcie         copies from and to pinned memory at the same time, GPUs only
+    dram, hbm    AdamW over fp32 state: in host memory by the engine's loops, on GPUs by torch
+    nvme         the drive of a folder, as `ftkit doctor --nvme-dir` measures it
 
-It refuses a block that does not fit. What it costs: a minute or two of the whole node, 1 GiB a rank.
+Cost: a minute or two, all ranks busy, 1 GiB per rank.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
+from ftkit.config.wording import counted
 from ftkit.engine.comm.communicator import GROUP_TIMEOUT, Communicator
 from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.launch.ranks import Stop
@@ -36,22 +36,17 @@ from ftkit.spec.update_rules import ADAMW
 
 HIDDEN = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 5120)}
 TOKENS = {"cpu": 512, "cuda": 4096}
-"""Of one block's batch, in sequences of at most `SEQUENCE`."""
+"""Tokens of a block's batch, in sequences of at most `SEQUENCE`."""
 SEQUENCE = 1024
 LINK_NUMEL = 1 << 22
 ADAM_NUMEL = 1 << 23
 COPY_BYTES = 256 << 20
 SECONDS = 1.5
-"""That a figure is repeated for."""
+"""Duration of a measurement."""
 
 
 def rank(stop: Stop, dtype: str) -> dict[str, Any]:
-    """Measure as one of the ranks; return the rates of a rank, the least of all ranks.
-
-    Args:
-        stop: says which rank this is.
-        dtype: compute dtype: fp32, bf16 or fp16.
-    """
+    """Measure as one of the ranks, in fp32, bf16 or fp16. Return the rates of the slowest rank."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT)
     device = torch.device("cpu")
@@ -72,46 +67,41 @@ def rank(stop: Stop, dtype: str) -> dict[str, Any]:
 
 
 def profile(rates: dict[str, Any], dtype: str, nvme: dict[str, Any] | None, ranks: int) -> dict[str, Any]:
-    """Return the profile of this machine as `ftkit.plan.catalog` reads it.
+    """Return the profile of this machine.
 
     Args:
-        rates: what `rank` returned.
-        dtype: compute dtype of the rates: fp32, bf16 or fp16.
-        nvme: what `ftkit.cli.probe` found of a drive, or None where none was asked for.
-        ranks: number of ranks that measured at once.
+        rates: Result of `rank`.
+        dtype: Compute dtype of the rates: fp32, bf16 or fp16.
+        nvme: Result of `ftkit.cli.probe.measure_drive`. None if no drive was measured.
+        ranks: Ranks that measured at the same time.
     """
     gpus = torch.cuda.device_count()
     card = torch.cuda.get_device_properties(0) if gpus else None
-    told = dict(rates)
-    if nvme is not None and "error" not in nvme:
-        told |= {"nvme_read": nvme["read_bytes_per_s"], "nvme_write": nvme["write_bytes_per_s"]}
+    if nvme is not None:
+        rates = rates | {"nvme_read": nvme["read_bytes_per_s"], "nvme_write": nvme["write_bytes_per_s"]}
     return {
         "gpus": gpus,
         "gpu": card.name if card else "",
         "device_gib": round(card.total_memory / GIB, 2) if card else 0,
         "host_gib": round(psutil.virtual_memory().total / GIB, 1),
-        "nvme_gib": round(nvme["free_bytes"] / GIB) if nvme is not None and "free_bytes" in nvme else 0,
+        "nvme_gib": round(nvme["free_bytes"] / GIB) if nvme is not None else 0,
         "dtype": dtype,
         "ranks": ranks,
-        "rates": told,
+        "rates": rates,
     }
 
 
-def write_profile(path: Path, told: dict[str, Any], ranks: int) -> None:
+def write_profile(path: Path, found: dict[str, Any], ranks: int) -> None:
     """Write a profile as YAML."""
-    lines = yaml.safe_dump(told, sort_keys=False)
-    write(path, f"# measured by ftkit doctor --measure, with {ranks} ranks at once; for ftkit plan --hardware FILE\n{lines}")
+    header = f"# measured by ftkit measure with {counted(ranks, 'rank')}; for ftkit plan --hardware FILE"
+    write(path, f"{header}\n{yaml.safe_dump(found, sort_keys=False)}")
 
 
 # --- the figures
 
 
-def _least(comm: Communicator, seconds: float) -> float:
-    return max(comm.all(seconds))
-
-
 def _timed(comm: Communicator, work: Callable[[], object]) -> float:
-    """Return the seconds of one `work`, the median of those that fit into `SECONDS`; all ranks do as many."""
+    """Return the median seconds of one `work` on the slowest rank. All ranks repeat it equally often, for `SECONDS`."""
 
     def once() -> float:
         comm.barrier()
@@ -123,11 +113,11 @@ def _timed(comm: Communicator, work: Callable[[], object]) -> float:
 
     once()
     count = int(comm.same(max(3, int(SECONDS / max(once(), 1e-6)))))
-    return _least(comm, statistics.median(once() for _ in range(min(count, 200))))
+    return max(comm.all(statistics.median(once() for _ in range(min(count, 200)))))
 
 
 def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
-    """Return operations a second of a block, recomputation among them."""
+    """Return operations per second of a block, recomputation included."""
     inner = hidden * 8 // 3 // 32 * 32
     config = LlamaConfig(
         hidden_size=hidden,
@@ -166,14 +156,14 @@ def _compute(hidden: int, comm: Communicator, dtype: torch.dtype) -> float:
 
 
 def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
-    """Return the bus bandwidth of a gather and a reduction together, and the latency of a small gather."""
+    """Return bytes per second of gathers and reductions, and the latency of a small one."""
     world = comm.world_size
     if world == 1:
         return {"link": 1e12, "collective_s": 0.0}  # nothing is sent
 
     def pair(numel: int) -> Callable[[], None]:
         shard = torch.zeros(numel, dtype=dtype, device=comm.device)
-        shared = comm.share(world * shard.nbytes)  # as CPU ranks share slots and shards of stage 3
+        shared = comm.share(world * shard.nbytes)  # CPU ranks share the slots of stage 3
         full = torch.zeros(world * numel, dtype=dtype, device=comm.device) if shared is None else shared.view(dtype)
 
         def once() -> None:
@@ -188,16 +178,16 @@ def _link(comm: Communicator, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _host_adam(comm: Communicator) -> float:
-    """Return the bytes of host memory that a rank's update moves in a second."""
+    """Return bytes per second of host memory in a rank's optimizer update."""
     adam = HostLoops(torch.get_num_threads())
     master, gradient, first, second = (torch.zeros(ADAM_NUMEL) for _ in range(4))
     numbers = {"factor": 1.0, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    seconds = _timed(comm, lambda: adam.adamw(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # a step is whole, the others are not
+    seconds = _timed(comm, lambda: adam.adamw(master, gradient, first, second, None, **numbers))  # type: ignore[arg-type]  # `step` is an int
     return ADAMW.traffic_bytes * ADAM_NUMEL / seconds
 
 
 def _device_adam(comm: Communicator) -> float:
-    """Return the bytes of a GPU's memory that an update moves in a second."""
+    """Return bytes per second of GPU memory in an optimizer update."""
     parameter = nn.Parameter(torch.zeros(ADAM_NUMEL, device=comm.device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -205,7 +195,7 @@ def _device_adam(comm: Communicator) -> float:
 
 
 def _copies(comm: Communicator) -> float:
-    """Return the bytes a second that a GPU gets from pinned memory while as many go there."""
+    """Return bytes per second from pinned memory to a GPU, while as many go back."""
     up, down = (torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     here, there = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=comm.device) for _ in range(2))
     side = torch.cuda.Stream()

@@ -1,183 +1,151 @@
-"""What is in a node, as its own tools say it: the facts that `ftkit doctor` judges.
+"""The facts of a machine that `ftkit doctor` judges: GPUs, driver, torch, Triton, host, drive.
 
-Every fact is asked once, nothing is judged here, and a tool that is missing or fails is a fact too. A probe is plain data:
-`ftkit doctor --json` writes it beside its findings, so that another machine can be judged, and tests keep a few.
+A fact that cannot be read is stored as unknown, with its error. `ftkit doctor --json` prints the facts beside the findings;
+tests judge recorded ones.
 
-Cost: some seconds for importing torch and asking nvidia-smi; with a folder to measure, two more and 256 MiB written
-there.
+Cost: a few seconds; with a folder to measure, two more and 256 MiB written there.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import re
 import resource
 import shutil
-import subprocess
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pynvml
 
 if TYPE_CHECKING:
     from ftkit.engine.memory.disk import Disk
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "triton", "numba")
-CAPABILITIES = {"V100": 70, "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "L4": 89, "H100": 90, "H200": 90}
 CPU_FLAGS = ("avx2", "f16c", "avx512f")
+VOLTA = 70
 MEASURED_BYTES = 256 << 20
 """Bytes written to and read from a drive to measure it."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, as the driver sees it: compute capability 70 is 7.0; what it does not say is 0."""
+    """One GPU, as the driver reports it."""
 
     name: str
-    memory_mib: int
-    capability: int
-    pci: str = ""
+    memory_mib: int  # 0 if unknown
+    capability: int  # 70 is compute capability 7.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The facts of a node.
+    """The facts of a machine."""
 
-    Args:
-        gpus: GPUs that the driver sees.
-        driver: version of the driver.
-        driver_error: why the driver could not be asked.
-        topology: the table of `nvidia-smi topo -m`.
-        torch_cuda: CUDA version that torch was built with; None: a CPU build.
-        arch_list: GPU architectures that torch has kernels for.
-        torch_gpus: number of GPUs that torch can open.
-        torch_error: why torch sees no GPU.
-        nccl: version of NCCL.
-        triton_runs: whether Triton and its ptxas are there.
-        compiler: path of the C compiler for Triton's launchers; None: there is none.
-        visible: what CUDA_VISIBLE_DEVICES says, if it is set.
-        system: name of the operating system.
-        python: version of Python.
-        memory_bytes: memory of the machine.
-        cgroup: the tightest cgroup limit below that, as (folder, bytes).
-        shm_bytes: size of /dev/shm.
-        memlock_bytes: bytes that a process may lock; None: any number.
-        huge_pages: the kernel's setting for transparent huge pages.
-        cpu: name of the processor.
-        cpu_flags: the flags of `CPU_FLAGS` that the processor has.
-        cores: number of physical cores that this process may use.
-        numa_nodes: number of NUMA nodes that these cores lie on.
-        versions: version of each package; None: not installed.
-        nvme: what was found of the folder asked for: path, filesystem, direct, free_bytes, write_bytes_per_s and
-            read_bytes_per_s, or error.
-    """
-
-    gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-    driver_error: str | None = None
-    topology: str | None = None
-    torch_cuda: str | None = None
-    arch_list: tuple[str, ...] = ()
-    torch_gpus: int = 0
-    torch_error: str | None = None
-    nccl: str | None = None
-    triton_runs: bool = False
-    compiler: str | None = None
-    visible: str | None = None
+    gpus: tuple[Gpu, ...] = ()  # GPUs that the driver reports
+    driver: str | None = None  # version of the driver
+    driver_error: str | None = None  # why the driver cannot be asked
+    linked_pairs: int | None = None  # pairs of GPUs joined by NVLink
+    torch_cuda: str | None = None  # CUDA version that torch was built with; None for a CPU build
+    arch_list: tuple[str, ...] = ()  # architectures that torch has kernels for
+    torch_gpus: int = 0  # GPUs that torch can open
+    torch_error: str | None = None  # why it opens none
+    nccl: str | None = None  # version of NCCL
+    triton_error: str | None = None  # why Triton cannot compile a kernel for sm_70
+    compiler: str | None = None  # path of a C compiler, for Triton's launchers
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES, if set
     system: str = "Linux"
     python: str = ""
-    memory_bytes: int = 0
-    cgroup: tuple[str, int] | None = None
-    shm_bytes: int | None = None
-    memlock_bytes: int | None = None
-    huge_pages: str | None = None
+    memory_bytes: int = 0  # memory of the machine
+    cgroup: tuple[str, int] | None = None  # tightest cgroup limit below that: folder, bytes
+    shm_bytes: int | None = None  # size of /dev/shm
+    memlock_bytes: int | None = None  # bytes that a process may lock; None for any number
+    huge_pages: str | None = None  # the kernel's setting for transparent huge pages
     cpu: str = ""
-    cpu_flags: tuple[str, ...] = ()
-    cores: int = 0
-    numa_nodes: int = 0
-    versions: dict[str, str | None] = field(default_factory=dict)
-    nvme: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> Probe:
-        """Return a probe that was written as JSON.
-
-        Raises:
-            TypeError: for facts that are none of a probe's.
-        """
-        cgroup = facts.get("cgroup")
-        lists = {name: tuple(facts.get(name, ())) for name in ("arch_list", "cpu_flags")}
-        gpus = tuple(Gpu(**each) for each in facts.get("gpus", ()))
-        return cls(**{**facts, **lists, "gpus": gpus, "cgroup": None if cgroup is None else (cgroup[0], cgroup[1])})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
-        return asdict(self)
+    cpu_flags: tuple[str, ...] = ()  # the flags of CPU_FLAGS that the processor has
+    cores: int = 0  # physical cores that this process may use
+    numa_nodes: int = 0  # NUMA nodes of these cores
+    versions: dict[str, str | None] = field(default_factory=dict)  # of each package; None: not installed
+    nvme: dict[str, Any] | None = None  # result of measure_drive
 
 
 def probe(nvme_dir: Path | None = None) -> Probe:
-    """Ask this machine.
-
-    Args:
-        nvme_dir: folder whose drive is measured; None: none is.
-    """
-    gpus, driver, driver_error = _gpus()
+    """Return the facts of this machine. The drive of `nvme_dir` is measured if it is given."""
     return Probe(
-        gpus=gpus,
-        driver=driver,
-        driver_error=driver_error,
-        topology=_output("nvidia-smi", "topo", "-m")[0] if len(gpus) > 1 else None,
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))), None),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         system=platform.system(),
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
-        nvme=None if nvme_dir is None else _nvme(nvme_dir),
+        nvme=None if nvme_dir is None else measure_drive(nvme_dir),
+        triton_error=_triton_error(),
+        **_driver(),
         **_torch(),
         **_host(),
     )
 
 
-def _output(*command: str) -> tuple[str | None, str | None]:
-    """Return what a command printed, or why it did not."""
-    if shutil.which(command[0]) is None:
-        return None, f"{command[0]} is not installed"
+def _driver() -> dict[str, Any]:
+    """Return what the NVIDIA driver reports."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, str(error)
-    said = done.stdout.strip() or done.stderr.strip()
-    if done.returncode:
-        return None, said.splitlines()[0] if said else f"exit {done.returncode}"
-    return done.stdout, None
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        gpus = tuple(_gpu(handle) for handle in handles)
+        return {"gpus": gpus, "driver": pynvml.nvmlSystemGetDriverVersion(), "linked_pairs": _linked_pairs(handles)}
+    except pynvml.NVMLError_LibraryNotFound:
+        return {}
+    except pynvml.NVMLError as error:
+        return {"driver_error": str(error)}
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str | None, str | None]:
-    """Return GPUs, driver version, and why they could not be asked for. Old drivers do not know compute capabilities."""
-    fields = "name,memory.total,pci.bus_id,driver_version"
-    text, error = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    if text is None:
-        return (), None, error
-    capabilities = (_output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")[0] or "").splitlines()
-    rows = [[each.strip() for each in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
-    gpus = []
-    for number, (name, memory, pci, _) in enumerate(rows):
-        told = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", capabilities[number]) if number < len(capabilities) else None
-        capability = 10 * int(told[1]) + int(told[2]) if told else _capability_of(name)
-        gpus.append(Gpu(name, int(memory) if memory.isdigit() else 0, capability, pci))
-    return tuple(gpus), rows[0][3] if rows else None, None if rows else "nvidia-smi lists no GPU"
+def _gpu(handle: Any) -> Gpu:
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20
+    except pynvml.NVMLError:  # GPUs that share the host's memory
+        memory = 0
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(pynvml.nvmlDeviceGetName(handle), memory, 10 * major + minor)
 
 
-def _capability_of(name: str) -> int:
-    """Return the compute capability of a card that fine-tuning is done on, by its name; 0 if it is not known."""
-    return next((number for part, number in CAPABILITIES.items() if part in name), 0)
+def _linked_pairs(handles: list[Any]) -> int | None:
+    """Return how many pairs of GPUs NVLink joins, directly or by a switch. None if the driver does not report it."""
+    index = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+    try:
+        found = [pynvml.nvmlDeviceGetP2PStatus(one, other, index) for one, other in combinations(handles, 2)]
+    except pynvml.NVMLError:
+        return None
+    return sum(status == pynvml.NVML_P2P_STATUS_OK for status in found)
+
+
+def _triton_error() -> str | None:
+    """Compile a small kernel for sm_70, and return why it fails. Needs no GPU."""
+
+    def kernel() -> None:
+        pass
+
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import JITFunction
+
+        with redirect_stdout(io.StringIO()):  # Triton prints the assembly of a failure
+            source, target = ASTSource(fn=JITFunction(kernel), signature={}), GPUTarget("cuda", VOLTA, 32)
+            triton.compile(source, target=target, options={"enable_fp_fusion": True})
+    except Exception as error:  # of Triton, LLVM or ptxas
+        fatal = re.search(r"ptxas fatal.*", str(error))
+        return fatal[0] if fatal else " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return None
 
 
 def _torch() -> dict[str, Any]:
-    """Return what torch says of its build and its GPUs."""
-    import torch  # here: the facts above are worth having where it cannot be imported
+    """Return the facts of torch and its GPUs."""
+    import torch
 
     found: dict[str, Any] = {"torch_cuda": torch.version.cuda, "arch_list": tuple(torch.cuda.get_arch_list())}
     try:
@@ -188,17 +156,11 @@ def _torch() -> dict[str, Any]:
         found["torch_error"] = str(error).splitlines()[0]
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    try:
-        from triton.backends import nvidia
-
-        found["triton_runs"] = Path(nvidia.__path__[0], "bin", "ptxas").is_file()
-    except ImportError:
-        found["triton_runs"] = False
     return found
 
 
 def _host() -> dict[str, Any]:
-    """Return what the system says of memory, processors and limits."""
+    """Return the facts of memory, processors and limits."""
     from ftkit.cgroups import MACHINE, HostMemory
     from ftkit.engine.memory.affinity import find_cores
 
@@ -224,8 +186,12 @@ def _host() -> dict[str, Any]:
     }
 
 
-def _nvme(folder: Path) -> dict[str, Any]:
-    """Return what a folder's drive gives."""
+def measure_drive(folder: Path) -> dict[str, Any]:
+    """Measure the drive of a folder.
+
+    Returns:
+        path, filesystem, direct, free_bytes, write_bytes_per_s and read_bytes_per_s; or path and error.
+    """
     from ftkit.engine.memory.disk import Disk
     from ftkit.engine.memory.flat_file import DiskError
 
@@ -247,7 +213,7 @@ def _nvme(folder: Path) -> dict[str, Any]:
 
 
 def _disk_rates(disk: Disk) -> tuple[float, float]:
-    """Write and read a scratch file, and return the rates of writing and reading in bytes per second."""
+    """Write and read a scratch file. Return the rates of writing and reading, bytes per second."""
     import torch
 
     from ftkit.engine.memory.arena import Arena

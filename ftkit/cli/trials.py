@@ -1,11 +1,11 @@
-"""Short runs of one recipe that must all give the same numbers: what `ftkit verify` lets ranks do.
+"""The short runs of `ftkit verify`, as one of their ranks.
 
-A trial is the recipe with some of its engine's choices forced. A few run one after the other in the same ranks; each notes
-the loss and the gradient's norm of every step, and a hash of every sample that the step was made of. One of them is stock:
-the Hugging Face Trainer with PyTorch's AdamW on a whole fp32 model in one process, and nothing of the engine.
+A trial is the recipe with some strategy choices forced. Several run one after the other in the same ranks. Each records loss
+and gradient norm of every step, and a hash of every sample of the step. The stock trial uses the Hugging Face Trainer with
+PyTorch's AdamW on a whole fp32 model in one process, and nothing of the engine.
 
-Dropout is off, because no two divisions of a batch draw the same masks; adapters and fresh weights start from the same
-values everywhere. What it costs: a model's loading a trial.
+Dropout is off, because different divisions of a batch draw different masks. Adapters and fresh weights start from the same
+values everywhere. Cost: each trial loads the model.
 """
 
 from __future__ import annotations
@@ -45,55 +45,37 @@ from ftkit.train.trainer import RecipeTrainer
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run.
+    """One short run."""
 
-    Args:
-        name: name in the table.
-        recipe: what is run.
-        ranks: number of processes.
-        stock: whether the stock Trainer runs it, without the engine.
-        resumes: folder of a run whose newest checkpoint this one goes on from.
-        killed_at: step before which the last rank kills itself, once a checkpoint is written.
-    """
-
-    name: str
+    name: str  # in the table
     recipe: Recipe
     ranks: int
-    stock: bool = False
-    resumes: str | None = None
-    killed_at: int | None = None
+    stock: bool = False  # run by the stock Trainer
+    resumes: str | None = None  # folder of a run, whose newest checkpoint is resumed
+    killed_at: int | None = None  # step before which the last rank kills itself, once a checkpoint is written
 
 
 @dataclass
 class Trajectory:
-    """What a trial gave, step by step.
-
-    Args:
-        name: name of the trial.
-        losses: loss of each step.
-        grad_norms: gradient norm of each step.
-        samples: step to the sorted hashes of its samples, for the steps that this process computed.
-        problem: why the trial could not be run; empty if it was.
-        strategy: the strategy that the plan chose.
-    """
+    """The result of a trial."""
 
     name: str
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    samples: dict[int, list[str]] = field(default_factory=dict)
-    problem: str = ""
+    losses: list[float] = field(default_factory=list)  # of each step
+    grad_norms: list[float] = field(default_factory=list)  # of each step
+    samples: dict[int, list[str]] = field(default_factory=dict)  # step to the sorted hashes of its samples
+    problem: str = ""  # why the trial could not run
     strategy: str = ""
 
 
 class NotingTrainer(RecipeTrainer):
-    """The recipe's Trainer, which notes the samples of each step."""
+    """A Trainer that records the samples of each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.seen: dict[int, list[str]] = defaultdict(list)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Note what the step is made of, and do it."""
+        """Record the samples, and train on them."""
         pad = self.pad_token_id
         for ids, labels in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist()):
             self.seen[self.state.global_step + 1].append(_hash(_stripped(ids, pad), _stripped(labels, -100)))
@@ -101,13 +83,13 @@ class NotingTrainer(RecipeTrainer):
 
 
 class Doom(TrainerCallback):
-    """Kills the last rank at the beginning of a step, once the checkpoint before it is written."""
+    """Kill the last rank at the start of a step, after the checkpoint before it is written."""
 
     def __init__(self, trainer: RecipeTrainer, step: int) -> None:
         self.trainer, self.step = trainer, step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the checkpoint together, then die."""
+        """Wait for the checkpoint on all ranks, then kill the last one."""
         if state.global_step + 1 == self.step:
             self.trainer.checkpoints.finish()
             if args.process_index == args.world_size - 1:
@@ -115,12 +97,7 @@ class Doom(TrainerCallback):
 
 
 def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
-    """Run trials one after the other, as one of their ranks; the entry of `launch.start`.
-
-    Args:
-        stop: says which rank this is.
-        trials: trials with the same number of ranks. A stock one comes after one on one rank, whose first values it takes.
-    """
+    """Run trials of equal ranks one after the other. A stock one follows one on one rank, and takes its first values."""
     say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=stop.rank > 0)
     found: list[Trajectory] = []
     first: dict[str, Tensor] = {}
@@ -135,14 +112,11 @@ def run_trials(stop: Stop, trials: Sequence[Trial]) -> list[Trajectory]:
 
 
 def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> Trajectory:
-    """Run a trial on the engine, as one of its ranks.
+    """Run a trial on the engine. Errors are those of a run, except that a plan that does not fit is a `problem`.
 
     Args:
-        trial: what to run.
-        keep_first: called on one rank with the first values that no file gave: the adapter's, or all of a fresh model.
-
-    Raises:
-        UserError: as a run of the recipe would; what cannot be planned so is noted instead.
+        trial: The trial.
+        keep_first: Called on one rank with the first values that no file contains: the adapter's, or all of a new model.
     """
     recipe = trial.recipe
     Path(recipe.output.dir).mkdir(parents=True, exist_ok=True)
@@ -166,7 +140,7 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
         found = [str(path) for path in RunFolder(Path(trial.resumes)).checkpoints()[::-1]]
         checkpoint = first_whole(found, Communicator(arguments.device), quiet.print)
         if checkpoint is None:
-            raise UserError(f"{trial.resumes}: the run that was killed left no checkpoint")
+            raise UserError(f"{trial.resumes}: the killed run left no checkpoint")
     trainer.train(resume_from_checkpoint=checkpoint)
     made = _trajectory(trial, trainer, trainer.engine.comm.all(dict(trainer.seen)))
     trainer.units.tiers.close()
@@ -175,25 +149,20 @@ def run_one(trial: Trial, keep_first: Callable[[dict[str, Tensor]], object]) -> 
 
 
 def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
-    """Run a trial with the Trainer of transformers on a whole fp32 model, and nothing of the engine.
-
-    Args:
-        trial: what to run.
-        first: first values that no file gives, as the engine drew them.
-    """
+    """Run a trial with the Trainer of transformers on a whole fp32 model, from the engine's `first` values."""
     recipe = trial.recipe
     if draws(recipe) and not first:
-        return Trajectory(trial.name, problem="its first values are drawn by the engine, which does not fit one rank")
+        return Trajectory(trial.name, problem="its first values come from a run on one rank, which does not fit")
     tokenizer = load_tokenizer(recipe.model)
     arguments = training_arguments(recipe, 1)
     arguments.ftkit = None
     family = getattr(transformers, TASKS[recipe.task])
-    told = recipe.model
-    if told.name is not None:
-        options = {"revision": told.revision, "trust_remote_code": told.trust_remote_code, "dtype": torch.float32}
-        if told.config is not None:
+    source = recipe.model
+    if source.name is not None:
+        options = {"revision": source.revision, "trust_remote_code": source.trust_remote_code, "dtype": torch.float32}
+        if source.config is not None:
             options["config"] = model_of(recipe, weights=True).config
-        model = family.from_pretrained(told.name, **options)
+        model = family.from_pretrained(source.name, **options)
     else:
         model = family.from_config(model_of(recipe, weights=True).config, dtype=torch.float32)
     adapter = lora_config(recipe.adapter, recipe.task)
@@ -210,12 +179,12 @@ def run_stock(trial: Trial, first: dict[str, Tensor]) -> Trajectory:
 
 
 def draws(recipe: Recipe) -> bool:
-    """Return whether a run begins with values that no file gives: an adapter's, or all of a fresh model."""
+    """Return whether first values are random: those of an adapter, or all of a new model."""
     return recipe.adapter is not None or recipe.model.name is None
 
 
 def still(model: nn.Module) -> None:
-    """Turn dropout off, in modules and where a model keeps its share as a number."""
+    """Turn dropout off, in modules and in numbers that models store."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
@@ -223,18 +192,18 @@ def still(model: nn.Module) -> None:
 
 
 class First(TrainerCallback):
-    """Shows the units before the first step."""
+    """Call a function with the units before the first step."""
 
     def __init__(self, show: Callable[[ShardedModel], object]) -> None:
         self.show = show
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Show them."""
+        """Call it."""
         self.show(model)
 
 
 def _trained_first(model: Any, *, fresh: bool) -> dict[str, Tensor]:
-    """Return what a stock model cannot read from files: trained values of an adapter, or all of a fresh model."""
+    """Return the values that no file contains: trained ones of an adapter, or all of a new model."""
     units = units_of(model)
     assert units is not None
     trained = {segment.name for flat in units.trainable for segment in flat.layout.segments}
@@ -250,7 +219,7 @@ def _trajectory(trial: Trial, trainer: NotingTrainer, noted: Sequence[dict[int, 
 
 
 def _stripped(row: list[int], filler: int) -> list[int]:
-    """Return a row without the filler at its end: how much there is depends on the batch."""
+    """Return a row without the padding at its end, which depends on the batch."""
     stop = len(row)
     while stop and row[stop - 1] == filler:
         stop -= 1

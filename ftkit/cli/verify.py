@@ -1,12 +1,11 @@
-"""`ftkit verify`: that this recipe gives the same numbers however the engine works, shown on its own model and data.
+"""`ftkit verify`: compare short runs of a recipe that must agree.
 
-The first steps of the recipe are run again and again: as planned, with other micro-batches, on other numbers of ranks, with
-blocks recomputed or kept, with shards in other places, and killed and resumed; and once by stock transformers, where the
-model fits one process whole. Losses, gradient norms and the samples of every step are compared with the stock ones (or with
-those as planned). What deviates by more than the dtype explains has failed.
+The first steps of the recipe run as planned, with other micro-batches, on other numbers of ranks, with blocks recomputed or
+kept, with shards on other tiers, killed and resumed, and once with stock transformers if the model fits one process. Losses,
+gradient norms and samples of every step are compared with the stock run, or else with the planned one.
 
-Schedule and warm-up are replaced by the constant peak rate, so that what an update does wrong shows within a few steps.
-What cannot be run on this machine is listed with its reason. What it costs: minutes, and the disk of two checkpoints.
+Schedule and warm-up are replaced by the constant peak rate, so that a wrong update shows within a few steps. Trials that
+this machine cannot run are listed with the reason. Cost: minutes, and disk for two checkpoints.
 """
 
 from __future__ import annotations
@@ -35,50 +34,38 @@ from ftkit.train.planning import plan_recipe
 STOCK = "stock transformers, 1 process"
 PLANNED = "as planned"
 TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
-"""Of loss and gradient norm, relative: what rounding in a dtype may do within some steps, against fp32 where that fits."""
-LEAST_STEPS = 4
+"""Largest relative differences of loss and gradient norm that rounding explains within some steps."""
 VERDICTS = "verify.json"
 TRIALS = ".trials"
-"""Folder of the trials' own folders. It is removed at the end."""
+"""Folder of the trials, removed at the end."""
 
 Runner = Callable[[Sequence[Trial], int], list[Trajectory]]
-"""(trials, ranks): runs trials of as many ranks, one after the other, in processes of their own."""
+"""(trials, ranks): run trials of that many ranks one after the other, in their own processes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the table.
-
-    Args:
-        name: name of the trial.
-        steps: number of steps compared.
-        loss: largest relative deviation of the loss; None where nothing is compared.
-        grad_norm: largest relative deviation of the gradient norm; None where nothing is compared.
-        samples: whether each step was made of the same samples; None where nothing is compared.
-        passed: whether the trial agrees; None where it could not be run.
-        note: a remark for the table: why it could not be run, or that the others are compared with it.
-        strategy: the strategy that the plan chose.
-    """
+    """One row of the table. Numbers are None if nothing was compared."""
 
     name: str
-    steps: int
-    loss: float | None
-    grad_norm: float | None
-    samples: bool | None
-    passed: bool | None
+    steps: int  # steps compared
+    loss: float | None  # largest relative difference
+    grad_norm: float | None  # largest relative difference
+    samples: bool | None  # whether each step had the same samples
+    passed: bool | None  # None if the trial could not run
     note: str = ""
     strategy: str = ""
 
 
 def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: int) -> list[Trial]:
-    """Return the trials of a recipe; the one that is killed first, and stock after the one on one rank.
+    """Return the trials of a recipe. The killed one comes first, and stock after the one on one rank.
 
     Args:
-        recipe: the facts.
-        ranks: number of ranks of the run as planned.
-        most_ranks: most ranks that this machine can start.
-        folder: folder for what the trials write.
-        steps: steps of each trial.
+        recipe: The recipe.
+        ranks: Ranks of the planned run.
+        most_ranks: Most ranks that this machine can start.
+        folder: Folder for the trials.
+        steps: Steps of each trial.
     """
     sequences = recipe.train.batch_tokens // recipe.data.sequence_tokens
     half, killed = steps // 2, folder / "killed"
@@ -100,7 +87,7 @@ def trials_of(recipe: Recipe, ranks: int, most_ranks: int, folder: Path, steps: 
 
 
 def engine_choices(recipe: Recipe, ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return what the engine may do otherwise on as many ranks: a name, and the choices that are forced for it."""
+    """Return other strategies for the same ranks: a name, and the choices that are forced."""
     strategy = plan_recipe(recipe, ranks).strategy
     each = recipe.train.batch_tokens // recipe.data.sequence_tokens // ranks
     other = "keep" if strategy.activations == "recompute" else "recompute"
@@ -121,7 +108,7 @@ def engine_choices(recipe: Recipe, ranks: int) -> list[tuple[str, dict[str, Any]
 def changed(
     recipe: Recipe, folder: Path, steps: int, engine: dict[str, Any], *, save_every_steps: int | None = None
 ) -> Recipe:
-    """Return a recipe for a trial: its first steps at the peak rate, and nothing but training."""
+    """Return the recipe of a trial: the first steps at the peak rate, without evaluation and answers."""
     facts = recipe.model_dump()
     facts["engine"] |= engine
     if NVME in facts["engine"].values() and facts["memory"]["nvme_dir"] is None:
@@ -131,14 +118,14 @@ def changed(
     if facts["adapter"] is not None:
         facts["adapter"]["dropout"] = 0.0
     facts["output"] |= {"dir": str(folder), "save_every_steps": save_every_steps, "logging_steps": 1, "report_to": ()}
-    share = recipe.eval.share if recipe.eval is not None else None  # the rows held out are not trained on
+    share = recipe.eval.share if recipe.eval is not None else None  # held-out rows are not trained on
     facts["eval"] = {"share": share, "max_rows": 1} if share is not None else None
     facts["show"] = None
     return Recipe.model_validate(facts, context={"check_files": False})
 
 
 def fits_whole(recipe: Recipe) -> bool:
-    """Return whether one process can hold the model, its gradients and its state in fp32."""
+    """Return whether model, gradients and state fit one process in fp32."""
     engine = {"stage": 0, "parameters": DEVICE, "gradients": DEVICE, "state": DEVICE, "activations": "keep"}
     facts = recipe.model_dump()
     facts["engine"] |= engine
@@ -153,22 +140,7 @@ def fits_whole(recipe: Recipe) -> bool:
 def verify(
     recipe: Recipe, ranks: int, most_ranks: int, folder: Path, run: Runner, *, steps: int, say: Callable[[str], None]
 ) -> list[Verdict]:
-    """Run all trials of a recipe and compare them.
-
-    Args:
-        recipe: the facts.
-        ranks: number of ranks of the run as planned.
-        most_ranks: most ranks that this machine can start.
-        folder: folder of the trials, which are removed at the end.
-        run: runs trials on a number of ranks.
-        steps: steps of each trial.
-        say: shows a line to the user.
-
-    Raises:
-        UserError: as a run of the recipe would.
-    """
-    if steps < LEAST_STEPS:
-        raise UserError(f"--steps: {steps} are too few to show anything; at least {LEAST_STEPS}")
+    """Run all trials of a recipe in `folder` and compare them. Errors are those of a run of the recipe."""
     split_batch(recipe, ranks)
     trials_folder = folder / TRIALS
     shutil.rmtree(trials_folder, ignore_errors=True)  # of a run that was killed
@@ -184,7 +156,7 @@ def verify(
 
 
 def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
-    """Yield trials that run in the same processes: the killed one alone and first, then as many ranks each."""
+    """Yield trials that run in the same processes: the killed one first and alone, then those of equal ranks."""
     if doomed := [trial for trial in trials if trial.killed_at is not None]:
         yield doomed
     rest = [trial for trial in trials if trial.killed_at is None]
@@ -193,20 +165,20 @@ def groups(trials: Sequence[Trial]) -> Iterator[list[Trial]]:
 
 
 def verdicts(found: Sequence[Trajectory], dtype: str, steps: int) -> list[Verdict]:
-    """Compare trajectories with the stock one, or with that as planned."""
+    """Compare trajectories with the stock one, or else with the planned one."""
     known = {each.name: each for each in found}
     stock, planned = known.get(STOCK), known[PLANNED]
     reference = stock if stock is not None and not stock.problem else planned
     if reference.problem:
-        raise UserError(f"the recipe itself does not fit this machine: {reference.problem}")
+        raise UserError(f"the recipe does not fit this machine: {reference.problem}")
     return [_verdict(each, reference, TOLERANCES[dtype], steps) for each in found]
 
 
 def _verdict(each: Trajectory, reference: Trajectory, tolerances: tuple[float, float], steps: int) -> Verdict:
     if each is reference:
-        return Verdict(each.name, steps, None, None, None, True, "what the others are compared with")
+        return Verdict(each.name, steps, None, None, None, True, "reference")
     if each.problem:
-        return Verdict(each.name, 0, None, None, None, None, f"left out: {each.problem}")
+        return Verdict(each.name, 0, None, None, None, None, f"not run: {each.problem}")
     loss, norm = _deviation(each.losses, reference.losses), _deviation(each.grad_norms, reference.grad_norms)
     samples = all(each.samples[step] == reference.samples.get(step) for step in each.samples)
     passed = loss <= tolerances[0] and norm <= tolerances[1] and samples and len(each.losses) == steps
@@ -214,7 +186,7 @@ def _verdict(each: Trajectory, reference: Trajectory, tolerances: tuple[float, f
 
 
 def _deviation(own: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite where there is a number missing, or one that is none."""
+    """Return the largest relative difference; infinite if a number is missing or not finite."""
     if len(own) != len(other) or not all(math.isfinite(value) for value in (*own, *other)):
         return math.inf
     return max((abs(a - b) / max(abs(b), 1e-12) for a, b in zip(own, other)), default=math.inf)
@@ -225,7 +197,7 @@ def show_verdicts(console: Console, found: Sequence[Verdict]) -> None:
     table = Table("trial", "loss", "gradient norm", "samples", "", "", pad_edge=False, box=None)
     for each in found:
         mark = {True: "[green]pass[/]", False: "[red]FAIL[/]", None: "[yellow]—[/]"}[each.passed]
-        same = {True: "same", False: "[red]others[/]", None: ""}[each.samples]
+        same = {True: "same", False: "[red]differ[/]", None: ""}[each.samples]
         table.add_row(each.name, _shown(each.loss), _shown(each.grad_norm), same, mark, each.note)
     console.print(table)
 

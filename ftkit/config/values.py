@@ -16,7 +16,8 @@ def _bundled_folder() -> str:
     return f"{resources.files('ftkit.bundled')}{os.sep}"
 
 
-def _expand(text: str) -> str:
+def expand(text: str) -> str:
+    """Return a path with `~` and `bundled/` replaced by their folders."""
     if text.startswith("bundled/"):
         return _bundled_folder() + text.removeprefix("bundled/")
     return os.path.expanduser(text)
@@ -57,9 +58,9 @@ def as_list(value: Any) -> Any:
 
 
 _short = PlainSerializer(_shorten, when_used="always")
-PathText = Annotated[str, AfterValidator(_expand), _short]
-ExistingPath = Annotated[str, AfterValidator(_expand), AfterValidator(_existing), _short]
-ModelName = Annotated[str, AfterValidator(_expand), AfterValidator(_existing_or_hub_id), _short]
+PathText = Annotated[str, AfterValidator(expand), _short]
+ExistingPath = Annotated[str, AfterValidator(expand), AfterValidator(_existing), _short]
+ModelName = Annotated[str, AfterValidator(expand), AfterValidator(_existing_or_hub_id), _short]
 Count = Annotated[int, BeforeValidator(_number), Field(gt=0)]
 CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Length = Annotated[int, BeforeValidator(_number), Field(ge=3)]  # a split text then has no piece of a single token

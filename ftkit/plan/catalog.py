@@ -96,7 +96,7 @@ class Hardware:
         if self.ranks and (ranks > self.ranks or (not self.gpus and ranks != self.ranks)):
             raise UserError(
                 f"{self.name}: its rates were measured with {self.ranks} ranks at once, not with {ranks}: measure again "
-                f"(ftkit doctor --measure FILE.yaml --nproc {ranks})"
+                f"(ftkit measure -o FILE.yaml --nproc {ranks})"
             )
         told: dict[str, Any] = dict(self.rates)
         network = told.pop("network", None)
@@ -123,7 +123,7 @@ def profiles() -> dict[str, Hardware]:
 
 
 def find_hardware(name: str, key: str = "--hardware") -> Hardware:
-    """Return a profile: a packaged one by its name, or one in a YAML file, such as `ftkit doctor --measure` writes.
+    """Return a profile: a packaged one by its name, or one in a YAML file, such as `ftkit measure` writes.
 
     Args:
         name: name of a profile, or path of a YAML file.

@@ -1,6 +1,6 @@
 """Rates of one rank's hardware, and the speed of a step at those rates.
 
-`Rates` come from a profile (hardware.yaml) or from measurement (`ftkit doctor --measure`). `Speed` is the result of a
+`Rates` come from a profile (hardware.yaml) or from measurement (`ftkit measure`). `Speed` is the result of a
 simulation (schedule.py). This file needs no torch.
 """
 

@@ -3,7 +3,8 @@
 `ftkit finetune` calls `run` in every rank. A notebook makes a `Job`, whose model stays in memory. Rank 0 alone prints and
 writes. A run that is asked to end, by the user or by the memory guard, saves a checkpoint and writes no model.
 
-From the command to `trainer.train()`: cli/app.py -> config/recipe.py -> this file -> train/build.py -> train/arguments.py.
+From the command to `trainer.train()`: cli/training.py -> config/recipe.py -> this file -> train/build.py ->
+train/arguments.py.
 
 Cost: an evaluation before the first step and one after the last, where the recipe has held-out rows.
 """

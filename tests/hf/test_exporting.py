@@ -46,12 +46,17 @@ def test_small_files_have_an_index_and_another_dtype(checkpoint, tmp_path):
 
 def test_the_command(checkpoint, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "fp16", "--max-shard-gib", "0.01"])
+        cli.main(["export", str(checkpoint), "-o", str(tmp_path / "out"), "--dtype", "fp16", "--max-shard-size", "10MB"])
     assert not ended.value.code
     assert "parameters" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "int8"])
+        cli.main(["export", str(checkpoint), "-o", str(tmp_path / "out"), "--dtype", "int8"])
     assert ended.value.code == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["export", str(checkpoint), "-o", str(tmp_path / "out"), "--max-shard-size", "large"])
+    assert ended.value.code == 2
+    assert "--max-shard-size: 'large' is not a size" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_refused(checkpoint, tmp_path):

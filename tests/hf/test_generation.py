@@ -22,12 +22,11 @@ from ftkit.engine.holding import gathered_bytes
 from ftkit.hf.generate import generation, holding
 from ftkit.hf.generate.generation import generate, generate_ids
 from ftkit.launch.ranks import Stop
-from ftkit.train.generate import answers, sharded_answers
+from ftkit.train.generate import answers
 from tests.engine import families
 from tests.engine.families import VOCABULARY, token_loss
 from tests.hf import runs
 from tests.tiny import TEMPLATE, make_base, make_tokenizer
-from tests.worlds import RankFailure
 
 ENDS = (*range(2, 12), 47, 84)
 """Tokens that end an answer: so many that answers differ in length."""
@@ -443,7 +442,7 @@ def as_a_job() -> Iterator[Stop]:
 def from_the_command_line(folder: str) -> list[str]:
     """What each rank of `ftkit generate --nproc 2` does."""
     with as_a_job() as stop:
-        return sharded_answers(stop, folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
+        return answers(stop, 2, folder, ["1+1?", "22+22?", "3?"], FROM_SHELL)
 
 
 FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
@@ -451,14 +450,15 @@ FROM_SHELL = {"max_new_tokens": 8, "temperature": 1.0, "top_p": 0.9, "seed": 3}
 
 def test_the_command_answers_alike_with_one_process_and_two(world2, tmp_path):
     make_base(tmp_path / "base")
-    alone = dict(answers(str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], **FROM_SHELL))
-    assert len(set(alone.values())) == 3
-    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [list(alone.values())] * 2
-    peft.get_peft_model(families.build("llama"), peft.LoraConfig(target_modules="all-linear")).save_pretrained(tmp_path)
-    adapter = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "base"}))
-    with pytest.raises(RankFailure, match="contains an adapter, and a whole model is needed"):
-        world2.run(from_the_command_line, str(tmp_path))
+    alone = answers(Stop(), 1, str(tmp_path / "base"), ["1+1?", "22+22?", "3?"], FROM_SHELL)
+    assert len(set(alone)) == 3
+    assert world2.run(from_the_command_line, str(tmp_path / "base")) == [alone] * 2
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    other = answers(Stop(), 1, str(tmp_path / "adapter"), ["1+1?", "22+22?", "3?"], FROM_SHELL)
+    assert other != alone
+    assert world2.run(from_the_command_line, str(tmp_path / "adapter")) == [other] * 2
 
 
 def test_texts_come_back_in_order_on_all_ranks(world1, world2, tmp_path):
@@ -522,4 +522,4 @@ def test_strings_that_stop_an_answer(tmp_path):
     assert generate_ids(model, [[5, 6]], tokenizer=tokenizer, **wanted) == [whole[:first]]
     model.generation_config.stop_strings = None
     assert generate_ids(model, [[5, 6]], tokenizer=tokenizer, stop_strings=[stop], **wanted) == [whole[:first]]
-    assert len(list(answers(str(tmp_path), ["1+1?"], max_new_tokens=4))) == 1
+    assert len(answers(Stop(), 1, str(tmp_path), ["1+1?"], {"max_new_tokens": 4})) == 1

@@ -52,13 +52,13 @@ def test_it_is_what_peft_merges(source, run, home, tmp_path):
 def test_the_command(run, home, tmp_path, capsys):
     def leave(*arguments):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["export", str(run / "checkpoint-10"), str(tmp_path / "out"), *arguments])
+            cli.main(["export", str(run / "checkpoint-10"), "-o", str(tmp_path / "out"), *arguments])
         return ended.value.code, capsys.readouterr().err
 
     assert "--merge-adapter" in leave()[1]
     assert leave("--base", str(home / "base"))[0] == 2
     moved = shutil.copytree(home / "base", tmp_path / "moved")
-    code, _ = leave("--merge-adapter", "--base", str(moved), "--dtype", "bf16", "--max-shard-gib", "0.001")
+    code, _ = leave("--merge-adapter", "--base", str(moved), "--dtype", "bf16", "--max-shard-size", "1MB")
     assert not code
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

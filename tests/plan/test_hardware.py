@@ -122,7 +122,7 @@ def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
 def test_this_box_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", "--measure", str(path), "--nproc", "2"])
+        cli.main(["measure", "-o", str(path), "--nproc", "2"])
     assert not caught.value.code
     here = find_hardware(str(path))
     rates = here.rates_of_a_rank(2)
@@ -132,4 +132,4 @@ def test_this_box_is_measured(tmp_path: Path) -> None:
     assert 1e7 < rates.link < 1e12
     assert 1e9 < rates.hbm < 1e12
     with pytest.raises(SystemExit):
-        cli.main(["doctor", "--measure", str(tmp_path / "here.txt")])
+        cli.main(["measure", "-o", str(tmp_path / "here.txt")])

@@ -85,7 +85,7 @@ def _read(
         raise UserError(
             f"{source}: contains an adapter, and a whole model is needed. Load its base and add the adapter with "
             "peft.PeftModel.from_pretrained(model, FOLDER, is_trainable=True), or merge the adapter first "
-            "(ftkit export ADAPTER OUT --merge-adapter) and load the merged folder"
+            "(ftkit export ADAPTER -o OUT --merge-adapter) and load the merged folder"
         )
     where = config_file(source, config)
     with reading(where, failure, NEEDED):

@@ -1132,7 +1132,7 @@ FAULTS = (
     ),
     _fault(
         "the documentation names an option that is gone",
-        "ftkit/cli/app.py",
+        "ftkit/cli/planning.py",
         '"--what-if/--no-what-if"',
         '"--wonder/--no-wonder"',
         "tests/test_docs.py::test_every_block_is_what_it_says[docs/plan.md]",

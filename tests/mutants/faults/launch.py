@@ -44,14 +44,14 @@ FAULTS = (
     ),
     fault(
         "a restart resumes from a checkpoint that --resume PATH passed over",
-        "ftkit/cli/app.py",
+        "ftkit/cli/training.py",
         "if written_at(path) > last), *given]",
         "), *given]",
         LIFE + "test_a_restart_goes_on_from_what_was_saved_since_or_from_what_the_user_said",
     ),
     fault(
         "a run is restarted although the user asked it to end",
-        "ftkit/cli/app.py",
+        "ftkit/cli/training.py",
         " or not restarts or error.asked:",
         " or not restarts:",
         LIFE + "test_a_run_that_was_asked_to_end_is_not_started_again",

@@ -1,0 +1,115 @@
+"""Options that several commands share, and how commands write to the screen and to files.
+
+torch and transformers take seconds to import. Commands import them, and the modules that need them, inside the function.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ftkit.config.recipe import Recipe
+from ftkit.errors import UserError
+from ftkit.output.run_folder import write
+from ftkit.report.text import literal
+
+
+class Dtype(str, Enum):
+    """Dtypes of weights and arithmetic."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Task(str, Enum):
+    """Kinds of model."""
+
+    causal_lm = "causal-lm"
+    seq2seq = "seq2seq"
+
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file, or name of a packaged recipe.")]
+RecipeOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|MODEL", help="YAML file or name of a packaged recipe; else a hub id or a folder with config.json."
+    ),
+]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model or of an adapter, or a hub id.")]
+DataName = Annotated[str, typer.Argument(metavar="DATA", help="File, folder of files, or hub data set OWNER/SET.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.SUB=VALUE", help="Override a key of the recipe. Repeatable.")
+]
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="Ranks on this node. Default: the recipe's, else one per GPU, or 1 on a CPU."),
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="NAME|FILE.yaml", help="Plan for this hardware profile. Default: this machine."),
+]
+Lora = Annotated[bool, typer.Option("--lora", help="For a MODEL: LoRA of rank 16 instead of all parameters.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Page = Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE.html", help="Also write an HTML page.")]
+NvmeDir = Annotated[
+    Path | None, typer.Option("--nvme-dir", metavar="FOLDER", help="Also measure the drive of this folder (256 MiB).")
+]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+
+
+def say(text: str) -> None:
+    """Print a line to stderr."""
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(literal(text))
+
+
+def screen() -> Console:
+    """Return the console for results. It does not cut lines."""
+    return Console(soft_wrap=True, highlight=False, emoji=False)
+
+
+def echo_json(value: Any) -> None:
+    """Print a result as JSON."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that the user named with --out.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    try:
+        write(path, text)
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be written ({error.strerror}); name another file") from None
+
+
+def rank_count(nproc: int | None, recipe: Recipe | None = None) -> int:
+    """Return the number of ranks to start on this machine: --nproc, else the recipe's, else one per GPU, or 1.
+
+    Raises:
+        UserError: There are fewer GPUs.
+    """
+    import torch
+
+    from ftkit.launch import ranks as launch
+
+    gpus = torch.cuda.device_count()
+    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else max(1, gpus))
+    launch.check_ranks(ranks, gpus)
+    return ranks
+
+
+def start_ranks(entry: str, arguments: tuple[Any, ...], ranks: int) -> Any:
+    """Start the ranks of this node and return the result of rank 0; see `ftkit.launch.ranks.start`."""
+    import os
+
+    from ftkit.launch import ranks as launch
+
+    return launch.start(entry, arguments, ranks, environ=os.environ, say=say)

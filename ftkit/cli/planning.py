@@ -1,0 +1,173 @@
+"""`ftkit plan`, `ftkit init` and `ftkit data`: what a run needs, before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ftkit.cli.options import (
+    DataName,
+    HardwareName,
+    Json,
+    Lora,
+    Nproc,
+    Overrides,
+    Page,
+    RecipeName,
+    RecipeOrModel,
+    echo_json,
+    rank_count,
+    say,
+    screen,
+    write_file,
+)
+from ftkit.config.recipe import Recipe, load, packaged
+from ftkit.config.wording import counted
+from ftkit.errors import UserError
+from ftkit.output.run_folder import check_target
+from ftkit.plan.catalog import Hardware, find_hardware
+from ftkit.plan.plan import Plan
+from ftkit.plan.whatif import Answer, largest, what_if
+from ftkit.report.plan_view import show_answers, show_plan
+
+
+def plan(
+    recipe: RecipeOrModel,
+    overrides: Overrides = None,
+    hardware: HardwareName = None,
+    lora: Lora = False,
+    nproc: Nproc = None,
+    questions: Annotated[
+        bool | None,
+        typer.Option(
+            "--what-if/--no-what-if",
+            help="Also plan larger GPUs, an NVMe drive, LoRA, half the sequence. Default: if the profile has rates.",
+        ),
+    ] = None,
+    most: Annotated[
+        bool, typer.Option("--largest", help="Plan the largest model that fits: the same blocks, more or fewer of them.")
+    ] = False,
+    as_json: Json = False,
+    out: Page = None,
+) -> None:
+    """Show the memory per tier, the strategy and the time per step of a recipe or model. Allocates nothing.
+
+    A recipe that does not fit exits with 2 and names what would help.
+    """
+    profile = find_hardware(hardware) if hardware is not None else None
+    is_recipe = Path(recipe).expanduser().is_file() or recipe.removesuffix(".yaml") in packaged()
+    if is_recipe:
+        if lora:
+            raise UserError("--lora is for a MODEL; in a recipe, add a section `adapter:`")
+        facts = load(recipe, overrides)
+        ranks = rank_count(nproc, facts) if profile is None else ranks_of(profile, nproc, facts)
+    else:
+        if overrides:
+            raise UserError("--set is for a RECIPE; `ftkit init` writes the recipe of a model")
+        from ftkit.train.starter import starter
+
+        ranks = rank_count(nproc) if profile is None else ranks_of(profile, nproc)
+        facts = starter(recipe, ranks, hardware, lora=lora)
+    if out is not None:
+        check_target(out, "--out", ".html")
+    from ftkit.train.planning import ask, epoch_of
+
+    with Console(stderr=True).status("planning …"):
+        asked = ask(facts, ranks, profile)
+        made = largest(asked) if most else asked.plan()
+        epoch = epoch_of(facts, made) if is_recipe else None
+    if out is not None:
+        from ftkit.report.plan_view import render
+
+        write_file(out, render(made, f"{Path(recipe).stem} on {hardware or 'this machine'}"))
+    wanted = made.speed is not None and not as_json if questions is None else questions
+    answers = list(what_if(made.asked)) if wanted and made.asked is not None else []
+    if as_json:
+        found: dict[str, Any] = {"hardware": hardware, **made.as_dict(), "epoch": epoch}
+        echo_json({**found, "what_if": [each.as_dict() for each in answers]} if wanted else found)
+    else:
+        _show_plan(made, epoch, answers, most=most)
+
+
+def ranks_of(profile: Hardware, nproc: int | None, recipe: Recipe | None = None) -> int:
+    """Return the ranks of a run on a hardware profile: --nproc, else the recipe's, else one per GPU, or 1.
+
+    Raises:
+        UserError: The profile has fewer GPUs.
+    """
+    gpus = profile.gpus * profile.nodes
+    ranks = nproc or (recipe.ranks if recipe is not None and recipe.ranks != "auto" else gpus or 1)
+    if gpus and ranks > gpus:
+        has = counted(gpus, "GPU")
+        raise UserError(f"--hardware {profile.name} has {has}, {ranks} ranks need one each; lower --nproc or ranks")
+    return ranks
+
+
+def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer], *, most: bool) -> None:
+    """Print a plan, the time of an epoch, and the answers to what-if questions."""
+    console = screen()
+    if most:
+        size = f"{made.shape.numel / 1e9:.2f}B"
+        console.print(f"largest model that fits: {counted(len(made.shape.blocks), 'block')}, {size} parameters")
+    show_plan(console, made)
+    if epoch is not None:
+        text = f"{epoch['seconds'] / 3600:,.2f} h for about {epoch['tokens']:,} tokens (4 bytes of the file each)"
+        console.print(f"[bold]{'an epoch':<13}[/] {text}")
+    if answers:
+        show_answers(console, answers, made.speed)
+
+
+def init(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, or folder with config.json.")],
+    data: DataName,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.yaml", help="Recipe to write.")] = Path("recipe.yaml"),
+    hardware: HardwareName = None,
+    lora: Annotated[bool, typer.Option("--lora", help="LoRA, also if full fine-tuning fits.")] = False,
+    nproc: Nproc = None,
+) -> None:
+    """Write a recipe that fits this machine or --hardware: full fine-tuning if that fits, else LoRA."""
+    if out.exists():
+        raise UserError(f"--out: {out} exists already; name another file, or delete it")
+    profile = find_hardware(hardware) if hardware is not None else None
+    ranks = rank_count(nproc) if profile is None else ranks_of(profile, nproc)
+    from ftkit.train.starter import fitting_starter
+
+    with Console(stderr=True).status("planning …"):
+        made = fitting_starter(model, data, ranks, profile, hardware, lora=lora)
+    write_file(out, made.text)
+    if made.lora and not lora:
+        say("full fine-tuning does not fit: the recipe trains LoRA")
+    say(f"{out}: next, `ftkit data {out}` shows the rows and `ftkit finetune {out}` trains")
+
+
+def data(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show, beside one for each kind of warning.")] = 3,
+    as_json: Json = False,
+    out: Page = None,
+) -> None:
+    """Show the rows of a recipe as tokens and labels, with warnings. The exit code is 2 if a run would refuse them."""
+    import datasets
+
+    from ftkit.train.preview import preview
+
+    if out is not None:
+        check_target(out, "--out", ".html")
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # each tick would be a line of a log file
+    found = preview(recipe, settings=overrides or (), rows=rows)
+    if as_json:
+        echo_json(asdict(found))
+    else:
+        found.show(screen())
+    if out is not None:
+        write_file(out, found.page())
+        say(f"written: {out}")
+    if found.refused:
+        raise typer.Exit(2)
