@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from ftkit.plan.attention import EFFICIENT, FLASH, Attention, backend, backward_bytes
+from ftkit.plan.attention import Attention, backward_bytes
 
+FLASH, EFFICIENT, MATH = "flash", "efficient", "math"
 PAGE = Path(__file__).parent / "attention.md"
 TOKENS = 2048
 HIDDEN = 5120
@@ -40,6 +41,26 @@ the table with them; `attention_backward.cu` and `sdp_utils.cpp` are in PyTorch'
 | GPU | dtype | head | mask | kernel | grouped keys, not repeated | backward, unpacked | backward, packed |
 |---|---|---|---|---|---|---|---|
 """
+
+
+def backend(sm: int, dtype: str, attention: Attention, *, masked: bool, repeated: bool = True) -> str:
+    """Return the kernel that torch takes (sdp_utils.cpp).
+
+    Args:
+        sm: Compute capability, 70 for 7.0.
+        dtype: fp16, bf16 or fp32.
+        attention: Heads of the block and their sizes.
+        masked: A mask is given. Causal attention without one is not masked.
+        repeated: Grouped keys are repeated first, as ftkit does if no fused kernel takes them.
+    """
+    grouped = attention.key_heads < attention.heads
+    alike = attention.head_dim == attention.value_dim
+    if sm >= 80 and dtype != "fp32" and not masked and alike and attention.head_dim <= 256:
+        return FLASH
+    known = dtype in ("fp16", "fp32") or sm >= 80
+    aligned = (4 if sm >= 80 else 1) if dtype == "fp32" else (8 if sm >= 70 else 1)  # `minimum_gemm_alignment`
+    fits = not attention.head_dim % aligned and not attention.value_dim % aligned
+    return EFFICIENT if known and fits and (repeated or not grouped) else MATH
 
 
 def rows() -> Iterator[str]:

@@ -30,7 +30,8 @@ from ftkit.engine.core.instance_class import specialise
 from ftkit.hf.adapters import base_of, may_read_logits
 from ftkit.hf.kernels.probes import FAILURES, difference, linear, results, without_hooks
 from ftkit.kernels.cross_entropy import LossTerms
-from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
+from ftkit.kernels.linear_cross_entropy import linear_cross_entropy
+from ftkit.spec.sizes import CHUNK_BYTES
 
 READING_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables in which a module keeps hooks that see its output or the gradient of it."""
@@ -132,7 +133,7 @@ class HeadLoss:
         flat = shift_labels.reshape(-1).to(hidden.device)
         terms = LossTerms(ignore_index=ignore_index, cap=self.cap)
         rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
-        total = linear_cross_entropy(rows, weight, flat, bias, terms, scale=self.scale)
+        total = linear_cross_entropy(rows, weight, flat, bias, terms, scale=self.scale, chunk_bytes=CHUNK_BYTES)
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
