@@ -1,14 +1,11 @@
-"""How much host memory is left before the kernel's OOM killer acts: of the machine, and of each cgroup above this process.
+"""Host memory that is left before the kernel's OOM killer acts: of the machine, and of each cgroup above this process.
 
-The kernel acts when one of several limits is reached, and the tightest need not be the nearest: a container's, a Slurm
-step's, a systemd slice's, or the machine's own memory. `HostMemory.find` looks up once which folders have a say (cgroup v2:
-`memory.max`; v1: `memory.limit_in_bytes`; the process's own group and all above it that can be seen), and `read` asks each.
-What the kernel can take back at once does not count as used: file cache, and in v2 reclaimable slabs. The machine's own
-word for that is MemAvailable. Swap is ignored: a run that swaps is as good as dead.
+The kernel acts when one of several limits is reached: of a container, a Slurm step, a systemd slice, or the machine. The
+tightest limit need not be the nearest. `HostMemory.find` looks up the cgroups once (v2: `memory.max`, v1:
+`memory.limit_in_bytes`), and `read` reads each. Memory that the kernel can reclaim at once does not count as used: file
+cache, and in v2 reclaimable slabs. For the machine that is MemAvailable. Swap is ignored.
 
-A file that is missing or strange means that there is no such limit, and a system without /proc has none that this file
-knows. Cost: a few small files a reading, about 0.1 ms; nothing is kept between two readings, so that threads may read at
-once.
+A missing or strange file means that there is no such limit. Cost: a few small files per reading, about 0.1 ms.
 """
 
 from __future__ import annotations
@@ -19,28 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 MACHINE = "the machine"
-# v1 has no word for "no limit": it says the largest number of whole pages below 2**63.
-UNLIMITED = 1 << 62
-
+UNLIMITED = 1 << 62  # v1 has no name for "no limit": it reports the largest number of whole pages below 2**63
 
 GUARDED_SHARE = 0.03
 GUARDED_LEAST_BYTES = 96 << 20
-"""Of a limit, and at least: with less left than this the guard saves and ends a run (`memory_guard.SAVE`)."""
+"""The guard saves and ends a run if less is free than the larger of this share of a limit and these bytes."""
 
 
 def guarded_bytes(limit: int) -> int:
-    """Return the bytes of a limit that no run may count on."""
+    """Return the bytes of a limit that no run may use."""
     return max(round(GUARDED_SHARE * limit), GUARDED_LEAST_BYTES)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One limit and what is used of it.
+    """One limit and its use, in bytes.
 
     Args:
         source: `the machine`, or the folder of the cgroup.
-        limit: bytes.
-        used: bytes that the kernel cannot take back.
+        limit: The limit.
+        used: Bytes that the kernel cannot reclaim.
     """
 
     source: str
@@ -54,13 +49,13 @@ class Reading:
 
     @property
     def usable(self) -> int:
-        """Bytes left above the mark at which the guard ends a run: what may be planned with."""
+        """Bytes left above the mark at which the guard ends a run."""
         return max(0, self.free - guarded_bytes(self.limit))
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a version of cgroups calls its files, and the lines of memory.stat that the kernel can take back."""
+    """Names of a cgroup version's files, and the keys of memory.stat that the kernel can reclaim."""
 
     limit: str
     usage: str
@@ -72,107 +67,76 @@ V2 = Names("memory.max", "memory.current", frozenset({"inactive_file", "active_f
 
 
 @dataclass(frozen=True)
-class Group:
-    """A memory cgroup.
-
-    Args:
-        folder: Where its files are.
-        names: Names of the files in its version of cgroups.
-    """
-
-    folder: Path
-    names: Names
-
-    def read(self) -> Reading | None:
-        """Return limit and use, or None where there is no limit."""
-        limit = _number(self.folder / self.names.limit)  # v2 says `max` where there is none
-        if not limit or limit >= UNLIMITED:
-            return None
-        usage = _number(self.folder / self.names.usage)
-        if usage is None:
-            return None
-        return Reading(str(self.folder), limit, max(0, usage - self._reclaimable()))
-
-    def _reclaimable(self) -> int:
-        lines = (line.split() for line in _text(self.folder / "memory.stat").splitlines())
-        return sum(int(line[1]) for line in lines if line[0] in self.names.reclaimable and line[1].isdigit())
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The memory of the whole machine.
-
-    Args:
-        path: Path of meminfo.
-    """
-
-    path: Path
-
-    def read(self) -> Reading | None:
-        """Return total and used memory, or None where the kernel does not say."""
-        said = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _text(self.path), re.MULTILINE))
-        if len(said) < 2:
-            return None
-        total, available = 1024 * int(said["MemTotal"]), 1024 * int(said["MemAvailable"])
-        return Reading(MACHINE, total, total - available) if total else None
-
-
-@dataclass(frozen=True)
 class HostMemory:
     """The limits above this process.
 
     Args:
-        places: Cgroups, the nearest first, then the machine.
+        groups: (folder, names of its files) of each memory cgroup, the nearest first.
+        meminfo: Path of /proc/meminfo.
     """
 
-    places: tuple[Group | Machine, ...]
+    groups: tuple[tuple[Path, Names], ...]
+    meminfo: Path
 
     @classmethod
     def find(cls, root: Path = Path("/")) -> HostMemory:
         """Look up the limits of the calling process.
 
         Args:
-            root: Where /proc and /sys are; another one in tests.
+            root: Folder with /proc and /sys; another one in tests.
         """
-        return cls((*_groups(root), Machine(root / "proc/meminfo")))
+        return cls(tuple(_groups(root)), root / "proc/meminfo")
 
     def read(self) -> list[Reading]:
-        """Return what each limit says now. Cost: about 0.1 ms."""
-        return [reading for place in self.places if (reading := place.read()) is not None]
+        """Return the limits and their present use, the machine's last. Cost: about 0.1 ms."""
+        readings = [*(_read_group(folder, names) for folder, names in self.groups), _read_machine(self.meminfo)]
+        return [reading for reading in readings if reading is not None]
 
 
-def _groups(root: Path) -> Iterator[Group]:
-    """Yield the cgroups of the process and those above it, as far as they are mounted here."""
+def _read_group(folder: Path, names: Names) -> Reading | None:
+    """Return a cgroup's limit and use, or None if there is no limit."""
+    limit, usage = _number(folder / names.limit), _number(folder / names.usage)  # v2 says `max` for no limit
+    if not limit or limit >= UNLIMITED or usage is None:
+        return None
+    fields = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    reclaimable = sum(int(field[1]) for field in fields if field[0] in names.reclaimable and field[1].isdigit())
+    return Reading(str(folder), limit, max(0, usage - reclaimable))
+
+
+def _read_machine(path: Path) -> Reading | None:
+    """Return the machine's total and used memory, or None if the kernel does not report them."""
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _text(path), re.MULTILINE))
+    if len(found) < 2:
+        return None
+    total, available = 1024 * int(found["MemTotal"]), 1024 * int(found["MemAvailable"])
+    return Reading(MACHINE, total, total - available) if total else None
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, Names]]:
+    """Yield the memory cgroups of the process and those above it, as far as they are mounted."""
     own = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    for mount_root, mount_point, names in _mounts(root):
-        for number, controllers, path in own:
-            if number == "0" if names is V2 else "memory" in controllers.split(","):
-                yield from _above(root / mount_point.lstrip("/"), mount_root, path, names)
-
-
-def _mounts(root: Path) -> Iterator[tuple[str, str, Names]]:
-    """Yield (root of the mount, mount point, names) of the cgroup file systems that may hold memory limits."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
-        if kind[0] == "cgroup2":
-            yield _unescaped(fields[3]), _unescaped(fields[4]), V2
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield _unescaped(fields[3]), _unescaped(fields[4]), V1
+        names = {"cgroup2": V2, "cgroup": V1}.get(kind[0])
+        if names is None or (names is V1 and "memory" not in kind[2].split(",")):
+            continue
+        for number, controllers, path in own:
+            if number == "0" if names is V2 else "memory" in controllers.split(","):
+                for folder in _above(root / _unescaped(fields[4]).lstrip("/"), _unescaped(fields[3]), path):
+                    yield folder, names
 
 
-def _above(mount: Path, mount_root: str, path: str, names: Names) -> Iterator[Group]:
-    """Yield the group at `path` and those above it, up to the mount; of a path that is not under it, the mount alone."""
+def _above(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
+    """Yield the folders of the group at `path` and above, up to the mount. Only the mount if the path is not under it."""
     inside = PurePosixPath(path)
     if inside.is_relative_to(mount_root) and ".." not in inside.parts:
         inside = inside.relative_to(mount_root)
-    else:  # a container that sees its own group as the root, and is told the path that it has outside
+    else:  # a container sees its own group as the root, but reads the path that it has outside
         inside = PurePosixPath()
-    for each in (inside, *inside.parents):
-        if (mount / each).is_dir():
-            yield Group(mount / each, names)
+    yield from (mount / each for each in (inside, *inside.parents) if (mount / each).is_dir())
 
 
 def _unescaped(field: str) -> str:

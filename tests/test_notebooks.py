@@ -177,7 +177,7 @@ def test_a_plan_is_executed(monkeypatch, tmp_path, capsys):
     names["plt"].close("all")
     said = capsys.readouterr().out
     assert "tokens/s, simulated" in said
-    assert "Ways out" in said
+    assert "Options" in said
 
 
 def test_the_readme_names_each():

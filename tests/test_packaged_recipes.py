@@ -115,7 +115,7 @@ def test_a_recipe_that_cannot_fit_is_refused() -> None:
     [("llama-2-13b-full-8xv100-16gb", 4200, 5100), ("gpt-10b-full-8xv100-16gb", 5800, 6600)],
 )
 def test_goals_of_the_box(name: str, goal: int, bound: int) -> None:
-    """Tokens a second, of 128K a step with exact clipping, and the bounds of performance-model.md, section D."""
+    """Tokens per second with 128K tokens per step, and bounds at 70 TFLOPS per GPU (see docs/rates.md)."""
     plan = plan_recipe(parse(packaged()[name].read_text(encoding="utf-8"), name), 8, find_hardware("8xv100-16gb"))
     assert plan.speed is not None
     assert plan.speed.tokens == 131072

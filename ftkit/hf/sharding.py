@@ -33,7 +33,7 @@ from ftkit.hf.kernels.fuse import Fused, fuse, unusable
 from ftkit.hf.kernels.head import attach_head_loss
 from ftkit.hf.load.model import load_weights
 from ftkit.hf.load.sources import on_meta, settle, source_of
-from ftkit.hf.memory.beside import limits_beside, untrained
+from ftkit.hf.memory.beside import limits_beside
 from ftkit.hf.memory.shape import common_limits, shape_of
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.plan.limits import Limits
@@ -115,7 +115,7 @@ def shard(
         if plan is None:
             free = limits_beside(common_limits(settings, comm), beside)
             shape = model_shape(model, blocks, comm.world_size, dtype, micro_batch_tokens, cpu=free.cpu)
-            shape = untrained(shape) if evaluation else replace(shape, rule=rule)
+            shape = shape.frozen() if evaluation else replace(shape, rule=rule)
             plan = _planned(strategy, settings.memory, shape, free, accumulation_steps)
         else:
             evaluation = False

@@ -1,32 +1,31 @@
-"""Strategies to hold and train a model, from cheap to dear.
+"""Strategies in order, from cheap to expensive, and those that fit.
 
-They come in one order (`order`), cheapest first:
+`order` yields the cheapest first:
 
-    1. everything on the device; then with something on the host; then with something on NVMe, where a folder was named
-    2. within that, by the sum of `COSTS`: what a choice adds to a micro-batch, roughly, in percent of one that computes
-       only; the state's costs come once a step, and so do all but the arithmetic's where micro-batches pass blocks together
+    1. everything on the device, then with something on the host, then with something on NVMe (if a folder is set)
+    2. within that, by the sum of `COSTS`, roughly the percent that a choice adds to a micro-batch. The costs of the state
+       count once per step. If micro-batches run through blocks together, so do all costs but those of arithmetic
 
 So blocks are recomputed before anything leaves the device, state leaves it before parameters do, and NVMe takes state
-first. The costs order strategies; they promise no time: where the rates of a node are known, simulated seconds choose
-(search.py). They are integers from published runs on V100 nodes (reference/performance-model.md): recomputation 33 %,
-offloaded activations 5 to 20 %, a host optimizer at 16K tokens a rank 15 %, parameters that are fetched twice a micro-batch
-over PCIe 25 %. On a CPU rank device and host are one memory, and moving between them is left out.
-
-It refuses choices that contradict each other. What it costs: some thousand sums of integers.
+first. The costs only order strategies. If the rates of the hardware are known, simulated seconds decide (search.py). The
+costs are rounded from published runs on V100 nodes (docs/rates.md). On a CPU rank device and host are one memory, and the
+host tier is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.plan.limits import Limits
-from ftkit.plan.shape import Line, Shape
-from ftkit.spec.strategy import AUTO, FP32, STEP, UNIT, Strategy, decided
+from ftkit.plan.limits import Limits, Shortage, shortages
+from ftkit.plan.memory import Memory, memory
+from ftkit.plan.shape import Flat, Shape
+from ftkit.plan.speed import Rates
+from ftkit.spec.strategy import AUTO, FP32, OPEN, STEP, UNIT, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, KINDS, NVME, TIERS
 
 COSTS = {
@@ -43,62 +42,106 @@ COSTS = {
     ("stage", "next"): 1,  # each further entry of STAGES
     ("accumulation", "unit"): 3,
 }
-"""What a choice adds; see the top of this file. What is not listed adds nothing."""
+"""The cost of each choice, in percent of a micro-batch that only computes. Other choices cost nothing."""
 
 STAGES = ((2, True), (3, False), (3, True))
 """(stage, reshard_after_forward), from fast to small: gathered once a step, once a micro-batch, twice a micro-batch."""
 
-
 MOST_MICRO_BATCHES = 16
-"""Divisors of a step that are tried: a step of short sequences has hundreds."""
+"""Divisors of a step that are tried. A step of short sequences has hundreds."""
 
 
-def order(limits: Limits, asked: Strategy, sequences: int, preferred: int) -> Iterator[Strategy]:
-    """Yield the strategies that are possible, cheapest first; nothing is left to "auto" in them.
+@dataclass(frozen=True)
+class Request:
+    """The input of a plan.
 
     Args:
-        limits: what may be used.
-        asked: what the user decided; "auto" leaves it to the plan.
-        sequences: sequences of a rank in one optimizer step.
-        preferred: the largest micro-batch taken unless one is decided.
+        shape: The model and its data.
+        limits: Memory that may be used.
+        wanted: The user's decisions. "auto" leaves a choice to the plan.
+        sequences: Sequences of a rank in one optimizer step.
+        preferred: The largest micro-batch that the plan chooses.
+        rates: Rates of one rank. None does not simulate the strategies.
+    """
+
+    shape: Shape
+    limits: Limits
+    wanted: Strategy = OPEN
+    sequences: int = 1
+    preferred: int = 1
+    rates: Rates | None = None
+
+    def memory(self, strategy: Strategy) -> Memory:
+        """Return the memory of one rank."""
+        return memory(self.shape, strategy, cpu=self.limits.cpu)
+
+    def short(self, strategy: Strategy) -> tuple[Shortage, ...]:
+        """Return the tiers that are too small for a strategy."""
+        return shortages(self.memory(strategy), self.limits)
+
+    def tries(self) -> Iterator[tuple[Strategy, tuple[Shortage, ...]]]:
+        """Yield the possible strategies with their shortages, cheapest first. A strategy without shortages fits."""
+        for strategy in order(self.limits, self.wanted, self.sequences, self.preferred):
+            yield strategy, self.short(strategy)
+
+    def first_fit(self) -> Strategy | None:
+        """Return the cheapest strategy that fits."""
+        return next((strategy for strategy, short in self.tries() if not short), None)
+
+
+def last_true(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number in [low, high] that fits, or `low`. All numbers below one that fits must fit, too."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def order(limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> Iterator[Strategy]:
+    """Yield the possible strategies without "auto", cheapest first. Arguments as `Request`'s.
 
     Raises:
-        UserError: if there is none, with the reason.
+        UserError: The decisions contradict each other.
     """
     tiers = [DEVICE] if limits.cpu else [DEVICE, HOST]
     tiers += [NVME] if limits.nvme_bytes else []
-    wanted = ((_or(asked.stage, stage), _or(asked.reshard_after_forward, reshard)) for stage, reshard in STAGES)
-    stages = dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in wanted)
+    pairs = ((_or(wanted.stage, stage), _or(wanted.reshard_after_forward, reshard)) for stage, reshard in STAGES)
+    stages = list(dict.fromkeys((stage, reshard or stage < 3) for stage, reshard in pairs))
     choices: dict[str, list[Any]] = {
-        "micro_batch": micro_batches(asked, sequences, preferred),
-        "stage, reshard": list(stages),
-        "activations": _open(asked.activations, ["keep", "recompute"]),
-        "accumulate_in": _open(asked.accumulate_in, [STEP, UNIT]),
-        **{kind: _open(getattr(asked, kind), tiers) for kind in KINDS},
+        "micro_batch": micro_batches(wanted, sequences, preferred),
+        "stage, reshard": stages,
+        "activations": _open(wanted.activations, ["keep", "recompute"]),
+        "accumulate_in": _open(wanted.accumulate_in, [STEP, UNIT]),
+        **{kind: _open(getattr(wanted, kind), tiers) for kind in KINDS},
     }
     found: list[tuple[int, float, Strategy]] = []
     problems = []
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values))
         stage, reshard = chosen.pop("stage, reshard")
-        strategy = _settled(replace(asked, stage=stage, reshard_after_forward=reshard, **chosen), limits, sequences)
-        problem = strategy.problem(cpu=limits.cpu)
-        idle = strategy.activations == "keep" and strategy.activation_offload != DEVICE  # no inputs are kept then
-        if idle and problem is None:
-            problem = (
-                f"activation_offload: {strategy.activation_offload} needs activations: recompute; with keep, autograd holds "
-                "the activations of a block on the device"
-            )
-        pointless = strategy.activations == "recompute" and not reshard and asked.reshard_after_forward == AUTO
-        twice = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and asked.accumulate_in == AUTO
+        strategy = _settled(replace(wanted, stage=stage, reshard_after_forward=reshard, **chosen), limits, sequences)
+        problem = strategy.problem(cpu=limits.cpu) or _idle_offload(strategy)
+        pointless = strategy.activations == "recompute" and not reshard and wanted.reshard_after_forward == AUTO
+        twice = strategy.accumulation == 1 and strategy.accumulate_in == UNIT and wanted.accumulate_in == AUTO
         if problem is not None:
             problems.append(problem)
         elif not (pointless or twice):
-            further = list(stages).index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
-            found.append((_depth(strategy), further + cost(strategy, preferred), strategy))
+            further = stages.index((stage, reshard)) * COSTS["stage", "next"] / strategy.parts
+            depth = max(TIERS.index(strategy.tier(kind)) for kind in KINDS)
+            found.append((depth, further + cost(strategy, preferred), strategy))
     if not found:
         raise UserError(f"the choices contradict each other: {problems[0]}. Change it, or set it to auto")
     yield from (strategy for _, _, strategy in sorted(found, key=lambda each: each[:2]))
+
+
+def _idle_offload(strategy: Strategy) -> str | None:
+    """Return the contradiction of activations that are both kept and offloaded, or None."""
+    if strategy.activations != "keep" or strategy.activation_offload == DEVICE:
+        return None
+    return (
+        f"activation_offload: {strategy.activation_offload} needs activations: recompute; with keep, autograd stores the "
+        "activations of a block on the device"
+    )
 
 
 def _open(choice: Any, values: list[Any]) -> list[Any]:
@@ -111,7 +154,7 @@ def _or(choice: Any, value: Any) -> Any:
 
 
 def _settled(strategy: Strategy, limits: Limits, sequences: int) -> Strategy:
-    """Return a strategy with what follows from the choices that are made."""
+    """Return a strategy with the values that follow from its choices."""
     together = max(sequences // decided(strategy.micro_batch), 1)  # micro-batches of a step
     elsewhere = strategy.state == NVME or (strategy.state == HOST and not limits.cpu)
     caches = strategy.state == NVME and strategy.state_host_bytes != AUTO
@@ -124,29 +167,28 @@ def _settled(strategy: Strategy, limits: Limits, sequences: int) -> Strategy:
     )
 
 
-def micro_batches(asked: Strategy, sequences: int, preferred: int) -> list[int]:
+def micro_batches(wanted: Strategy, sequences: int, preferred: int) -> list[int]:
     """Return the micro-batches to try, in sequences: the decided one, or the divisors of a step up to `preferred`."""
-    return some_divisors(sequences, preferred) if asked.micro_batch == AUTO else [asked.micro_batch]
+    return some_divisors(sequences, preferred) if wanted.micro_batch == AUTO else [wanted.micro_batch]
 
 
 def some_divisors(number: int, most: int) -> list[int]:
-    """Return the divisors of a number up to `most`, the largest first; of more than `MOST_MICRO_BATCHES` that many."""
+    """Return the divisors of a number up to `most`, the largest first. Of many, `MOST_MICRO_BATCHES` spread evenly."""
     root = math.isqrt(number)
     small = [count for count in range(1, min(most, root) + 1) if number % count == 0]
     large = [] if most <= root else [number // count for count in small if root < number // count <= most]
     found = large + small[::-1]
     if len(found) <= MOST_MICRO_BATCHES:
         return found
-    spread = range(MOST_MICRO_BATCHES)  # evenly over the divisors, the largest and 1 among them
-    return [found[number * (len(found) - 1) // (MOST_MICRO_BATCHES - 1)] for number in spread]
+    return [found[number * (len(found) - 1) // (MOST_MICRO_BATCHES - 1)] for number in range(MOST_MICRO_BATCHES)]
 
 
 def cost(strategy: Strategy, preferred: int) -> float:
-    """Return the sum of `COSTS` of a strategy, its stage aside, a micro-batch.
+    """Return the sum of `COSTS` of a strategy per micro-batch, without the stage.
 
     Args:
-        strategy: the strategy.
-        preferred: sequences of the largest micro-batch wanted.
+        strategy: A strategy without "auto".
+        preferred: The largest micro-batch that the plan chooses, in sequences.
     """
     times = {"state": decided(strategy.accumulation), "parameters": strategy.parts, "gradients": strategy.parts}
     chosen: dict[str, Any] = {kind: getattr(strategy, kind) for kind in KINDS}
@@ -156,27 +198,14 @@ def cost(strategy: Strategy, preferred: int) -> float:
     return total + round(COSTS["micro-batch", "halved"] * math.log2(max(preferred / decided(strategy.micro_batch), 1)))
 
 
-def _depth(strategy: Strategy) -> int:
-    return max(TIERS.index(getattr(strategy, kind)) for kind in KINDS)
-
-
 def larger(strategy: Strategy, micro_batch: int) -> Strategy:
-    """Return the strategy with another micro-batch, and as many less of them."""
+    """Return the strategy with another micro-batch, and as many micro-batches less."""
     sequences = decided(strategy.micro_batch) * decided(strategy.accumulation)
     return replace(strategy, micro_batch=micro_batch, accumulation=max(sequences // micro_batch, 1))
 
 
 def with_adapter(shape: Shape) -> Shape:
     """Return the shape of the same model with only an adapter of rank 16 trained."""
-
-    def frozen(line: Line) -> Line:
-        return replace(line, trained=False)
-
-    return replace(
-        shape,
-        blocks=tuple(tuple(map(frozen, lines)) for lines in shape.blocks),
-        roots=tuple(map(frozen, shape.roots)),
-        replicated=(*map(frozen, shape.replicated), Line(shape.adapter_numel, shape.itemsize, True)),
-        peft=True,
-        fresh=False,
-    )
+    frozen = shape.frozen()
+    adapter = Flat(shape.adapter_numel, shape.itemsize, True)
+    return replace(frozen, replicated=(*frozen.replicated, adapter), peft=True)

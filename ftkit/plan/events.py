@@ -1,16 +1,13 @@
-"""Time as data: events that wait for each other, on streams and on resources that they share, and when each of them runs.
+"""A simulation of events on streams that share resources.
 
 [Note: the model]
-    a stream     does its events one after the other, in the order in which they were given (a GPU's stream, a thread)
-    a resource   has a rate (bytes or operations a second); events that run at the same time share it
-    an event     begins when its stream is free and all events that it names are done; alone it takes its latency and the
-                 longest of (work / rate) over its resources
+    stream     runs its events one after the other, in the given order (a GPU's stream, a thread)
+    resource   has a rate in bytes or operations per second. Events that run at the same time share it
+    event      begins when its stream is free and all events in `after` have ended. Alone it takes its latency plus the
+               longest of (work / rate) over its resources
 
-Where events that run together ask more of a resource than it has, all of them slow down by the same factor. So an event's
-speed changes whenever another begins or ends, and between two such moments nothing does: that is the whole simulation.
-
-It knows no model and no engine; whoever writes a schedule in it (schedule.py) says what an event is. It refuses events that
-wait for later ones, and work on resources without a rate. What it costs: for each event a look at those that are running.
+Events that together ask more of a resource than its rate slow down by the same factor. An event's speed changes only when
+another event begins or ends.
 """
 
 from __future__ import annotations
@@ -22,14 +19,14 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that takes time.
+    """A unit of work.
 
     Args:
-        name: name that is shown.
-        stream: the stream that does it.
-        work: how much the event uses of each resource.
-        after: numbers of events that must end before it begins.
-        latency_s: seconds that pass whatever the rates are.
+        name: Name in reports.
+        stream: The stream that runs it.
+        work: Bytes or operations of each resource.
+        after: Numbers of the events that must end before it begins.
+        latency_s: Seconds that it takes at any rate.
     """
 
     name: str
@@ -41,30 +38,28 @@ class Event(NamedTuple):
 
 @dataclass
 class Script:
-    """Events in the order in which they are asked for."""
+    """Events in the order of issue."""
 
     events: list[Event] = field(default_factory=list)
 
     def add(
         self, name: str, stream: str, work: Mapping[str, float], after: Sequence[int | None] = (), latency_s: float = 0.0
     ) -> int:
-        """Add an event; return its number. None in `after` stands for nothing to wait for."""
+        """Add an event and return its number. None in `after` is ignored."""
         number = len(self.events)
         known = tuple([each for each in after if each is not None])
-        if known and max(known) >= number:
-            raise ValueError(f"{name} waits for an event that comes later: a stream could wait for itself")
         self.events.append(Event(name, stream, work, known, latency_s))
         return number
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When events ran.
+    """The times of simulated events.
 
     Args:
-        events: those that were simulated.
-        starts: start of each event, in seconds from the beginning.
-        ends: end of each event, in seconds from the beginning.
+        events: The events.
+        starts: Start of each event, in seconds.
+        ends: End of each event, in seconds.
     """
 
     events: Sequence[Event]
@@ -72,7 +67,7 @@ class Timeline:
     ends: Sequence[float]
 
     def busy(self, first_s: float, last_s: float) -> dict[str, float]:
-        """Return for each stream the share of [first_s, last_s] in which it was doing something."""
+        """Return for each stream the share of [first_s, last_s] during which it worked."""
         found: dict[str, float] = defaultdict(float)
         for event, start, end in zip(self.events, self.starts, self.ends):
             found[event.stream] += max(0.0, min(end, last_s) - max(start, first_s))
@@ -80,22 +75,22 @@ class Timeline:
 
 
 def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
-    """Return when each event runs.
+    """Return the start and end of each event.
 
     Args:
-        events: the events; those of one stream run in this order.
-        rates: rate of each resource, in its own units a second.
+        events: The events. Those of one stream run in this order.
+        rates: Rate of each resource, per second.
 
     Raises:
-        ValueError: for work on a resource that has no rate.
+        ValueError: A resource has no rate.
     """
     takes = [alone(event, rates) for event in events]
-    shares = [  # of each resource that an event wants, while nothing slows it down
+    shares = [  # of each resource that an event uses alone
         [(name, amount / took / rates[name]) for name, amount in event.work.items()] if took else []
         for event, took in zip(events, takes)
     ]
     queues: dict[str, deque[int]] = defaultdict(deque)
-    waits = [len(event.after) for event in events]  # for how many others
+    waits = [len(event.after) for event in events]  # events that must end before it
     awaited: list[list[int]] = [[] for _ in events]
     for number, event in enumerate(events):
         queues[event.stream].append(number)
@@ -104,8 +99,8 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
     starts, ends = [0.0] * len(events), [-1.0] * len(events)
     left = [1.0] * len(events)
     running: list[int] = []
-    busy: set[str] = set()  # streams of what runs
-    waking = list(queues)  # streams whose first event may be able to begin now
+    busy: set[str] = set()  # streams with a running event
+    waking = list(queues)  # streams whose first event may begin now
     now = 0.0
 
     def end(number: int) -> None:
@@ -125,7 +120,7 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
                 if takes[number] > 0:
                     running.append(number)
                     busy.add(stream)
-                else:  # an event of no time lets others begin
+                else:  # an event without duration lets others begin
                     end(number)
         if not running:
             break
@@ -146,11 +141,7 @@ def simulate(events: Sequence[Event], rates: Mapping[str, float]) -> Timeline:
 
 
 def alone(event: Event, rates: Mapping[str, float]) -> float:
-    """Return the seconds of an event while nothing else runs.
-
-    Raises:
-        ValueError: for work on a resource that has no rate.
-    """
+    """Return the seconds of an event that runs alone, or raise ValueError if a resource has no rate."""
     longest = 0.0
     try:
         for name, amount in event.work.items():
@@ -158,16 +149,16 @@ def alone(event: Event, rates: Mapping[str, float]) -> float:
         return event.latency_s + longest
     except KeyError:
         unknown = event.work.keys() - rates.keys()
-        raise ValueError(f"{event.name}: nothing says how fast {min(unknown)} is") from None
+        raise ValueError(f"{event.name}: no rate of {min(unknown)}") from None
 
 
 def _speeds(running: Sequence[int], takes: Sequence[float], shares: Sequence[Sequence[tuple[str, float]]]) -> list[float]:
-    """Return how much of each running event is done in a second."""
+    """Return the share of each running event that is done per second."""
     asked: dict[str, float] = {}
     for each in running if len(running) > 1 else ():
         for name, share in shares[each]:
             asked[name] = asked.get(name, 0.0) + share
-    if max(asked.values(), default=0.0) <= 1:  # the usual case: nobody waits for anybody
+    if max(asked.values(), default=0.0) <= 1:  # the usual case: enough for all
         return [1.0 / takes[each] for each in running]
     return [
         min([1 / asked[name] for name, _ in shares[each] if asked[name] > 1], default=1.0) / takes[each] for each in running

@@ -1,7 +1,4 @@
-"""The memory that a run may use on a node, and where it falls short.
-
-It knows no torch. It refuses nothing: `shortages` says what does not fit, in bytes.
-"""
+"""The memory that a run may use on a node, and the shortages of a strategy that needs more."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be used. Bytes; None: not limited (nvme: there is no such tier).
+    """Memory that a run may use, in bytes. None: not limited (nvme: there is no such tier).
 
     Args:
-        device_bytes: memory of each rank's device.
-        host_bytes: host memory of a node.
+        device_bytes: Memory of each rank's device.
+        host_bytes: Host memory of a node.
         nvme_bytes: NVMe of a node.
-        disk_bytes: room for checkpoints, on the disk of `output.dir`.
-        ranks_per_node: ranks that share host and NVMe.
-        cpu: whether ranks compute on the host.
-        nvme_dir: folder of the NVMe tier on a rank's own node; None where there is none, or the node is another one.
-        names: what granted each tier, for messages.
+        disk_bytes: Space for checkpoints, on the disk of `output.dir`.
+        ranks_per_node: Ranks that share host memory and NVMe.
+        cpu: Ranks compute on the host.
+        nvme_dir: Folder of the NVMe tier on a rank's own node. None if there is none, or the plan is for another node.
+        names: (tier, source of its limit), for messages.
     """
 
     device_bytes: int | None
@@ -36,21 +33,21 @@ class Limits:
     names: tuple[tuple[str, str], ...] = ()
 
     def granted(self, tier: str) -> int | None:
-        """Return what is granted on a tier: per rank on the device, per node elsewhere."""
+        """Return the limit of a tier: per rank on the device, per node elsewhere."""
         return {DEVICE: self.device_bytes, HOST: self.host_bytes, NVME: self.nvme_bytes or 0}[tier]
 
     def name(self, tier: str) -> str:
-        """Return what granted a tier."""
+        """Return the source of a tier's limit."""
         return dict(self.names).get(tier, f"memory.{'nvme_dir' if tier == NVME else f'{tier}_gib'}")
 
     def ranks(self, tier: str) -> int:
-        """Return how many ranks share what is granted on a tier."""
+        """Return how many ranks share the limit of a tier."""
         return 1 if tier == DEVICE else self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A tier on which something does not fit: bytes needed and granted, in a phase."""
+    """A tier that is too small: bytes needed and granted, in a phase."""
 
     tier: str
     needed_bytes: int
@@ -59,7 +56,7 @@ class Shortage:
 
     @property
     def ratio(self) -> float:
-        """How many times what is granted is needed."""
+        """Needed bytes per granted byte."""
         return self.needed_bytes / max(self.granted_bytes, 1)
 
     def __str__(self) -> str:
@@ -71,7 +68,7 @@ class Shortage:
 
 
 def shortages(taken: Memory, limits: Limits) -> tuple[Shortage, ...]:
-    """Return the tiers on which a strategy does not fit."""
+    """Return the tiers that are too small for a strategy's memory."""
     found = []
     for tier in TIERS:
         granted, needed = limits.granted(tier), taken.peak(tier) * limits.ranks(tier)
@@ -81,11 +78,11 @@ def shortages(taken: Memory, limits: Limits) -> tuple[Shortage, ...]:
 
 
 def gib(size_bytes: int) -> str:
-    """Return GiB, with two digits where one would say nothing."""
+    """Return GiB, with two digits below 1 GiB."""
     return f"{size_bytes / GIB:.1f}" if size_bytes >= GIB else f"{size_bytes / GIB:.2f}"
 
 
 def gib_up(size_bytes: int) -> str:
-    """Return GiB rounded up, so that what is granted by this number fits."""
+    """Return GiB rounded up, so that a limit of this size is enough."""
     tenths = -(-size_bytes * 10 // GIB)
     return f"{tenths / 10:.1f}"

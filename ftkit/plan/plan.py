@@ -1,19 +1,18 @@
-"""The plan: of the strategies that fit what is granted the one that is taken, why, and what stood behind it.
+"""The plan: the strategy that is chosen from those that fit, and why.
 
-Where the rates of a node are known, that is the strategy whose simulated step is shortest (search.py); else the cheapest of
-`candidates.order`. So a laptop without a GPU and every rank of a run choose alike, given the same rates.
-
-It refuses what fits no strategy (refusal.py). What it costs: some thousand sums of integers; with rates, seconds.
+If the rates of the hardware are known, the plan takes the strategy with the shortest simulated step (search.py), otherwise
+the cheapest of `candidates.order`. Every rank chooses the same strategy, and so does a laptop without a GPU that is given
+the same rates and limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ftkit.plan.candidates import larger, order
-from ftkit.plan.limits import Limits, Shortage, shortages
+from ftkit.plan.candidates import Request, larger, last_true
+from ftkit.plan.limits import Limits, Shortage
 from ftkit.plan.memory import ACTIVATIONS, GIB, PHASES, Memory, kept_bytes, memory, widest_states_bytes
 from ftkit.plan.refuse import DoesNotFit, check_disk, refusal
 from ftkit.plan.search import fastest
@@ -23,71 +22,79 @@ from ftkit.spec.strategy import AUTO, OPEN, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 SPARE_SHARE = (9, 10)
-"""Of the host memory that is left, what a state on NVMe may have: the rest of the plan is an estimate."""
+"""Share of the unused host memory in which an NVMe state is cached. The plan's other bytes are estimates."""
 
 UNITS_IN_HOST = 2
-"""Of a state that the user put on NVMe, the widest units whose bytes stay in host memory where they fit. Rooms to read two
-units ahead would take as much; but what stays need not be read, summed and written at all, and the drive has the whole
-forward for the others (benchmarks/results/2026-11-22-offload-11.json)."""
+"""The widest units whose state stays in host memory if the user put the state on NVMe. Read-ahead of two units would need as
+much memory, but state that stays is not read and written at all
+(benchmarks/results/2026-11-22-offload-11.json)."""
 
 KEPT_BLOCKS_SHARE = (9, 10)
-"""Of the blocks whose graphs would fit, those that are kept: what autograd keeps of a block is an estimate."""
+"""Share of the blocks whose graphs would fit that keep them. The bytes of a graph are an estimate."""
 
 LARGEST_SEARCHED = 1 << 14
-"""Sequences: where the search for the largest micro-batch ends."""
+"""Sequences at which the search for the largest micro-batch ends."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan is made of; see `make_plan`."""
-
-    shape: Shape
-    limits: Limits
-    wanted: Strategy = OPEN
-    sequences: int = 1
-    preferred: int = 1
-    rates: Rates | None = None
-
-    def fits(self) -> bool:
-        """Whether some strategy fits."""
-        for strategy in order(self.limits, self.wanted, self.sequences, self.preferred):
-            taken = memory(self.shape, strategy, cpu=self.limits.cpu)
-            disk = self.limits.disk_bytes
-            if not shortages(taken, self.limits):
-                return disk is None or taken.checkpoint_bytes <= disk
-        return False
+class Asked(Request):
+    """The input of a plan. Arguments as `Request`'s."""
 
     def plan(self, *, next_best: bool = True) -> Plan:
-        """Make it.
+        """Return the best strategy that fits.
 
         Args:
-            next_best: whether to look for the next best strategy, too.
+            next_best: Also find the next best strategy.
+
+        Raises:
+            DoesNotFit: No strategy fits, or the checkpoints do not fit their disk.
+            UserError: The user's decisions contradict each other.
         """
-        return make_plan(
+        passed: list[tuple[Strategy, tuple[Shortage, ...]]] = []
+        fitting: list[Strategy] = []
+        for strategy, short in self.tries():
+            if short:
+                passed.append((strategy, short))
+                continue
+            fitting.append(with_spare_host(strategy, self.shape, self.limits, self.wanted))
+            if self.rates is None:
+                break
+            if (kept := _most_kept(self, strategy)) is not None:
+                fitting.append(with_spare_host(kept, self.shape, self.limits, self.wanted))
+        if not fitting:
+            raise refusal(self, passed)
+        best = [] if self.rates is None else fastest(fitting, self.shape, self.rates, next_best=next_best)
+        chosen = best[0][0] if best else fitting[0]
+        taken = self.memory(chosen)
+        check_disk(taken, self.limits)
+        plain = _without_spare_host(chosen, self.wanted)
+        return Plan(
             self.shape,
+            chosen,
+            taken,
             self.limits,
-            self.wanted,
-            sequences=self.sequences,
-            preferred=self.preferred,
-            rates=self.rates,
-            next_best=next_best,
+            tuple(_why(self, plain, passed, len(fitting) if best else None)),
+            last_true(decided(plain.micro_batch), LARGEST_SEARCHED, lambda count: not self.short(larger(plain, count))),
+            best[0][1] if best else None,
+            (best[1][0], best[1][1].without_timeline()) if len(best) > 1 else None,
+            self,
         )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy that fits, what it takes, and why it was taken.
+    """A strategy that fits, its memory, and the reasons for it.
 
     Args:
-        shape: the model and what is asked of it.
-        strategy: the strategy that was chosen; nothing is left to "auto".
-        memory: what one rank takes.
-        limits: what may be used.
-        why: sentences: what did not fit in the strategies before it.
-        largest_micro_batch: sequences that would fit this strategy.
-        speed: speed of a step; None where no rates are known.
-        runner_up: the next best strategy, and its speed; None where there is none.
-        asked: what the plan was made of.
+        shape: The model and its data.
+        strategy: The chosen strategy, without "auto".
+        memory: Memory of one rank.
+        limits: Memory that may be used.
+        why: Sentences: the reason, and the strategies before it that did not fit.
+        largest_micro_batch: The most sequences per micro-batch that would fit this strategy.
+        speed: Speed of a step. None if no rates are known.
+        runner_up: The next best strategy and its speed, or None.
+        asked: The input of the plan.
     """
 
     shape: Shape
@@ -102,21 +109,20 @@ class Plan:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Tiers that are used."""
+        """The tiers in use."""
         return tuple(tier for tier in TIERS if self.memory.peak(tier))
 
     def needed_bytes(self, tier: str) -> int:
-        """Return the peak on a tier: of a rank on the device, of a node elsewhere."""
+        """Return the peak on a tier: per rank on the device, per node elsewhere."""
         return self.memory.peak(tier) * self.limits.ranks(tier)
 
     def check_wide_inputs(self) -> None:
-        """Refuse to go on where blocks' activations take twice what was planned, as on a residual stream in fp32.
+        """Check that inputs of blocks fit if they need twice the planned bytes, because the residual stream is fp32.
 
         Raises:
-            DoesNotFit: with what they take, and what is granted.
+            DoesNotFit: They do not fit.
         """
-        each = kept_bytes(self.shape, self.strategy)
-        graphs = self.strategy.graphs(len(self.shape.blocks)) * each  # each has its input, too
+        graphs = self.strategy.graphs(len(self.shape.blocks)) * kept_bytes(self.shape, self.strategy)  # with their inputs
         for tier in self.tiers:
             more = (self.memory.purposes(tier).get(ACTIVATIONS, 0) + graphs * (tier == DEVICE)) * self.limits.ranks(tier)
             granted, needed = self.limits.granted(tier), self.memory.at(tier, "train") * self.limits.ranks(tier) + more
@@ -169,131 +175,72 @@ def make_plan(
     sequences: int = 1,
     preferred: int = 1,
     rates: Rates | None = None,
-    next_best: bool = True,
 ) -> Plan:
-    """Return the best strategy that fits; see the top of this file.
-
-    Args:
-        shape: the model and what is asked of it.
-        limits: what may be used.
-        wanted: what the user decided.
-        sequences: sequences of a rank in one optimizer step.
-        preferred: the largest micro-batch taken unless one is decided.
-        rates: rates that one rank has for itself; None does not simulate the strategies.
-        next_best: whether to look for the next best strategy, too.
-
-    Raises:
-        DoesNotFit: if no strategy fits, or the checkpoints do not fit their disk.
-        UserError: if what was decided contradicts itself.
-    """
-    passed: list[tuple[Strategy, tuple[Shortage, ...]]] = []
-    fitting: list[Strategy] = []
-    for strategy in order(limits, wanted, sequences, preferred):
-        taken = memory(shape, strategy, cpu=limits.cpu)
-        short = shortages(taken, limits)
-        if short:
-            passed.append((strategy, short))
-            continue
-        fitting.append(with_spare_host(strategy, shape, limits, wanted))
-        if rates is None:
-            break
-        if (kept := _most_kept(shape, strategy, limits, wanted)) is not None:
-            fitting.append(with_spare_host(kept, shape, limits, wanted))
-    if not fitting:
-        raise refusal(shape, limits, wanted, sequences, preferred, passed)
-    best = [] if rates is None else fastest(fitting, shape, rates, next_best=next_best)
-    chosen = best[0][0] if best else fitting[0]
-    taken = memory(shape, chosen, cpu=limits.cpu)
-    check_disk(taken, limits)
-    return Plan(
-        shape,
-        chosen,
-        taken,
-        limits,
-        tuple(_why(chosen, shape, limits, wanted, passed, preferred, best, len(fitting))),
-        _largest(shape, _without_spare_host(chosen, wanted), limits),
-        best[0][1] if best else None,
-        (best[1][0], best[1][1].without_timeline()) if len(best) > 1 else None,
-        Asked(shape, limits, wanted, sequences, preferred, rates),
-    )
+    """Return the best strategy that fits. Arguments and errors as `Asked.plan`'s."""
+    return Asked(shape, limits, wanted, sequences, preferred, rates).plan()
 
 
 def with_spare_host(strategy: Strategy, shape: Shape, limits: Limits, wanted: Strategy = OPEN) -> Strategy:
-    """Return the strategy with as much of a state on NVMe in host memory as is left of that: it need not be moved.
+    """Return the strategy with a part of an NVMe state cached in unused host memory.
 
-    Where the user chose NVMe, not more than some units; where the user said how much stays, or nobody knows what is left,
-    the strategy as it is.
+    If the user chose NVMe, at most the state of `UNITS_IN_HOST` units is cached. The strategy is returned unchanged if the
+    user decided the size of the cache, or if the limit of host memory is not known.
     """
     if strategy.state != NVME or limits.host_bytes is None or wanted.state_host_bytes != AUTO:
         return strategy
-    taken = memory(shape, strategy, cpu=limits.cpu)
-    spare = (limits.host_bytes - taken.peak(HOST) * limits.ranks(HOST)) // limits.ranks(HOST)
+    asked = Request(shape, limits, wanted)
+    spare = (limits.host_bytes - asked.memory(strategy).peak(HOST) * limits.ranks(HOST)) // limits.ranks(HOST)
     part, whole = SPARE_SHARE
     stays = max(spare, 0) * part // whole
     if wanted.state != AUTO:
         stays = min(stays, widest_states_bytes(shape, strategy, UNITS_IN_HOST, cpu=limits.cpu))
     filled = replace(strategy, state_host_bytes=stays)
-    return filled if not shortages(memory(shape, filled, cpu=limits.cpu), limits) else strategy
+    return strategy if asked.short(filled) else filled
 
 
 def _without_spare_host(strategy: Strategy, wanted: Strategy) -> Strategy:
-    """Return the strategy without the host cache of a state on NVMe that the planner chose; the user's own stays."""
+    """Return the strategy without the host cache that the plan added to an NVMe state."""
     if strategy.state != NVME or wanted.state_host_bytes != AUTO:
         return strategy
     return replace(strategy, state_host_bytes=0)
 
 
-def _most_kept(shape: Shape, strategy: Strategy, limits: Limits, wanted: Strategy) -> Strategy | None:
-    """Return the strategy with the graphs of as many last blocks kept as fit, less a tenth; None if none, or decided."""
-    if strategy.activations != "recompute" or wanted.activations != AUTO:
+def _most_kept(asked: Request, strategy: Strategy) -> Strategy | None:
+    """Return the strategy with the graphs of as many last blocks kept as fit, less a tenth. None if none fit."""
+    if strategy.activations != "recompute" or asked.wanted.activations != AUTO:
         return None
-    low, high = 0, len(shape.blocks) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = not shortages(memory(shape, replace(strategy, activations=middle), cpu=limits.cpu), limits)
-        low, high = (middle, high) if fits else (low, middle - 1)
+    most = last_true(0, len(asked.shape.blocks) - 1, lambda count: not asked.short(replace(strategy, activations=count)))
     part, whole = KEPT_BLOCKS_SHARE
-    low = low * part // whole
-    return replace(strategy, activations=low) if low else None
-
-
-def _largest(shape: Shape, strategy: Strategy, limits: Limits) -> int:
-    """Return the largest micro-batch, in sequences, that fits; memory grows with it, so halves are searched."""
-    low, high = decided(strategy.micro_batch), LARGEST_SEARCHED
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = not shortages(memory(shape, larger(strategy, middle), cpu=limits.cpu), limits)
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    kept = most * part // whole
+    return replace(strategy, activations=kept) if kept else None
 
 
 def _why(
-    chosen: Strategy,
-    shape: Shape,
-    limits: Limits,
-    wanted: Strategy,
-    passed: list[tuple[Strategy, tuple[Shortage, ...]]],
-    preferred: int,
-    best: list[tuple[Strategy, Speed]],
-    fitting: int,
+    asked: Request, plain: Strategy, passed: Sequence[tuple[Strategy, tuple[Shortage, ...]]], simulated: int | None
 ) -> Iterator[str]:
-    """Yield why it was chosen, and what did not fit: the cheapest strategy, and those that are better in one thing only."""
-    if best:
-        yield f"the fastest of {fitting} {'strategy' if fitting == 1 else 'strategies'} that fit, as simulated"
-    if not passed:
-        if not best:
-            yield "the fastest strategy fits"
-        return
-    if not best:
+    """Yield the reason for the choice, and the shortages of strategies that are better in one choice.
+
+    Args:
+        asked: The input of the plan.
+        plain: The chosen strategy, without the host cache of an NVMe state.
+        passed: Strategies that do not fit, with their shortages.
+        simulated: Strategies that fit. None if the choice was made without rates.
+    """
+    if simulated is not None:
+        yield f"the fastest of {simulated} {'strategy' if simulated == 1 else 'strategies'} that fit, as simulated"
+    elif not passed:
+        yield "the fastest strategy fits"
+    else:
         yield f"the fastest strategy ({passed[0][0]}) does not fit: {_and(passed[0][1])}"
-    for name, better in _better(_without_spare_host(chosen, wanted), limits, wanted, preferred):
-        short = shortages(memory(shape, better, cpu=limits.cpu), limits)
-        if short and (best or better != passed[0][0]):
+    for name, better in _better(plain, asked) if passed else ():
+        short = asked.short(better)
+        if short and (simulated is not None or better != passed[0][0]):
             yield f"{name}: {_and(short)}"
 
 
-def _better(strategy: Strategy, limits: Limits, wanted: Strategy, preferred: int) -> Iterator[tuple[str, Strategy]]:
-    """Yield strategies that are better than `strategy` in one thing, with its name."""
+def _better(strategy: Strategy, asked: Request) -> Iterator[tuple[str, Strategy]]:
+    """Yield strategies that are better in one choice, with a name for the choice."""
+    wanted, limits = asked.wanted, asked.limits
     if strategy.activations != "keep" and wanted.activations == AUTO:
         yield "with activations kept", replace(strategy, activations="keep", activation_offload=DEVICE)
     if strategy.stage == 3 and wanted.stage == AUTO:
@@ -312,26 +259,26 @@ def _better(strategy: Strategy, limits: Limits, wanted: Strategy, preferred: int
         better = replace(strategy, **changes)
         if better.problem(cpu=limits.cpu) is None:
             yield f"with {kind.replace('activation_offload', 'activations')} on {up}", better
-    if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < preferred:
+    if wanted.micro_batch == AUTO and (micro_batch := decided(strategy.micro_batch)) < asked.preferred:
         yield f"with {micro_batch * 2} sequences a micro-batch", larger(strategy, micro_batch * 2)
 
 
 def wear(shape: Shape, strategy: Strategy, *, cpu: bool) -> dict[str, int]:
-    """Return the bytes that a rank writes to NVMe in one step, by kind. (The day's follow from the step's seconds.)"""
+    """Return the bytes that a rank writes to NVMe in one step, by kind."""
     world, owners = shape.world_size, strategy.owners(shape.world_size)
-    shards = {p: count * p.line.shard_numel(owners) for p, count in shape.counted if p.line.trained}
+    shards = {p: count * p.flat.shard_numel(owners) for p, count in shape.counted if p.flat.trained}
     written = {}
     if strategy.state == NVME:  # fp32 weights that are their own master are counted as parameters
         items = memory(shape, strategy, cpu=cpu).purposes(NVME)
         written["state"] = items.get("master", 0) + items.get("moments", 0)
     if strategy.gradients == NVME:
         written["gradients"] = strategy.rounds * sum(
-            n * strategy.gradient_itemsize(p.line.itemsize)
+            n * strategy.gradient_itemsize(p.flat.itemsize)
             for p, n in shards.items()
             if not strategy.reduced_late(p.kind, world)
         )
     if strategy.parameters == NVME:
-        written["parameters"] = sum(n * p.line.itemsize for p, n in shards.items() if not strategy.resident(p.kind, world))
+        written["parameters"] = sum(n * p.flat.itemsize for p, n in shards.items() if not strategy.resident(p.kind, world))
     if strategy.activation_offload == NVME:
         recomputed = len(shape.blocks) - strategy.graphs(len(shape.blocks))
         tokens = strategy.sequences * strategy.rounds * shape.sequence_tokens

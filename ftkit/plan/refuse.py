@@ -1,45 +1,45 @@
-"""The refusal: what is needed for which purpose where nothing fits, and the cheapest changes after which something does.
+"""The error if nothing fits: the bytes needed for each purpose, and the cheapest changes after which a strategy fits.
 
-Each way out was tried before it is named. What it costs: some thousand sums of integers for each.
+Each change was planned before it is named. Cost: some hundred strategies for each change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.plan.candidates import order, some_divisors, with_adapter
-from ftkit.plan.limits import Limits, Shortage, gib, gib_up, shortages
-from ftkit.plan.memory import Memory, memory
-from ftkit.plan.shape import Shape
+from ftkit.plan.candidates import Request, some_divisors, with_adapter
+from ftkit.plan.limits import Limits, Shortage, gib, gib_up
+from ftkit.plan.memory import Memory
 from ftkit.spec.strategy import AUTO, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 
 class DoesNotFit(UserError):
-    """No strategy fits what is granted. Says what is needed for which purpose, and three ways out.
+    """No strategy fits. The message has the bytes needed for each purpose, and up to three options.
 
     Args:
-        text: message for the user.
-        shortages: shortages of the strategy that comes nearest.
-        ways_out: ways out, a sentence each.
+        text: Message for the user.
+        shortages: Shortages of the strategy that comes nearest.
+        options: Changes after which a strategy fits, a sentence each.
     """
 
-    def __init__(self, text: str, shortages: tuple[Shortage, ...] = (), ways_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, text: str, shortages: tuple[Shortage, ...] = (), options: tuple[str, ...] = ()) -> None:
         super().__init__(text)
-        self.shortages, self.ways_out = shortages, ways_out
+        self.shortages, self.options = shortages, options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.shortages, self.ways_out)
+        return type(self), (str(self), self.shortages, self.options)
 
 
 def check_disk(taken: Memory, limits: Limits) -> None:
-    """Refuse where checkpoints and model do not fit their disk.
+    """Check that checkpoints and model fit their disk.
 
     Raises:
-        DoesNotFit: with what is needed and free.
+        DoesNotFit: They do not fit.
     """
     if limits.disk_bytes is not None and taken.checkpoint_bytes > limits.disk_bytes:
         short = Shortage("disk", taken.checkpoint_bytes, limits.disk_bytes, "save")
@@ -51,93 +51,74 @@ def check_disk(taken: Memory, limits: Limits) -> None:
         )
 
 
-def refusal(
-    shape: Shape,
-    limits: Limits,
-    wanted: Strategy,
-    sequences: int,
-    preferred: int,
-    passed: list[tuple[Strategy, tuple[Shortage, ...]]],
-) -> DoesNotFit:
-    """Return the error: the numbers of the strategy that comes nearest, and the cheapest changes after which one fits."""
-    # what can leave the device has left it, or the numbers would be of the wrong tier
+def refusal(asked: Request, passed: Sequence[tuple[Strategy, tuple[Shortage, ...]]]) -> DoesNotFit:
+    """Return the error for a request that no strategy fits.
+
+    Args:
+        asked: The input of the plan.
+        passed: All possible strategies, with their shortages.
+    """
+    shape, limits = asked.shape, asked.limits
+    # Strategies that use the device least come first, because the numbers of others would blame the wrong tier.
     strategy, short = min(passed, key=lambda each: (any(s.tier == DEVICE for s in each[1]), max(s.ratio for s in each[1])))
-    taken = memory(shape, strategy, cpu=limits.cpu)
-    lines = []
+    taken = asked.memory(strategy)
+    tiers = []
     for each in short:
         ranks = limits.ranks(each.tier)
         sizes = sorted(taken.purposes(each.tier, each.phase).items(), key=lambda item: -item[1])
         parts = ", ".join(f"{purpose} {gib(size * ranks)}" for purpose, size in sizes)
         per = " a rank" if each.tier == DEVICE else ""
         where = {DEVICE: DEVICE, HOST: "host memory", NVME: "NVMe"}[each.tier]
-        lines.append(
+        tiers.append(
             f"{where}: {gib(each.needed_bytes)} GiB{per} needed to {each.phase} ({parts}), "
             f"{gib(each.granted_bytes)} GiB granted by {limits.name(each.tier)}"
         )
-    ways_out = tuple(_ways_out(shape, limits, wanted, sequences, preferred))[:3]
-    advice = "; or ".join(ways_out) if ways_out else "use a smaller model"
+    options = tuple(islice(_options(asked), 3))
     tokens = decided(strategy.micro_batch) * shape.sequence_tokens
     text = (
-        f"does not fit: {'; '.join(lines)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
+        f"does not fit: {'; '.join(tiers)} ({shape.numel / 1e9:.2f}B parameters on {shape.world_size} "
         f"rank{'s' * (shape.world_size > 1)}, {tokens} tokens a micro-batch; {strategy}). "
-        f"Ways out: {advice}"
+        f"Options: {'; or '.join(options) or 'use a smaller model'}"
     )
     if limits.cpu and not any("profile" in name for _, name in limits.names):
         text += ". No GPU was found here, so ranks compute in host memory; ftkit plan --hardware NAME plans for others"
-    return DoesNotFit(text, short, ways_out)
+    return DoesNotFit(text, short, options)
 
 
-def _ways_out(shape: Shape, limits: Limits, wanted: Strategy, sequences: int, preferred: int) -> Iterator[str]:
-    """Yield changes, the cheapest first, after each of which a strategy fits: it was tried."""
-
-    def fits(shape: Shape, limits: Limits, wanted: Strategy, sequences: int = sequences) -> Strategy | None:
-        for strategy in order(limits, wanted, sequences, preferred):
-            if not shortages(memory(shape, strategy, cpu=limits.cpu), limits):
-                return strategy
-        return None
-
-    def needs(tier: str, limits: Limits) -> int | None:
-        """Return the bytes of a tier with which some strategy fits."""
-        unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
-        open_ = replace(limits, **unlimited)
-        least = None
-        for strategy in order(open_, wanted, sequences, preferred):
-            taken = memory(shape, strategy, cpu=limits.cpu)
-            if not shortages(taken, open_):
-                needed = taken.peak(tier) * limits.ranks(tier)
-                least = needed if least is None else min(least, needed)
-        return least
-
+def _options(asked: Request) -> Iterator[str]:
+    """Yield changes after each of which a strategy fits, the cheapest first."""
+    shape, limits, wanted = asked.shape, asked.limits, asked.wanted
     if wanted.micro_batch != AUTO and wanted.micro_batch > 1:
-        for micro in some_divisors(sequences, wanted.micro_batch - 1):
-            if fits(shape, limits, replace(wanted, micro_batch=micro)):
+        for micro in some_divisors(asked.sequences, wanted.micro_batch - 1):
+            if replace(asked, wanted=replace(wanted, micro_batch=micro)).first_fit():
                 yield f"set engine.micro_batch to {micro} (from {wanted.micro_batch})"
                 break
     free = wanted.reopened()
-    if wanted != free and (strategy := fits(shape, limits, free)) is not None:
+    if wanted != free and (strategy := replace(asked, wanted=free).first_fit()) is not None:
         yield f"leave the choices of engine: to the plan ({strategy} fits)"
-    if not limits.nvme_bytes and (size := needs(NVME, limits)):
+    if not limits.nvme_bytes and (size := _needed(asked, NVME)):
         yield f"set memory.nvme_dir to a folder with {gib_up(size)} GiB free on each node (to plan with it: memory.nvme_gib)"
     shorter = replace(shape, sequence_tokens=max(shape.sequence_tokens // 2, 1))
-    if shorter.sequence_tokens >= 64 and fits(shorter, limits, wanted):
+    if shorter.sequence_tokens >= 64 and replace(asked, shape=shorter).first_fit():
         yield f"set data.sequence_tokens to {shorter.sequence_tokens} (from {shape.sequence_tokens})"
-    if limits.nvme_bytes and (size := needs(NVME, limits)) and size > limits.nvme_bytes:
+    if limits.nvme_bytes and (size := _needed(asked, NVME)) and size > limits.nvme_bytes:
         yield f"let memory.nvme_dir have {gib_up(size)} GiB free on each node"
-    if limits.host_bytes is not None and (size := needs(HOST, limits)):
+    if limits.host_bytes is not None and (size := _needed(asked, HOST)):
         yield f"grant {gib_up(size)} GiB of host memory (memory.host_gib)"
-    if not shape.peft and fits(with_adapter(shape), limits, wanted):
+    if not shape.peft and replace(asked, shape=with_adapter(shape)).first_fit():
         yield "train an adapter (adapter: {rank: 16})"
-    if not limits.cpu and limits.device_bytes is not None and (size := needs(DEVICE, limits)):
+    if not limits.cpu and limits.device_bytes is not None and (size := _needed(asked, DEVICE)):
         yield f"use GPUs with {gib_up(size)} GiB each (memory.device_gib)"
-    yield from _more_ranks(shape, limits, wanted, sequences, fits)
-
-
-def _more_ranks(
-    shape: Shape, limits: Limits, wanted: Strategy, sequences: int, fits: Callable[..., Strategy | None]
-) -> Iterator[str]:
-    """Yield the number of nodes like this one on which it fits."""
     for nodes in (2, 4, 8):
         more = replace(shape, world_size=shape.world_size * nodes)
-        if fits(more, limits, wanted, max(sequences // nodes, 1)):
+        if replace(asked, shape=more, sequences=max(asked.sequences // nodes, 1)).first_fit():
             yield f"use {nodes} nodes like this one ({more.world_size} ranks)"
             return
+
+
+def _needed(asked: Request, tier: str) -> int | None:
+    """Return the smallest limit of a tier with which some strategy fits."""
+    unlimited: dict[str, Any] = {f"{tier}_bytes": 1 << 60}
+    opened = replace(asked, limits=replace(asked.limits, **unlimited))
+    peaks = [opened.memory(strategy).peak(tier) for strategy, short in opened.tries() if not short]
+    return min(peaks) * asked.limits.ranks(tier) if peaks else None

@@ -31,8 +31,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftkit.plan.events import Event, Script, simulate
-from ftkit.plan.shape import Line, Placed, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.plan.speed import Rates, Speed
+from ftkit.plan.traffic import Group
 from ftkit.spec.strategy import FlatKind, Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
@@ -117,9 +118,16 @@ class _Step:
         self.in_order = in_order
         self.beside = "compute" if in_order else "collectives"
         self.world = shape.world_size
-        self.owners = strategy.owners(self.world)
         self.tokens = strategy.sequences * shape.sequence_tokens
-        self.embedding, self.head = shape.embedding, shape.head
+        self.recomputed = len(shape.blocks) - strategy.graphs(len(shape.blocks))  # blocks, from the first on
+
+        def group(flats: Sequence[Flat], kind: FlatKind) -> Group:
+            return Group(flats, kind, strategy, self.world)
+
+        kinds = {flats: group(flats, "block") for flats, _ in shape.groups}
+        self.blocks = [kinds[flats] for flats in shape.blocks]
+        self.embedding, self.head = group(shape.embedding, "root"), group(shape.head, "root")
+        self.roots, self.replicated = group(shape.roots, "root"), group(shape.replicated, "replicated")
         self.written: dict[int, int] = {}  # block to the event after which its updated weights are complete
         self.computed: int | None = None  # the last computation
         self.ends: list[tuple[int, ...]] = []  # the last computation of each round, and the last offload of a gradient
@@ -129,7 +137,7 @@ class _Step:
         self.reduced: int | None = None  # the last reduction that reads the gradient slot
         self.copied: int | None = None  # the last copy out of the offload buffer
         self.offloaded: int | None = None  # the last event of the last offload
-        self.stored: dict[str, int] = {}  # flat parameters to the event after which their state is on NVMe again
+        self.stored: dict[int, int] = {}  # block to the event after which its state is on NVMe again
         self.left = 0  # bytes of host memory for the part of an NVMe state that stays there
 
     def add(self) -> list[int]:
@@ -150,7 +158,7 @@ class _Step:
 
     def _forward(self, *, first: bool) -> int | None:
         """Append a forward pass of all blocks. Return the gather of the head."""
-        count = len(self.shape.blocks)
+        count = len(self.blocks)
         updated = self._updated(OUTSIDE) if first else None
         before = [updated, self._gather_roots("embedding", self.embedding, updated)]
         head: int | None = None
@@ -162,7 +170,7 @@ class _Step:
                 head = self._gather_roots("head", self.head, updated)
             elif not later and number + 1 < count:
                 gathered.append(self._gather(number + 1, first=first))
-            operations, _ = self._operations(number)
+            operations, _ = self._operations(self.blocks[number])
             self._compute(f"forward {number}", operations, [gathered[number], *(before if number == 0 else [])])
             self.readers[number % 2] = self._last()
             self._keep("keep", "down", number)
@@ -180,28 +188,26 @@ class _Step:
         shape = self.shape
         products = 2 + any(flat.trained for flat in shape.roots) + shape.chunked_loss
         self._compute("loss", 2.0 * products * shape.vocabulary * shape.hidden * self.tokens, [gathered])
-        self._collect("head", "root", self.head, first=first)
+        self._collect("head", self.head, first=first)
 
     def _backward(self, *, first: bool, last: bool) -> None:
-        blocks = self.shape.blocks
-        count, parts = len(blocks), self.strategy.parts
+        count, parts = len(self.blocks), self.strategy.parts
         again = self.strategy.reshard_after_forward and not self.strategy.resident("block", self.world)
         gathered = self._gather(count - 1, first=False) if again else None
         brought: int | None = None
         for number in reversed(range(count)):
-            ready = [gathered, brought]
+            block, ready = self.blocks[number], [gathered, brought]
             gathered = self._gather(number - 1, first=False) if again and number else None
-            forward, backward = self._operations(number)
-            if self._recomputed(number):  # of several micro-batches, only the first needs no gradient slot
+            forward, backward = self._operations(block)
+            if number < self.recomputed:  # of several micro-batches, only the first needs no gradient slot
                 self._compute(f"recompute {number}", forward / parts, ready)
                 backward += forward * (parts - 1) / parts
-            trained = any(flat.trained for flat in blocks[number])
-            self._compute(f"backward {number}", backward, [*ready, self.reduced if trained else None])
+            self._compute(f"backward {number}", backward, [*ready, self.reduced if block.trained_numel else None])
             brought = self._keep("bring", "up", number - 1) if number else None
-            self._collect(f"backward {number}", "block", blocks[number], first=first, last=last)
+            self._collect(f"backward {number}", block, first=first, last=last)
             self.readers[number % 2] = self._last()
         first = first and not self.shape.tied  # a tied embedding's gradient is added to the head's
-        self._collect("embedding", "root", self.embedding, first=first)
+        self._collect("embedding", self.embedding, first=first)
 
     def _last(self) -> int:
         assert self.computed is not None
@@ -210,41 +216,30 @@ class _Step:
     def _compute(self, name: str, operations: float, after: Sequence[int | None]) -> None:
         self.computed = self.script.add(name, "compute", {"compute": operations}, after)
 
-    def _recomputed(self, number: int) -> bool:
-        """Return whether a block's forward is recomputed in its backward."""
-        blocks = len(self.shape.blocks)
-        return number < blocks - self.strategy.graphs(blocks)
-
-    def _operations(self, number: int) -> tuple[float, float]:
+    def _operations(self, block: Group) -> tuple[float, float]:
         """Return a block's operations in forward, and in backward without recomputation (arXiv:2104.04473)."""
-        flats = self.shape.blocks[number]
-        numel = sum(flat.numel for flat in flats)
-        trained = sum(flat.numel for flat in flats if flat.trained)
         attention = 4.0 * self.shape.sequence_tokens * self.shape.hidden
-        forward = 2.0 * numel + attention
-        return self.tokens * forward, self.tokens * (forward + 2.0 * trained + attention)
+        forward = 2.0 * block.numel + attention
+        return self.tokens * forward, self.tokens * (forward + 2.0 * block.trained_numel + attention)
 
     def _keep(self, what: str, direction: str, number: int) -> int | None:
         """Offload a block's activations after the last computation, or fetch them. None if they stay."""
-        if self.strategy.activation_offload == DEVICE or not self._recomputed(number):
+        if self.strategy.activation_offload == DEVICE or number >= self.recomputed:
             return None
         after = self.computed
         size = float(self.tokens * self.shape.hidden * self.shape.itemsize)
         if self.strategy.activation_offload == NVME and direction == "up":
             after = self.script.add(f"{what} from nvme", "nvme fetch", {"nvme_read": size}, [after])
-        moved = self.script.add(what, direction, {direction: size, "dram": COPY_TRAFFIC * size}, [after])
+        moved = self._copy(what, direction, size, [after])
         if self.strategy.activation_offload == NVME and direction == "down":
             return self.script.add(f"{what} on nvme", "nvme offload", {"nvme_write": size}, [moved])
         return moved
 
+    def _copy(self, name: str, direction: str, size: float, after: Sequence[int | None]) -> int:
+        """Copy between the device and the host: `direction` is "up" to the device, or "down"."""
+        return self.script.add(name, direction, {direction: size, "dram": COPY_TRAFFIC * size}, after)
+
     # --- weights
-
-    def _moved(self, flat: Line) -> float:
-        """Return the bytes that a rank sends to gather a flat parameter."""
-        return 0.0 if self.owners == 1 else self._sent(flat, flat.itemsize)
-
-    def _sent(self, flat: Line, itemsize: int) -> float:
-        return flat.padded_numel(self.world) * itemsize * (self.world - 1) / self.world
 
     def _collective(self, name: str, size: float, after: Sequence[int | None]) -> int | None:
         if not size:
@@ -257,40 +252,35 @@ class _Step:
         Returns:
             The event after which the weights can be read. None: they can be read already.
         """
-        slot = number % 2
+        slot, block = number % 2, self.blocks[number]
         updated = self._updated(number) if first else None
         own = not self.strategy.reshard_after_forward  # a buffer of the block's own, until its backward
         there = self.slots.get(slot) == number and updated is None and not own
-        if there or self.strategy.resident("block", self.world):
+        if there or block.resident:
             return updated
         self.slots[slot] = number
-        return self._fill(str(number), self.shape.blocks[number], [updated, None if own else self.readers.get(slot)])
+        return self._fill(str(number), block, [updated, None if own else self.readers.get(slot)])
 
-    def _gather_roots(self, name: str, flats: Sequence[Line], updated: int | None) -> int | None:
+    def _gather_roots(self, name: str, group: Group, updated: int | None) -> int | None:
         """Gather root parameters into new memory. None: every rank has them."""
-        if self.strategy.resident("root", self.world) or not flats:
-            return None
-        return self._fill(name, flats, [updated, self.computed])
+        return None if group.resident or group.empty else self._fill(name, group, [updated, self.computed])
 
-    def _fill(self, name: str, flats: Sequence[Line], after: Sequence[int | None]) -> int | None:
+    def _fill(self, name: str, group: Group, after: Sequence[int | None]) -> int | None:
         """Copy shards from their tier, and gather them. Return the event after which all weights can be read.
 
         Args:
             name: Number of the block, or name of the root parameters.
-            flats: The flat parameters.
+            group: The flat parameters.
             after: The event after the update, and the event after which the memory may be written.
         """
         fetched: int | None = None
         if self.strategy.parameters != DEVICE:
-            size = float(sum(flat.shard_numel(self.owners) * flat.itemsize for flat in flats))
             read: int | None = None
             if self.strategy.parameters == NVME:
-                read = self.script.add(f"read weights {name}", "nvme fetch", {"nvme_read": size}, after[:1])
-            work = {"up": size, "dram": COPY_TRAFFIC * size}
-            fetched = self.script.add(f"fetch {name}", "up", work, [*after, read])
-        if self.owners == 1:
-            return fetched
-        return self._collective(f"gather {name}", sum(map(self._moved, flats)), [*after, fetched])
+                read = self.script.add(f"read weights {name}", "nvme fetch", {"nvme_read": group.shard}, after[:1])
+            fetched = self._copy(f"fetch {name}", "up", group.shard, [*after, read])
+        gathered = self._collective(f"gather {name}", group.gathered, [*after, fetched])
+        return fetched if gathered is None else gathered
 
     def _updated(self, number: int) -> int | None:
         """Return the event after which the weights of a block (or `OUTSIDE`) are updated and full copies are gathered."""
@@ -302,13 +292,10 @@ class _Step:
         if updated is None:
             return None
         if number == OUTSIDE:
-            placed = [Placed(flat, "root") for flat in self.shape.roots]
-            placed += [Placed(flat, "replicated") for flat in self.shape.replicated]
+            name, stale = "outside", self.roots.refreshed + self.replicated.refreshed
         else:
-            placed = [Placed(flat, "block") for flat in self.shape.blocks[number]]
-        stale = (each.line for each in placed if each.line.trained and self.strategy.resident(each.kind, self.world))
-        name = "outside" if number == OUTSIDE else str(number)
-        refreshed = self._collective(f"refresh {name}", sum(map(self._moved, stale)), [updated])
+            name, stale = str(number), self.blocks[number].refreshed
+        refreshed = self._collective(f"refresh {name}", stale, [updated])
         return updated if refreshed is None else refreshed
 
     def _wait_for_all(self) -> None:
@@ -320,140 +307,102 @@ class _Step:
 
     # --- gradients
 
-    def _reduction(self, flat: Line, itemsize: int) -> float:
-        """Return the bytes that a rank sends to reduce a gradient: an all-reduce at stage 0."""
-        return self._sent(flat, itemsize) * (2 if self.owners == 1 else 1)
-
-    def _summed(self, flat: Line) -> int:
-        """Return the bytes per element in which micro-batches are summed."""
-        return self.strategy.gradient_itemsize(flat.itemsize)
-
-    def _collect(self, name: str, kind: FlatKind, flats: Sequence[Line], *, first: bool, last: bool = False) -> None:
+    def _collect(self, name: str, group: Group, *, first: bool, last: bool = False) -> None:
         """Collect a gradient in the slot and reduce it, or sum it in full until the last micro-batch or the norm reduces it.
 
         Args:
             name: Name of the computation that made the gradient.
-            kind: Kind of its flat parameters.
-            flats: Its flat parameters.
+            group: Its flat parameters.
             first: It is the first of a step.
             last: It is a block's backward in the last micro-batch of a step. Full gradients are then reduced too.
         """
-        trained = [flat for flat in flats if flat.trained]
-        if not trained:
+        if not group.trained_numel:
             return
-        late = self.strategy.reduced_late(kind, self.world)
-        itemsizes = [self._summed(flat) if late else self.strategy.slot_itemsize(flat.itemsize) for flat in trained]
-        parts = self.strategy.parts if kind == "block" else 1  # root parameters get the gradient of all parts at once
-        copies = int(first or not late)
-        size = sum(_collected(flat, itemsize, copies, parts - copies) for flat, itemsize in zip(trained, itemsizes))
-        self.computed = self.script.add(f"collect {name}", "compute", {"hbm": size}, [self.computed])
-        if not late:
-            self._reduce(name, kind, trained, first=first)
+        traffic = group.collected[first or not group.late]
+        self.computed = self.script.add(f"collect {name}", "compute", {"hbm": traffic}, [self.computed])
+        if not group.late:
+            self._reduce(name, group, first=first)
         elif last:
-            sent = sum(self._reduction(flat, itemsize) for flat, itemsize in zip(trained, itemsizes))
-            self._collective(f"reduce {name}", sent, [self.computed])
+            self._collective(f"reduce {name}", group.reduced, [self.computed])
 
-    def _reduce(self, name: str, kind: FlatKind, trained: Sequence[Line], *, first: bool) -> None:
+    def _reduce(self, name: str, group: Group, *, first: bool) -> None:
         """Reduce a gradient, and add this rank's part to those of earlier micro-batches, on its tier."""
-        slots = [(flat, self.strategy.slot_itemsize(flat.itemsize)) for flat in trained]
         buffer = None if self.in_order else self.copied
-        reduced = self._collective(f"reduce {name}", sum(self._reduction(*each) for each in slots), [self.computed, buffer])
+        reduced = self._collective(f"reduce {name}", group.reduced, [self.computed, buffer])
         if reduced is None:  # one rank copies its gradient to the buffer
             reduced = buffer
-        added = float(sum(flat.shard_numel(self.owners) * (size + 2 * self._summed(flat)) for flat, size in slots))
         after = [reduced, self.computed]
         if self.strategy.gradients != DEVICE:
-            self.copied = self._offload(name, slots, added, after, first=first)
+            self.copied = self._offload(name, group, after, first=first)
         elif not first:
-            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": added}, after)
-        if kind == "block":
+            reduced = self.script.add(f"sum {name}", self.beside, {"hbm": group.received + 2 * group.summed}, after)
+        if group.kind == "block":
             self.reduced = reduced
         elif reduced is not None:  # the next block reuses the memory of the full gradient
             self.computed = self.script.add(f"await {name}", "compute", {}, [self.computed, reduced])
 
-    def _offload(
-        self, name: str, slots: Sequence[tuple[Line, int]], added: float, after: Sequence[int | None], *, first: bool
-    ) -> int:
+    def _offload(self, name: str, group: Group, after: Sequence[int | None], *, first: bool) -> int:
         """Copy a reduced gradient to the host, and sum or write it there; return the copy.
 
         Args:
             name: Name of the computation that made the gradient.
-            slots: Its flat parameters, with the bytes per element of the reduced gradient.
-            added: Bytes of memory traffic if the gradient is added to the sum.
+            group: Its flat parameters.
             after: Events that the copy waits for.
             first: It is the first of a step.
         """
-        size = float(sum(flat.shard_numel(self.owners) * itemsize for flat, itemsize in slots))
-        kept = float(sum(flat.shard_numel(self.owners) * self._summed(flat) for flat, _ in slots))
-        copied = self.script.add(f"offload {name}", "down", {"down": size, "dram": COPY_TRAFFIC * size}, after)
-        self.offloaded = copied
+        copied = self.offloaded = self._copy(f"offload {name}", "down", group.received, after)
         if not first:
-            work = {"dram": added} | ({"nvme_read": kept} if self.strategy.gradients == NVME else {})
+            work = {"dram": group.received + 2 * group.summed}
+            work |= {"nvme_read": group.summed} if self.strategy.gradients == NVME else {}
             self.offloaded = self.script.add(f"sum {name}", "host update", work, [self.offloaded])
         if self.strategy.gradients == NVME:
-            after = [self.offloaded]
-            self.offloaded = self.script.add(f"write gradient {name}", "nvme offload", {"nvme_write": kept}, after)
+            work = {"nvme_write": group.summed}
+            self.offloaded = self.script.add(f"write gradient {name}", "nvme offload", work, [self.offloaded])
         return copied
 
     # --- the update
 
     def _update(self) -> None:
-        norm = self.script.add("norm", self.beside, self._norm_work(), self._finish(), latency_s=NORM_S)
-        outside = [flat for flat in (*self.shape.roots, *self.shape.replicated) if flat.trained]
+        everything = [*self.blocks, self.roots, self.replicated]
+        # On other tiers the offload has computed the norm.
+        work = {"hbm": sum(group.summed for group in everything)} if self.strategy.gradients == DEVICE else {}
+        norm = self.script.add("norm", self.beside, work, self._finish(), latency_s=NORM_S)
         self.left = decided(self.strategy.state_host_bytes)
-        self.written = {OUTSIDE: self._update_of("outside", outside, norm)}
-        for number, flats in enumerate(self.shape.blocks):
-            trained = [flat for flat in flats if flat.trained]
-            if trained:
-                self.written[number] = self._update_of(str(number), trained, norm)
+        self.written = {OUTSIDE: self._update_of(OUTSIDE, [self.roots, self.replicated], norm)}
+        for number, block in enumerate(self.blocks):
+            if block.trained_numel:
+                self.written[number] = self._update_of(number, [block], norm)
 
     def _finish(self) -> list[int | None]:
         """Reduce the full gradients outside blocks. Return the events that the norm waits for, beside reductions."""
-        moved = 0.0
-        for placed, count in self.shape.counted:
-            if placed.line.trained and placed.kind != "block" and self.strategy.reduced_late(placed.kind, self.world):
-                moved += count * self._reduction(placed.line, self._summed(placed.line))
+        moved = sum(group.reduced for group in (self.roots, self.replicated) if group.late)
         self._collective("finish gradients", moved, [self.computed])
         return [self.offloaded, self.computed]
 
-    def _norm_work(self) -> dict[str, float]:
-        """Return the work of the norm: it reads shards on the device. On other tiers the offload has computed it."""
-        if self.strategy.gradients != DEVICE:
-            return {}
-        trained = [(placed.line, count) for placed, count in self.shape.counted if placed.line.trained]
-        return {"hbm": float(sum(n * flat.shard_numel(self.owners) * self._summed(flat) for flat, n in trained))}
-
-    def _update_of(self, name: str, flats: Sequence[Line], norm: int) -> int:
-        """Update flat parameters; return the event after which their weights are complete."""
-        numel = float(sum(flat.shard_numel(self.owners) for flat in flats))
-        size = float(sum(flat.shard_numel(self.owners) * flat.itemsize for flat in flats))
-        gradient = float(sum(flat.shard_numel(self.owners) * self._summed(flat) for flat in flats))
+    def _update_of(self, number: int, groups: Sequence[Group], norm: int) -> int:
+        """Update a block (or `OUTSIDE`); return the event after which its weights are complete."""
+        name = "outside" if number == OUTSIDE else str(number)
+        numel = sum(group.state_numel for group in groups)
+        weights, gradient = sum(group.updated for group in groups), sum(group.summed for group in groups)
         state, traffic = self.shape.rule.state_bytes * numel, self.shape.rule.traffic_bytes * numel
         if self.strategy.state == DEVICE:
             return self.script.add(f"update {name}", "compute", {"hbm": traffic}, [norm])
         before: list[int | None] = [norm]
         if self.strategy.gradients == DEVICE:
-            work = {"down": gradient, "dram": COPY_TRAFFIC * gradient}
-            before.append(self.script.add(f"down {name}", "down", work, [norm]))
+            before.append(self._copy(f"down {name}", "down", gradient, [norm]))
         stays = self.strategy.state != NVME or state <= self.left  # all or nothing, as in `Tiers.state_tiers`
         if self.strategy.state == NVME and stays:
             self.left -= int(state)
         if self.strategy.gradients == NVME:
             before.append(self.script.add(f"read gradient {name}", "nvme read", {"nvme_read": gradient}, [norm]))
         if not stays:
-            after = [norm, self.stored.get(name)]
+            after = [norm, self.stored.get(number)]
             before.append(self.script.add(f"read {name}", "nvme read", {"nvme_read": state}, after))
         done = self.script.add(f"adam {name}", "host update", {"dram": traffic}, before)
         if not stays:
-            written = {"nvme_write": state}
-            self.stored[name] = self.script.add(f"write {name}", "nvme write", written, [done])
+            self.stored[number] = self.script.add(f"write {name}", "nvme write", {"nvme_write": state}, [done])
         if self.strategy.parameters == NVME:
-            return self.script.add(f"write weights {name}", "nvme write", {"nvme_write": size}, [done])
+            return self.script.add(f"write weights {name}", "nvme write", {"nvme_write": weights}, [done])
         if self.strategy.parameters == HOST:
             return done
-        return self.script.add(f"up {name}", "up", {"up": size, "dram": COPY_TRAFFIC * size}, [done])
-
-
-def _collected(flat: Line, itemsize: int, copies: int, sums: int) -> float:
-    """Return the bytes moved when gradients of a flat parameter are copied, then added, to elements of `itemsize` bytes."""
-    return float(flat.numel * (copies * (flat.itemsize + itemsize) + sums * (flat.itemsize + 2 * itemsize)))
+        return self._copy(f"up {name}", "up", weights, [done])

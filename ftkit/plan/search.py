@@ -1,19 +1,23 @@
-"""The search: of strategies that fit, the one whose simulated step is shortest.
+"""The search: of the strategies that fit, the one with the shortest simulated step.
 
-Each strategy has a bound that is cheap to work out: no step is shorter than what its busiest stream, or the most wanted
-resource, needs alone. Strategies are simulated from the lowest bound on, and once a bound lies above what was reached, no
-strategy after it can win. One that is another one with something moved down to NVMe cannot win, and is left out at once.
-Between strategies that differ by less than `ALIKE` the cheapest in order is taken: rates are not known better than that, and
-simpler strategies have fewer parts that can be slow.
+Each strategy has a lower bound that is cheap to compute: a step is not shorter than its busiest stream, or the most wanted
+resource, needs alone. Strategies are simulated in order of their bounds. The search ends at the first bound above the
+shortest step found, because no later strategy can win. A strategy that is another one with something moved down to NVMe
+cannot win, and is left out at once. Of strategies that differ by less than `ALIKE` the cheapest in order is chosen: the
+rates are not known more exactly, and simple strategies have fewer parts that can be slow.
 
-Cost: one step's events for each strategy, three simulated for a few: a second or two for 13B.
+Bounds and seconds are cached, because `ftkit plan` asks for the same strategies again with other limits (whatif.py).
+Cost: about a second for 13B.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from ftkit.plan.events import Event, alone
@@ -24,71 +28,80 @@ from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, KINDS, NVME
 
 ALIKE = 0.005
-"""Shares of a step's seconds by which strategies may differ and still count as equally fast."""
-
+"""Share of a step's seconds by which strategies may differ and still count as equally fast."""
 
 ROUNDS = 3
-"""Of micro-batches that are simulated: the first hides the update, the last is followed by one."""
-
+"""Simulated rounds of micro-batches: the first hides the update, and the last precedes it."""
 
 MOST_ROUNDS = 16
-"""Of micro-batches that are simulated where their timeline is shown, or where none is like the one before."""
+"""Simulated rounds of micro-batches if their timeline is shown, or if all rounds differ."""
 
 
 def fastest(
     candidates: Sequence[Strategy], shape: Shape, rates: Rates, *, next_best: bool = True
 ) -> list[tuple[Strategy, Speed]]:
-    """Return the strategy to take and the next best one of another kind, with their speeds; none where the rates do not say.
+    """Return the strategy to take and the next best one of another kind, with their speeds. Empty without enough rates.
 
-    Strategies that differ only in how many blocks keep their graphs are of one kind: the next best of all is often one block
-    less, which helps nobody. Nor does the same with something on NVMe.
+    Strategies that differ only in how many blocks keep their graphs are of one kind, because the next best of all is often
+    one block less.
 
     Args:
-        candidates: strategies that fit, from cheap to dear.
-        shape: the model and what is asked of it.
-        rates: what one rank has for itself.
-        next_best: whether to look for the second one, which takes about as long as the first.
+        candidates: Strategies that fit, from cheap to expensive.
+        shape: The model and its data.
+        rates: Rates of one rank.
+        next_best: Also find the second one, which takes about as long as the first.
     """
+    with _without_gc():
+        return _fastest(candidates, shape, rates, next_best=next_best)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Suspend Python's garbage collector: a search allocates a million objects without cycles. Saves a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _fastest(candidates: Sequence[Strategy], shape: Shape, rates: Rates, *, next_best: bool) -> list[tuple[Strategy, Speed]]:
     known = list(_worth_it([each for each in candidates if rates.know(shape, each)], len(shape.blocks)))
-    bounds = [bound(shape, each, rates) for each in known]
+    without_drive = replace(rates, nvme_read=0.0, nvme_write=0.0)
+    used = [rates if each.uses_nvme else without_drive for each in known]
+    bounds = [bound(shape, each, own) for each, own in zip(known, used)]
     ordered = sorted(range(len(known)), key=lambda number: bounds[number])
     found: dict[int, float] = {}
     for number in ordered:
         if found and bounds[number] > min(found.values()) * (1 + ALIKE):
             break
-        found[number] = seconds(shape, known[number], rates)
-    ranked: list[tuple[Strategy, Speed]] = []
-    while found and len(ranked) < 1 + next_best:
-        shortest = min(found.values())
-        best = known[min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))]
-        ranked.append((best, speed_of(shape, best, rates)))
-        found = _of_other_kinds(best, shape, known, bounds, ordered, rates) if next_best and len(ranked) == 1 else {}
-    return ranked
+        found[number] = seconds(shape, known[number], used[number])
+    if not found:
+        return []
+    best = _simplest(found)
+    ranked = [best]
+    if next_best:  # of each other kind the strategy with the lowest bound
+        found, kinds = {}, {_kind(known[best])}
+        for number in ordered:
+            if found and bounds[number] > min(found.values()):
+                break
+            if (kind := _kind(known[number])) not in kinds:
+                kinds.add(kind)
+                found[number] = seconds(shape, known[number], used[number])
+        ranked += [_simplest(found)] if found else []
+    return [(known[number], speed_of(shape, known[number], rates)) for number in ranked]
 
 
-def _of_other_kinds(
-    strategy: Strategy,
-    shape: Shape,
-    known: Sequence[Strategy],
-    bounds: Sequence[float],
-    ordered: Sequence[int],
-    rates: Rates,
-) -> dict[int, float]:
-    """Return seconds of strategies of other kinds by number: of each kind the one with the lowest bound, the best kinds."""
-    found: dict[int, float] = {}
-    seen = {_kind(strategy)}
-    for number in ordered:
-        if found and bounds[number] > min(found.values()):
-            break
-        kind = _kind(known[number])
-        if kind not in seen:
-            seen.add(kind)
-            found[number] = seconds(shape, known[number], rates)
-    return found
+def _simplest(found: Mapping[int, float]) -> int:
+    """Return the first strategy of those that are as fast as the fastest."""
+    shortest = min(found.values())
+    return min(number for number, each in found.items() if each <= shortest * (1 + ALIKE))
 
 
 def _worth_it(candidates: Sequence[Strategy], blocks: int) -> Iterator[Strategy]:
-    """Yield the candidates but those that are one before them with something moved down to NVMe, and keep no more graphs."""
+    """Yield candidates, except an earlier one with something moved down to NVMe, and no more graphs kept."""
     before: dict[Strategy, list[Strategy]] = defaultdict(list)
     alike: dict[str, Any] = dict.fromkeys(KINDS, DEVICE) | {"activations": "recompute", "state_host_bytes": 0}
     for each in candidates:
@@ -99,7 +112,7 @@ def _worth_it(candidates: Sequence[Strategy], blocks: int) -> Iterator[Strategy]
 
 
 def _is_lower(strategy: Strategy, other: Strategy) -> bool:
-    """Return whether a strategy is another one with something moved down, and nothing moved up for it."""
+    """Return whether a strategy is another one with something moved down, and nothing moved up."""
     tiers = [(getattr(strategy, kind), getattr(other, kind)) for kind in KINDS]
     lower = all(own in (above, NVME) for own, above in tiers) and any(own != above for own, above in tiers)
     return lower and (other.state != NVME or decided(strategy.state_host_bytes) <= decided(other.state_host_bytes))
@@ -109,8 +122,9 @@ def _kind(strategy: Strategy) -> Strategy:
     return replace(strategy, activations="recompute")
 
 
+@lru_cache(maxsize=4096)
 def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
-    """Return what a step takes.
+    """Return the duration of a step in seconds.
 
     All rounds of micro-batches after the first two are alike and are counted, not simulated. At stages 0 and 1 the last
     round also reduces full gradients. If gradients go to NVMe, all rounds are simulated: unfinished writes add up from round
@@ -122,17 +136,15 @@ def seconds(shape: Shape, strategy: Strategy, rates: Rates) -> float:
 
 
 def speed_of(shape: Shape, strategy: Strategy, rates: Rates) -> Speed:
-    """Return the speed of a strategy; of more than `MOST_ROUNDS` rounds those after them are counted, not simulated.
-
-    Its timeline then shows the first ones.
-    """
+    """Return the speed of a strategy. Rounds after `MOST_ROUNDS` are counted, not simulated, and not in the timeline."""
     if strategy.rounds <= MOST_ROUNDS:
         return speed(shape, strategy, rates)
     return speed(shape, strategy, rates, rounds=MOST_ROUNDS).longer(MOST_ROUNDS, strategy.rounds - MOST_ROUNDS)
 
 
+@lru_cache(maxsize=4096)
 def bound(shape: Shape, strategy: Strategy, rates: Rates) -> float:
-    """Return seconds than which no step of this strategy is shorter."""
+    """Return a lower bound of a step's seconds."""
     first, further, update = (
         _busy(events, rates.all(shape.hidden)) for events in parts_of_step(shape, strategy, in_order=rates.in_order)
     )

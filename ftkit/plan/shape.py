@@ -1,21 +1,20 @@
-"""What the plan knows of a run: a model as lines of elements. Integers and names only.
+"""A model as the plan knows it: flat parameters counted, not allocated. Integers and names only.
 
-[Note: lines]   as the engine makes them (engine/core/shard.py), counted and not made
+[Note: kinds of flat parameters]   those of the engine (`ftkit.engine.core.partition`)
 
-    block     a block's parameters of one dtype, all trained or all frozen: one line or two
-    root      one large parameter outside blocks (embedding, head)
-    replicated  small parameters outside blocks, and adapters; their optimizer state is sharded
+    block       a block's parameters of one dtype, all trained or all frozen: one or two flat parameters per block
+    root        one large parameter outside blocks (embedding, head)
+    replicated  small parameters outside blocks, and adapters. Their optimizer state is sharded
 
-A line of N elements on W ranks has shards of S elements, a multiple of 4096 (spec/layout.py); W*S is what a gather
-fills. The plan asks that file for the rounding, so the two cannot differ.
+A flat parameter of N elements on W ranks has shards of S elements (`ftkit.spec.layout`). A gather fills W*S elements.
 
-The activations of a block are estimated from its linear layers; everything else is exact.
+A block's activations are an estimate. All other sizes are exact.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ftkit.plan.attention import Attention
@@ -25,13 +24,13 @@ from ftkit.spec.update_rules import ADAMW, UpdateRule
 
 
 @dataclass(frozen=True)
-class Line:
+class Flat:
     """One flat parameter.
 
     Args:
-        numel: N, elements.
-        itemsize: bytes of an element in use.
-        trained: whether it has a gradient and state.
+        numel: N, in elements.
+        itemsize: Bytes of an element in use.
+        trained: It has a gradient and optimizer state.
     """
 
     numel: int
@@ -43,47 +42,47 @@ class Line:
         return -(-self.numel // (owners * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
 
     def padded_numel(self, owners: int) -> int:
-        """Return what a gather fills, in elements."""
+        """Return the elements that a gather fills."""
         return owners * self.shard_numel(owners)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A line with its place in the model: 'block', 'root' or 'replicated'."""
+    """A flat parameter with its kind."""
 
-    line: Line
+    flat: Flat
     kind: FlatKind
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and what is asked of it.
+    """A model and its data.
 
     Args:
-        blocks: for each block its lines.
-        roots: lines of large parameters outside blocks, one each.
-        replicated: lines of small parameters outside blocks and of adapters, which are replicated.
-        hidden: width between blocks, elements a token.
-        vocabulary: logits of a token; 0 if the model has none.
-        block_elements: a token's elements that autograd keeps of the widest block, without its attention scores.
-        widest_tensor: elements of the largest tensor in a block.
-        sequence_tokens: tokens of one sequence.
-        itemsize: bytes of the compute dtype.
-        world_size: number of ranks.
-        score_elements: a token's elements kept for each token that it attends to; 0 where attention is fused.
-        adapter_numel: elements that an adapter of rank 16 on all linear layers would have.
-        fresh: weights are initialised, not read: their exact values are kept until the first step.
-        peft: whether adapters are saved, not the whole model.
-        checkpoints: number of checkpoints kept on disk beside the one being written; None: none are saved.
-        chunked_loss: head and loss are made together, a part of the logits at a time (ftkit/hf/kernels/head.py).
-        attention: attention of the widest block, where a fused kernel of a GPU computes it; None counts no workspace.
-        packed: rows hold several samples, whose boundaries attention gets.
-        rule: the update rule, which says how much state an element has.
+        blocks: The flat parameters of each block.
+        roots: Flat parameters of large parameters outside blocks, one each.
+        replicated: Flat parameters of small parameters outside blocks, and of adapters.
+        hidden: Width between blocks, in elements per token.
+        vocabulary: Logits per token. 0 if the model has none.
+        block_elements: Elements per token that autograd keeps of the widest block, without its attention scores.
+        widest_tensor: Elements of the largest tensor in a block.
+        sequence_tokens: Tokens of one sequence.
+        itemsize: Bytes of the compute dtype.
+        world_size: Number of ranks.
+        score_elements: Elements per token kept for each token that it attends to. 0 if attention is fused.
+        adapter_numel: Elements of an adapter of rank 16 on all linear layers.
+        fresh: Weights are initialised, not read. Their exact values are kept until the first step.
+        peft: Adapters are saved, not the whole model.
+        checkpoints: Checkpoints kept on disk beside the one being written. None: none are saved.
+        chunked_loss: Head and loss are computed together, for a part of the logits at a time.
+        attention: Attention of the widest block, if a fused kernel of a GPU computes it. None counts no workspace.
+        packed: Rows store several samples, whose boundaries attention gets.
+        rule: The update rule, which defines the optimizer state per element.
     """
 
-    blocks: tuple[tuple[Line, ...], ...]
-    roots: tuple[Line, ...]
-    replicated: tuple[Line, ...]
+    blocks: tuple[tuple[Flat, ...], ...]
+    roots: tuple[Flat, ...]
+    replicated: tuple[Flat, ...]
     hidden: int
     vocabulary: int
     block_elements: int
@@ -102,19 +101,19 @@ class Shape:
     rule: UpdateRule = ADAMW
 
     @cached_property
-    def groups(self) -> tuple[tuple[tuple[Line, ...], int], ...]:
-        """Blocks that are alike, with their number: most models have one or two kinds."""
+    def groups(self) -> tuple[tuple[tuple[Flat, ...], int], ...]:
+        """Distinct blocks, with the number of each. Most models have one or two kinds."""
         return tuple(Counter(self.blocks).items())
 
     @cached_property
     def counted(self) -> tuple[tuple[Placed, int], ...]:
-        """Every line with its kind, and how often there is one like it."""
+        """Distinct flat parameters with their kinds, and the number of each."""
         found: Counter[Placed] = Counter()
-        for lines, count in self.groups:
-            for line in lines:
-                found[Placed(line, "block")] += count
-        found.update(Placed(line, "root") for line in self.roots)
-        found.update(Placed(line, "replicated") for line in self.replicated)
+        for flats, count in self.groups:
+            for flat in flats:
+                found[Placed(flat, "block")] += count
+        found.update(Placed(flat, "root") for flat in self.roots)
+        found.update(Placed(flat, "replicated") for flat in self.replicated)
         return tuple(found.items())
 
     @cached_property
@@ -128,21 +127,30 @@ class Shape:
         return len(self._wide_roots) == 1
 
     @property
-    def head(self) -> list[Line]:
-        """The root parameter that the loss reads; none if there is no wide one."""
+    def head(self) -> list[Flat]:
+        """The root parameter that the loss reads. Empty if there is no wide one."""
         return [self.roots[number] for number in self._wide_roots[-1:]]
 
     @property
-    def embedding(self) -> list[Line]:
+    def embedding(self) -> list[Flat]:
         """The root parameters that are read before the first block, a tied head included."""
         return [flat for number, flat in enumerate(self.roots) if self.tied or number not in self._wide_roots[-1:]]
+
+    def frozen(self) -> Shape:
+        """Return the same model without gradients and optimizer state."""
+
+        def frozen(flats: tuple[Flat, ...]) -> tuple[Flat, ...]:
+            return tuple(replace(flat, trained=False) for flat in flats)
+
+        blocks, roots, replicated = tuple(map(frozen, self.blocks)), frozen(self.roots), frozen(self.replicated)
+        return replace(self, blocks=blocks, roots=roots, replicated=replicated, fresh=False)
 
     @cached_property
     def numel(self) -> int:
         """All parameters."""
-        return sum(placed.line.numel * count for placed, count in self.counted)
+        return sum(placed.flat.numel * count for placed, count in self.counted)
 
     @cached_property
     def trained_numel(self) -> int:
-        """Parameters with gradient and state."""
-        return sum(placed.line.numel * count for placed, count in self.counted if placed.line.trained)
+        """Parameters with gradient and optimizer state."""
+        return sum(placed.flat.numel * count for placed, count in self.counted if placed.flat.trained)

@@ -7,7 +7,7 @@ simulation (schedule.py). This file needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ftkit.plan.events import Timeline
@@ -114,7 +114,7 @@ class Rates:
         in_order: Collectives and device updates alternate with the arithmetic. CPU ranks have no streams.
     """
 
-    compute: Mapping[int, float]
+    compute: Mapping[int, float] = field(hash=False)  # compared, but a dictionary has no hash
     link: float
     pcie: float
     dram: float

@@ -1,7 +1,6 @@
-"""What if: the same model with other cards, a drive, an adapter, shorter sequences; each planned as the recipe is.
+"""What if: plans of the same model with larger GPUs, a drive, an adapter, or shorter sequences, and of the largest model.
 
-A question that does not arise is left out: no larger cards than those that are there, no adapter for an adapter. It refuses
-nothing: what does not fit says so in its row. What it costs: a plan for each, a second or two where rates are known.
+Questions that do not apply are left out: no larger GPUs than the present ones, no adapter for an adapter.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ftkit.plan.candidates import with_adapter
+from ftkit.plan.candidates import last_true, with_adapter
 from ftkit.plan.catalog import find_hardware
 from ftkit.plan.limits import gib
 from ftkit.plan.memory import GIB
@@ -19,24 +18,27 @@ from ftkit.plan.refuse import DoesNotFit
 from ftkit.plan.shape import Shape
 
 LARGER = "8xv100-32gb"
-"""The profile whose cards, and drives, the questions are about."""
+"""The hardware profile with the GPUs and drives of the questions."""
+
+MOST_BLOCKS = 1 << 14
+"""Blocks at which the search for the largest model ends."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What comes of a question: a plan, or why there is none."""
+    """The answer to a question: a plan, or the reason why there is none."""
 
     question: str
     plan: Plan | None
     problem: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as an object for JSON."""
+        """Return an object for JSON."""
         return {"question": self.question, "problem": self.problem, "plan": self.plan and self.plan.as_dict()}
 
 
 def what_if(asked: Asked) -> Iterator[Answer]:
-    """Yield an answer for each question that arises."""
+    """Yield an answer to each question that applies."""
     for question, other in _questions(asked):
         try:
             yield Answer(question, other.plan(next_best=False))
@@ -58,35 +60,34 @@ def _questions(asked: Asked) -> Iterator[tuple[str, Asked]]:
     half = shape.sequence_tokens // 2
     if half >= 64:
         shorter = replace(shape, sequence_tokens=half)
-        yield f"sequences of {half:,}", replace(
-            asked, shape=shorter, sequences=2 * asked.sequences, preferred=2 * asked.preferred
+        yield (
+            f"sequences of {half:,}",
+            replace(asked, shape=shorter, sequences=2 * asked.sequences, preferred=2 * asked.preferred),
         )
-
-
-MOST_BLOCKS = 1 << 14
 
 
 def largest(asked: Asked) -> Plan:
-    """Return the plan of the largest model with these blocks that fits what is granted.
+    """Return the plan of the largest model with these blocks that fits.
 
     Raises:
-        DoesNotFit: if not even one block does.
+        DoesNotFit: One block does not fit.
     """
-    low, high = 1, MOST_BLOCKS
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = replace(asked, shape=with_blocks(asked.shape, middle)).fits()
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return replace(asked, shape=with_blocks(asked.shape, low)).plan()
+
+    def fits(count: int) -> bool:
+        other = replace(asked, shape=with_blocks(asked.shape, count))
+        strategy = other.first_fit()
+        disk = asked.limits.disk_bytes
+        return strategy is not None and (disk is None or other.memory(strategy).checkpoint_bytes <= disk)
+
+    count = last_true(1, MOST_BLOCKS, fits)
+    return replace(asked, shape=with_blocks(asked.shape, count)).plan()
 
 
 def with_blocks(shape: Shape, count: int) -> Shape:
-    """Return the shape with so many blocks, in the proportion in which it has kinds of them."""
+    """Return the shape with `count` blocks, its kinds of blocks in the same proportion."""
     known = len(shape.blocks)
     blocks = tuple(shape.blocks[number * known // count] for number in range(count))
     replicated = shape.replicated
-    if shape.peft:  # adapters lie outside the blocks' lines, and there is one for each block
-        replicated = tuple(
-            replace(x, numel=max(x.numel * count // known, 1)) if x.trained else x for x in replicated
-        )
+    if shape.peft:  # adapters are replicated, and each block has one
+        replicated = tuple(replace(x, numel=max(x.numel * count // known, 1)) if x.trained else x for x in replicated)
     return replace(shape, blocks=blocks, replicated=replicated, adapter_numel=shape.adapter_numel * count // known)

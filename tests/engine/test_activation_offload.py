@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.engine.core.activation_offload import LEAVING, STAGING, ActivationOffload, OffloadedInputs
+from ftkit.engine.core.activation_offload import ActivationOffload, OffloadedInputs
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import DiskError, FlatFile
 from ftkit.engine.memory.tiers import Tiers
+from ftkit.spec.sizes import LEAVING, STAGING
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import activation_bytes
 from tests.engine.recorder import RecordingStreams

@@ -23,10 +23,11 @@ from torch import Tensor
 from ftkit.engine.comm import communicator, shared_memory
 from ftkit.engine.comm import shared_stage as stage_module
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.comm.shared_stage import STAGE_BYTES, SharedStage
+from ftkit.engine.comm.shared_stage import SharedStage
 from ftkit.engine.memory.arena import PAGE_BYTES
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.errors import UserError
+from ftkit.spec.sizes import STAGE_BYTES
 from ftkit.spec.strategy import Strategy
 from tests.worlds import PATIENCE, World
 

@@ -25,7 +25,8 @@ from ftkit.cli import probe
 from ftkit.engine.memory import flat_file
 from ftkit.engine.memory.arena import Arena
 from ftkit.engine.memory.disk import LOCK, Disk
-from ftkit.engine.memory.flat_file import PIECE_NUMEL, DiskError, FlatFile
+from ftkit.engine.memory.flat_file import DiskError, FlatFile
+from ftkit.spec.sizes import PIECE_NUMEL
 from tests.worlds import PATIENCE
 
 MIB = 1 << 20

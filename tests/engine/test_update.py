@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ftkit.engine.comm.communicator import Communicator
-from ftkit.engine.memory import flat_file as flatfile
 from ftkit.engine.memory import tiers
 from ftkit.engine.memory.disk import Disk
 from ftkit.engine.memory.flat_file import DiskError, FlatFile
@@ -25,6 +24,7 @@ from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.shard import shard
 from ftkit.errors import UserError
+from ftkit.spec.sizes import PIECE_NUMEL
 from ftkit.spec.strategy import Strategy
 from tests.engine.gradients import give
 
@@ -36,8 +36,8 @@ NVME = dict.fromkeys(("parameters", "gradients", "state"), "nvme")
 @contextmanager
 def small_pieces() -> Iterator[None]:
     """Let a piece be 4096 elements in every file that knows its size."""
-    modules = (flatfile, tiers, update)
-    before = flatfile.PIECE_NUMEL
+    modules = (tiers, update)
+    before = PIECE_NUMEL
     for module in modules:
         module.PIECE_NUMEL = PIECE
     try:

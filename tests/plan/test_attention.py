@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels as the plan knows them, beside the installed wheel's own headers and by hand."""
+"""The workspace of PyTorch's memory-efficient attention, compared with the installed wheel's headers and by hand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.plan.attention import (
-    EFFICIENT,
-    FLASH,
-    KERNELS,
-    MATH,
-    Attention,
-    backend,
-    backward_bytes,
-    launches,
-)
+from ftkit.hf.kernels.varlen import launches
+from ftkit.plan.attention import KERNELS, Attention, backward_bytes
 from ftkit.plan.memory import memory
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 
 HEADERS = Path(torch.__file__).parent / "include/ATen/native/transformers/cuda/mem_eff_attention"
@@ -45,28 +37,6 @@ def test_kernels_are_those_of_the_installed_torch(sm: int, dtype: str) -> None:
         if (aligned, dropout) == ("true", "false") and kernel not in found:
             found.append(kernel)
     assert tuple(found) == KERNELS[sm, dtype]
-
-
-@pytest.mark.parametrize(
-    ("sm", "dtype", "attention", "masked", "expected"),
-    [
-        (70, "fp16", LLAMA, False, EFFICIENT),
-        (70, "bf16", LLAMA, False, MATH),
-        (70, "fp16", Attention(32, 32, 100, 100), False, MATH),
-        (80, "bf16", LLAMA, False, FLASH),
-        (80, "bf16", LLAMA, True, EFFICIENT),
-        (80, "bf16", Attention(16, 16, 320, 320), False, EFFICIENT),
-    ],
-)
-def test_backends(sm: int, dtype: str, attention: Attention, masked: bool, expected: str) -> None:
-    assert backend(sm, dtype, attention, masked=masked) == expected
-
-
-def test_grouped_keys_that_are_not_repeated_take_the_math_kernel_of_a_v100() -> None:
-    grouped = Attention(32, 8, 128, 128)
-    assert backend(70, "fp16", grouped, masked=False, repeated=False) == MATH
-    assert backend(70, "fp16", grouped, masked=False) == EFFICIENT
-    assert backend(80, "bf16", grouped, masked=False, repeated=False) == FLASH
 
 
 def test_the_workspace_by_hand() -> None:
@@ -141,7 +111,7 @@ def test_samples_that_one_launch_takes(cuts: list[int], expected: list[tuple[int
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_plan_of_a_gpu_counts_the_workspace(packed: bool) -> None:
-    lines = (Line(10_000, 2, True),)
+    lines = (Flat(10_000, 2, True),)
     shape = Shape((lines,) * 4, lines, lines, 256, 97, 1000, 1000, 2048, 2, 2)
     attention = Attention(40, 40, 64, 64)
     counted = [

@@ -1,4 +1,4 @@
-"""The choice: the fastest way that fits, what is forced stays forced, and refusals have numbers and ways out that work."""
+"""The choice: the fastest way that fits, what is forced stays forced, and refusals have numbers and options that work."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ftkit.plan.limits import Limits, shortages
 from ftkit.plan.memory import GIB, MIB, graph_bytes, memory
 from ftkit.plan.plan import make_plan, wear
 from ftkit.plan.refuse import DoesNotFit
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.tiers import KINDS
 
 
 def llama(hidden, inner, layers, vocabulary, world=8, itemsize=2, sequence=2048):
-    block = Line(4 * hidden * hidden + 3 * hidden * inner + 2 * hidden, itemsize, True)
+    block = Flat(4 * hidden * hidden + 3 * hidden * inner + 2 * hidden, itemsize, True)
     return Shape(
         blocks=((block,),) * layers,
-        roots=(Line(vocabulary * hidden, itemsize, True),) * 2,
-        replicated=(Line(hidden, itemsize, True),),
+        roots=(Flat(vocabulary * hidden, itemsize, True),) * 2,
+        replicated=(Flat(hidden, itemsize, True),),
         hidden=hidden,
         vocabulary=vocabulary,
         block_elements=(8 * hidden + 3 * (hidden + inner)) * 5 // 4,
@@ -270,7 +270,7 @@ def test_gradients_are_summed_in_fp32_where_several_are():
 # --- the refusal
 
 
-def test_the_refusal_has_numbers_for_each_purpose_and_three_ways_out():
+def test_the_refusal_has_numbers_for_each_purpose_and_three_options():
     with pytest.raises(DoesNotFit) as caught:
         make_plan(LLAMA_13B, on("8xv100-16gb", host_bytes=100 * GIB), sequences=16, preferred=2)
     text = str(caught.value)
@@ -278,7 +278,7 @@ def test_the_refusal_has_numbers_for_each_purpose_and_three_ways_out():
     assert "needed to " in text
     assert "moments 97.0" in text
     assert "100.0 GiB granted by memory.host_gib" in text
-    assert len(caught.value.ways_out) == 3
+    assert len(caught.value.options) == 3
     assert "memory.nvme_dir" in text
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DoesNotFit)
 
@@ -287,7 +287,7 @@ def test_each_way_out_leads_out():
     limits = cpu(9)
     with pytest.raises(DoesNotFit) as caught:
         make_plan(MIDDLE, limits)
-    nvme, host = (next(text for text in caught.value.ways_out if part in text) for part in ("nvme_dir", "host memory"))
+    nvme, host = (next(text for text in caught.value.options if part in text) for part in ("nvme_dir", "host memory"))
     assert make_plan(MIDDLE, replace(limits, nvme_bytes=int(float(nvme.split()[6]) * GIB)))
     granted = float(host.split()[1])
     assert make_plan(MIDDLE, cpu(granted))

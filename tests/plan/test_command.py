@@ -54,7 +54,7 @@ def test_refusals_are_one_screen(capsys):
     recipe = RECIPES / "llama2-13b.yaml"
     text = refusal(capsys, "plan", recipe, "--hardware", "1xv100-32gb")
     assert "does not fit: host memory: " in text
-    assert "Ways out: " in text
+    assert "Options: " in text
     many = refusal(capsys, "plan", recipe, "--hardware", "8xv100-16gb", "--nproc", 16)
     assert "has 8 GPUs, 16 ranks need one each" in many
 

@@ -13,7 +13,7 @@ from ftkit.config.recipe import Recipe, parse
 from ftkit.errors import UserError
 from ftkit.plan.catalog import find_hardware, profile_with, profiles
 from ftkit.plan.schedule import script, speed
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 from ftkit.train.planning import _rates, profile_here
 
@@ -100,7 +100,7 @@ def test_a_run_finds_the_profile_of_its_gpus(tmp_path: Path, monkeypatch: pytest
 
 
 def test_cpu_ranks_do_one_thing_after_the_other(tmp_path: Path) -> None:
-    line = (Line(1 << 20, 4, trained=True),)
+    line = (Flat(1 << 20, 4, trained=True),)
     shape = Shape((line,) * 4, line, line, 256, 97, 1000, 1000, 256, 4, 2)
     rates = find_hardware(written(tmp_path)).rates_of_a_rank(2)
     assert rates is not None

@@ -12,35 +12,15 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from ftkit.engine.checkpoint import safetensors as storage
-from ftkit.engine.comm.shared_stage import STAGE_BYTES
-from ftkit.engine.core import activation_offload as kept
-from ftkit.engine.core import gradient_offload, read_ahead, transfer
-from ftkit.engine.memory import flat_file as flatfile
-from ftkit.engine.optim import updater as update
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.engine.optim.sgd import ShardedSGD
 from ftkit.hf.memory import shape as shapes
 from ftkit.hf.sharding import shard
-from ftkit.plan import memory as plan
 from ftkit.plan.memory import kept_bytes, memory, widest_states_bytes
 from ftkit.spec.update_rules import ADAMW, MOMENTUM, SGD
 
 SEQUENCE, VOCABULARY = 16, 1024
 DEVICE = {"parameters": "device", "gradients": "device", "state": "device", "activation_offload": "device"}
-
-
-def test_the_engines_sizes_are_the_plans():
-    assert plan.SLOT_ALIGNMENT_BYTES == transfer.ALIGNMENT_BYTES
-    assert plan.READ_AHEAD_BUFFERS == read_ahead.UNITS + 1
-    assert plan.OFFLOAD_BUFFERS == gradient_offload.BUFFERS
-    assert plan.UPDATE_SLOTS == update.SLOTS
-    assert plan.CUDA_PIECE_NUMEL == update.CUDA_PIECE_NUMEL
-    assert plan.DISK_PIECE_NUMEL == flatfile.PIECE_NUMEL
-    assert plan.ACTIVATION_STAGING == kept.STAGING
-    assert plan.ACTIVATIONS_LEAVING == kept.LEAVING
-    assert plan.FILE_PIECE_BYTES == storage.PIECE_BYTES
-    assert plan.STAGE_BYTES == STAGE_BYTES
 
 
 def build(tied: bool, adapter: bool):

@@ -14,7 +14,7 @@ import torch
 
 from ftkit.engine.optim.adamw import ShardedAdamW
 from ftkit.plan.schedule import script
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.strategy import Strategy
 from tests.engine import families
 from tests.engine.trajectory import shard_model
@@ -69,7 +69,7 @@ def issued(strategy: Strategy) -> tuple[list[tuple[str, str]], int]:
 
 def planned(strategy: Strategy, blocks: int, world: int) -> list[tuple[str, str]]:
     """Return (stream, name) of the operations of the second step in the plan."""
-    flat = (Line(4096, 4, trained=True),)
+    flat = (Flat(4096, 4, trained=True),)
     shape = Shape((flat,) * blocks, flat * 2, flat, 32, 97, 100, 100, 8, 4, world)
     first, both = (script(shape, strategy, steps).events for steps in (1, 2))
     events = both[len(first) :]

@@ -9,7 +9,7 @@ import pytest
 from ftkit.plan.catalog import profiles
 from ftkit.plan.plan import make_plan
 from ftkit.plan.schedule import parts_of_step, script, speed
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.plan.speed import Rates, Speed
 from ftkit.spec.strategy import Strategy
 from ftkit.spec.update_rules import ADAMW
@@ -26,7 +26,7 @@ def took(way: Strategy, rounds: int = 4, shape: Shape = LLAMA_13B, **rates: floa
 
 
 def test_operations_of_a_token() -> None:
-    """The reference's 109.2 G for 13B at 2048 tokens, with recomputation (performance-model.md, C1)."""
+    """109.2 G for 13B at 2048 tokens with recomputation: 4 x (2 x body + 4shL) + 6Vh (arXiv:2104.04473)."""
     made = took(HOST)
     assert made.operations * 8 / made.tokens == pytest.approx(109.2e9, rel=0.002)
 
@@ -134,7 +134,7 @@ def test_rates_between_known_sizes() -> None:
 )
 def test_bytes_between_ranks(way: Strategy, weights: int, gradients: int) -> None:
     """What a rank sends in a step of three micro-batches, as multiples of its model (arXiv:1910.02054, section 7)."""
-    even = tuple((Line(8 * 4096, 2, trained=True),) for _ in range(6))
+    even = tuple((Flat(8 * 4096, 2, trained=True),) for _ in range(6))
     shape = replace(LLAMA_13B, blocks=even, roots=(), replicated=())
     way = replace(way, accumulation=3)
     events = script(shape, way, steps=2).events
@@ -151,7 +151,7 @@ def test_bytes_between_ranks(way: Strategy, weights: int, gradients: int) -> Non
 def test_memory_that_gradients_move() -> None:
     """One rank of two; a block of N elements in 32 bits, two micro-batches."""
     numel = 2 * 4096
-    shape = replace(LLAMA_13B, blocks=((Line(numel, 4, trained=True),),), roots=(), replicated=(), world_size=2, itemsize=4)
+    shape = replace(LLAMA_13B, blocks=((Flat(numel, 4, trained=True),),), roots=(), replicated=(), world_size=2, itemsize=4)
     way = Strategy.of(state="host", accumulation=2)
     moved = {event.name: event.work["hbm"] for event in script(shape, way).events if event.work.get("hbm")}
     assert moved == {"collect backward 0": 2 * 4 * numel, "sum backward 0": 3 * 4 * numel / 2, "norm": 4 * numel / 2}
@@ -171,7 +171,7 @@ def test_products_of_the_head() -> None:
 
 def test_gradients_below_the_device_are_summed_there() -> None:
     numel = 2 * 4096
-    block = (Line(numel, 2, trained=True),)
+    block = (Flat(numel, 2, trained=True),)
     shape = replace(LLAMA_13B, blocks=(block,), roots=(), replicated=(), world_size=2)
     way = Strategy.of(state="host", gradients="nvme", update="deferred", accumulation=2, gradient_dtype="fp32")
     events = [event for event in script(shape, way).events if event.stream in ("down", "nvme offload", "host update")]
@@ -201,7 +201,7 @@ def test_one_rank_fetches_weights_from_the_host_twice() -> None:
     assert [name for name in fetched if name not in blocks] == ["fetch embedding", "fetch head"]
 
 
-EVEN = replace(LLAMA_13B, blocks=((Line(8 * 4096, 2, trained=True),),) * 4, replicated=())
+EVEN = replace(LLAMA_13B, blocks=((Flat(8 * 4096, 2, trained=True),),) * 4, replicated=())
 
 
 def waits(strategy: Strategy, name: str, steps: int = 1, *, in_order: bool = False, shape: Shape = EVEN) -> set[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from ftkit.engine.streams import Streams
 from ftkit.output.run_folder import RunFolder
 from ftkit.plan.schedule import speed
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.plan.speed import Rates
 from ftkit.report import live
 from ftkit.report.live import RunReport
@@ -102,7 +102,7 @@ def test_a_run_that_breaks_ended_early(tmp_path, monkeypatch):
 
 
 def test_the_simulated_step_is_a_timeline_from_its_beginning_to_its_end():
-    line = (Line(1 << 20, 2, trained=True),)
+    line = (Flat(1 << 20, 2, trained=True),)
     shape = Shape((line,) * 4, line, line, 32, 97, 100, 100, 8, 2, 2)
     shown = speed(shape, Strategy.of(stage=3, accumulation=2), Rates({1: 1e12}, link=1e9, pcie=1e9, dram=1e10, hbm=1e11))
     timeline = from_chrome(live.simulated(shown))

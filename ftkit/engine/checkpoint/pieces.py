@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, write_all
+from ftkit.engine.checkpoint.safetensors import write_all
 from ftkit.engine.checkpoint.sealed import checksum
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena, Window
 from ftkit.engine.memory.flat_file import open_direct
+from ftkit.spec.sizes import PIECE_BYTES
 
 
 class Piece(NamedTuple):

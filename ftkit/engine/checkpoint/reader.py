@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.manifest import SUFFIX
 from ftkit.engine.checkpoint.pieces import Piece
-from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile
+from ftkit.engine.checkpoint.safetensors import TensorFile
 from ftkit.engine.checkpoint.sealed import BrokenCheckpoint, check_size, checksum
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena
 from ftkit.engine.memory.flat_file import open_direct
+from ftkit.spec.sizes import PIECE_BYTES
 
 AHEAD = 2
 """Pieces that are read ahead, each by its own thread."""

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ftkit.engine.checkpoint.finite import refuse_not_finite
 from ftkit.errors import UserError
+from ftkit.spec.sizes import PIECE_BYTES
 
 DATA_START = 4096  # bytes; the data section begins at a multiple of this
 HEADER_LIMIT_BYTES = 100 << 20  # of the format
-PIECE_BYTES = 8 << 20  # are read, converted or written at a time
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

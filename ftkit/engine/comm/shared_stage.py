@@ -23,12 +23,10 @@ from torch import Tensor
 
 from ftkit.engine.comm.shared_memory import machine, map_shared
 from ftkit.engine.kernels.host_loops import carried
+from ftkit.spec.sizes import STAGE_BYTES
 
 if TYPE_CHECKING:
     from ftkit.engine.comm.communicator import Communicator
-
-STAGE_BYTES = 4 << 20
-"""Bytes of one buffer: large enough that a barrier costs little beside the copy."""
 
 
 class SharedStage:

@@ -29,13 +29,8 @@ from ftkit.engine.memory.arena import PAGE_BYTES
 from ftkit.engine.memory.flat_file import FlatFile
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.streams import DONE, Event
+from ftkit.spec.sizes import LEAVING, STAGING
 from ftkit.spec.tiers import DEVICE, HOST, NVME, activation_bytes
-
-STAGING = 4
-"""Host buffers between the device and files."""
-LEAVING = 2
-"""Originals on the device that are being copied to the host. When one more leaves, the computing stream waits for the oldest
-copy."""
 
 
 class OffloadHandle:

@@ -25,10 +25,8 @@ from ftkit.engine.kernels.host_loops import HostLoops
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import Store, Tiers
 from ftkit.engine.streams import DONE, Event
+from ftkit.spec.sizes import OFFLOAD_BUFFERS
 from ftkit.spec.tiers import NVME
-
-BUFFERS = 2
-"""Staging buffers, each as wide as the widest gradient shard."""
 
 
 class OffloadedGradient(ReducedGradient):
@@ -95,12 +93,12 @@ class GradientOffload:
             self.buffer_bytes = max(self.buffer_bytes, ends[-1]) if self.streams.separate else 0
         gradients = list(self._starts)
         self.buffers: list[Tensor] = []
-        self.jobs: list[Future[None] | None] = [None] * BUFFERS
+        self.jobs: list[Future[None] | None] = [None] * OFFLOAD_BUFFERS
         self.turn = 0
         if gradients and (self.streams.separate or tiers.tier("gradients") == NVME):
             widest = max(each.flat.layout.shard_numel * each.slot_dtype.itemsize for each in gradients)
-            arena = tiers.arena(arena_bytes([(widest, torch.uint8)] * BUFFERS))
-            self.buffers = [arena.take(widest, torch.uint8) for _ in range(BUFFERS)]
+            arena = tiers.arena(arena_bytes([(widest, torch.uint8)] * OFFLOAD_BUFFERS))
+            self.buffers = [arena.take(widest, torch.uint8) for _ in range(OFFLOAD_BUFFERS)]
             self.thread = tiers.worker("ftkit-gradients")
 
     @property
@@ -142,11 +140,11 @@ class GradientOffload:
             self._add(gradient, staging, add=add)
 
         self.jobs[self.turn] = self.thread.submit(work)
-        self.turn = (self.turn + 1) % BUFFERS
+        self.turn = (self.turn + 1) % OFFLOAD_BUFFERS
 
     def finish(self) -> None:
         """Wait until every gradient is in its store, and raise an error of the thread."""
-        for number in range(BUFFERS):
+        for number in range(OFFLOAD_BUFFERS):
             self._collect(number)
 
     def _collect(self, number: int) -> None:

@@ -13,9 +13,7 @@ from ftkit.engine.core.flat_parameter import FlatParameter
 from ftkit.engine.memory.arena import arena_bytes
 from ftkit.engine.memory.tiers import FileStore, Tiers
 from ftkit.engine.streams import DONE, Event
-
-UNITS = 2
-"""Units whose weights are read ahead while their neighbour is gathered."""
+from ftkit.spec.sizes import READ_AHEAD_BUFFERS
 
 
 class ReadAhead:
@@ -28,9 +26,9 @@ class ReadAhead:
 
     def __init__(self, groups: Sequence[Sequence[FlatParameter]], tiers: Tiers) -> None:
         widest = max(arena_bytes([(flat.layout.shard_numel, flat.dtype) for flat in group]) for group in groups)
-        self.arena = tiers.arena((UNITS + 1) * widest)
+        self.arena = tiers.arena(READ_AHEAD_BUFFERS * widest)
         self.streams = tiers.streams
-        buffers = [self.arena.take(widest, torch.uint8) for _ in range(UNITS + 1)]
+        buffers = [self.arena.take(widest, torch.uint8) for _ in range(READ_AHEAD_BUFFERS)]
         # Each with the event after the last copy from it. The oldest is used first.
         self.free: deque[tuple[Event, Tensor]] = deque((DONE, buffer) for buffer in buffers)
         self.coming: dict[tuple[tuple[str, int], ...], tuple[Future[None], Tensor]] = {}  # by names and versions
@@ -59,7 +57,7 @@ class ReadAhead:
         """Copy a root parameter's shard to `out` (S,) on the current stream. Blocks the host until the drive has read it."""
         assert isinstance(flat.weights, FileStore)
         flat.settle()
-        for part in out.split(self.arena.requested_bytes // (UNITS + 1) // flat.dtype.itemsize):
+        for part in out.split(self.arena.requested_bytes // READ_AHEAD_BUFFERS // flat.dtype.itemsize):
             buffer = self._buffer()
             source = buffer[: part.nbytes].view(flat.dtype)
             flat.weights.file.read(part.storage_offset() - out.storage_offset(), source).wait()

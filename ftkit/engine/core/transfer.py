@@ -27,10 +27,8 @@ from ftkit.engine.core.gradient import ReducedGradient, reduce
 from ftkit.engine.core.read_ahead import ReadAhead, content_of
 from ftkit.engine.memory.tiers import Tiers
 from ftkit.engine.streams import DONE, Event, Streams
+from ftkit.spec.sizes import ALIGNMENT_BYTES
 from ftkit.spec.tiers import DEVICE, NVME
-
-ALIGNMENT_BYTES = 256
-"""Flat parameters in a slot begin at multiples of this, as allocations of CUDA do."""
 
 
 class WeightSlot:

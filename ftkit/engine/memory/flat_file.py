@@ -7,7 +7,7 @@ From buffers on 2 MiB pages (`arena.py`) this is as fast as libaio and io_uring 
 The files are scratch: they are not synced, and have no checksums. A failed request raises `DiskError` from `wait`.
 
 O_DIRECT needs tensors that begin at a page, and ranges that begin and end at multiples of 4096 bytes. Shards, arenas and
-`PIECE_NUMEL` satisfy this.
+`ftkit.spec.sizes.PIECE_NUMEL` satisfy this.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-
-PIECE_NUMEL = 1 << 20
-"""Elements that a shard in a file is processed at a time."""
 
 BLOCK_BYTES = 16 << 20
 """Bytes of one system call."""

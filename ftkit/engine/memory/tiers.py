@@ -27,9 +27,10 @@ from torch import Tensor
 from ftkit.engine.comm.communicator import Communicator
 from ftkit.engine.memory.arena import PAGE_BYTES, Arena, arena_bytes
 from ftkit.engine.memory.disk import Disk
-from ftkit.engine.memory.flat_file import PIECE_NUMEL, FlatFile
+from ftkit.engine.memory.flat_file import FlatFile
 from ftkit.engine.streams import Streams, streams_of
 from ftkit.errors import UserError
+from ftkit.spec.sizes import PIECE_NUMEL
 from ftkit.spec.strategy import Strategy, decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, Tier
 

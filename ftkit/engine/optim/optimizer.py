@@ -31,8 +31,9 @@ from ftkit.engine.memory.tiers import Store
 from ftkit.engine.model import ShardedModel
 from ftkit.engine.optim.flat_step import Elements, FlatState, FlatStep, Hyperparameters, runs_of
 from ftkit.engine.optim.loss_scale import LossScale
-from ftkit.engine.optim.updater import CUDA_PIECE_NUMEL, Updater
+from ftkit.engine.optim.updater import Updater
 from ftkit.errors import UserError
+from ftkit.spec.sizes import CUDA_PIECE_NUMEL
 from ftkit.spec.update_rules import UpdateRule
 
 

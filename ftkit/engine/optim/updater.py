@@ -28,22 +28,17 @@ import torch
 from torch import Tensor
 
 from ftkit.engine.memory.arena import arena_bytes
-from ftkit.engine.memory.flat_file import PIECE_NUMEL, Request
+from ftkit.engine.memory.flat_file import Request
 from ftkit.engine.memory.tiers import FileStore, Store, Tiers
 from ftkit.engine.optim.flat_step import Elements, FlatStep
 from ftkit.engine.streams import DONE, Event, SideStream
 from ftkit.engine.trace import UPDATE
 from ftkit.errors import UserError
+from ftkit.spec.sizes import CUDA_PIECE_NUMEL, PIECE_NUMEL, UPDATE_SLOTS
 from ftkit.spec.tiers import DEVICE
 
 if TYPE_CHECKING:
     from ftkit.engine.checkpoint.saving import Saving
-
-SLOTS = 6
-"""Pieces in progress: one is computed, the others are read ahead or written behind."""
-
-CUDA_PIECE_NUMEL = 1 << 24
-"""Elements updated at a time on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
 
 
 @dataclass(eq=False)
@@ -78,7 +73,7 @@ class Updater:
     def __init__(self, tiers: Tiers, update_piece: Callable[..., None]) -> None:
         self.tiers, self.update_piece, self.streams = tiers, update_piece, tiers.streams
         self.on_host = not self.streams.separate or tiers.tier("state") != DEVICE
-        self.slots = [_Slot() for _ in range(SLOTS)]
+        self.slots = [_Slot() for _ in range(UPDATE_SLOTS)]
         self.thread = tiers.worker("ftkit-update") if tiers.strategy.deferred else None
         self.compute, self.down, self.up = map(self.streams.side, ("update", "update down", "update up"))
         self.running: Future[None] | None = None
@@ -165,7 +160,7 @@ class Updater:
         for piece in coming:
             piece.fetch(next(slots), self.down)
             ahead.append(piece)
-            if len(ahead) == SLOTS - 1:
+            if len(ahead) == UPDATE_SLOTS - 1:
                 yield ahead.popleft()
         yield from ahead
 
@@ -188,9 +183,11 @@ class Updater:
         if widths == allocated:
             return
         self.settle()  # the last step may still use the slots
-        self.slots = [_Slot() for _ in range(SLOTS)]  # frees the buffers before the allocation
-        arena = self.tiers.arena(arena_bytes([(width, torch.uint8) for width in widths.values()] * SLOTS))
-        self.slots = [_Slot({role: arena.take(width, torch.uint8) for role, width in widths.items()}) for _ in range(SLOTS)]
+        self.slots = [_Slot() for _ in range(UPDATE_SLOTS)]  # frees the buffers before the allocation
+        arena = self.tiers.arena(arena_bytes([(width, torch.uint8) for width in widths.values()] * UPDATE_SLOTS))
+        self.slots = [
+            _Slot({role: arena.take(width, torch.uint8) for role, width in widths.items()}) for _ in range(UPDATE_SLOTS)
+        ]
 
     def _remote(self, step: FlatStep) -> dict[str, Store]:
         """Return the stores that must pass through staging, by role."""
@@ -278,4 +275,3 @@ def _check(error: BaseException | None) -> None:
             f"an update failed ({type(error).__name__}: {error}); weights and state are not of one step: start again from "
             "the last checkpoint"
         ) from error
-

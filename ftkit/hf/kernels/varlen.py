@@ -12,6 +12,7 @@ are the same in all supported versions. Rabe and Staats, arXiv:2112.05682; Dao e
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.utils.import_utils import is_fake_tensor
 
-from ftkit.plan.attention import launches
+from ftkit.plan.attention import launch_tokens, most_launch_tokens
 
 ATTENTION = "ftkit"
 """Name of the attention that takes boundaries in transformers (`ftkit.hf.kernels.attention`)."""
@@ -93,6 +94,27 @@ class _Efficient(torch.autograd.Function):
             )[:3]  # fmt: skip
             found = [_into(each, part[0], start, len(query)) for each, part in zip(found, parts)]
         return *found, None, None, None, None, None
+
+
+def launches(cuts: Sequence[int], row_tokens: int) -> list[tuple[int, int]]:
+    """Divide packed samples into launches, none of which exceeds `most_launch_tokens`.
+
+    Args:
+        cuts: Starts of samples and the end of the last one, ascending from 0 to the number of tokens.
+        row_tokens: Tokens of a row. No sample has more.
+
+    Returns:
+        Ranges of samples [first, last), in order. Sample s has the tokens [cuts[s], cuts[s + 1]).
+    """
+    limit = most_launch_tokens(max(cuts[-1] // row_tokens, 1), row_tokens)
+    found, first, longest = [], 0, 0
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        widest = max(longest, stop - start)
+        if number > first and launch_tokens(number + 1 - first, widest) > limit:
+            found.append((first, number))
+            first, widest = number, stop - start
+        longest = widest
+    return [*found, (first, len(cuts) - 1)]
 
 
 def _into(whole: Tensor | None, part: Tensor, start: int, tokens: int) -> Tensor:

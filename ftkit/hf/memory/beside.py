@@ -1,4 +1,4 @@
-"""Memory for a second model in one process, and for a model that is only evaluated.
+"""Memory for a second model in one process.
 
 A reference model, a reward model and a second Trainer's model are planned one after another. Each plan may use the granted
 or free memory minus the peaks of the plans before it. Those peaks may not be allocated yet, because the first step
@@ -13,7 +13,6 @@ from typing import Any
 
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.plan.limits import Limits
-from ftkit.plan.shape import Line, Shape
 from ftkit.spec.tiers import DEVICE, TIERS
 
 
@@ -43,13 +42,3 @@ def _taken_bytes(units: ShardedTransformer, tier: str, limits: Limits) -> int:
     if tier == DEVICE and limits.name(DEVICE).startswith("what is free"):  # allocated bytes are not free
         planned -= sum(units.state_bytes().values())
     return max(planned, 0)
-
-
-def untrained(shape: Shape) -> Shape:
-    """Return the shape of the same model for evaluation only: no gradients, no optimizer state."""
-
-    def frozen(flats: tuple[Line, ...]) -> tuple[Line, ...]:
-        return tuple(replace(flat, trained=False) for flat in flats)
-
-    blocks, roots, replicated = tuple(map(frozen, shape.blocks)), frozen(shape.roots), frozen(shape.replicated)
-    return replace(shape, blocks=blocks, roots=roots, replicated=replicated, fresh=False)

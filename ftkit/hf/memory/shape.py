@@ -34,7 +34,7 @@ from ftkit.hf.memory.fake import graph_bytes
 from ftkit.plan.attention import Attention
 from ftkit.plan.limits import Limits
 from ftkit.plan.memory import CONTEXT_BYTES, GIB
-from ftkit.plan.shape import Line, Shape
+from ftkit.plan.shape import Flat, Shape
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
 
 logger = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ def heads_of(config: Any) -> Attention | None:
     return Attention(heads, getattr(config, "num_key_value_heads", None) or heads, dim, value)
 
 
-def _flats(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, owner: str | None = None) -> tuple[Line, ...]:
+def _flats(groups: Mapping[Group, list[tuple[str, nn.Parameter]]], kind: str, owner: str | None = None) -> tuple[Flat, ...]:
     """Return the flat parameters of a kind, and of an owner if one is given."""
     return tuple(
-        Line(sum(parameter.numel() for _, parameter in members), group.dtype.itemsize, group.trained)
+        Flat(sum(parameter.numel() for _, parameter in members), group.dtype.itemsize, group.trained)
         for group, members in groups.items()
         if group.kind == kind and owner in (None, group.owner)
     )

@@ -22,13 +22,14 @@ from transformers.utils.logging import tqdm
 from ftkit.engine.checkpoint.export import cut, publish
 from ftkit.engine.checkpoint.manifest import BUFFERS, ENGINE_FOLDER, read_manifest
 from ftkit.engine.checkpoint.reader import open_files
-from ftkit.engine.checkpoint.safetensors import PIECE_BYTES, TensorFile, create_file
+from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 from ftkit.engine.checkpoint.sealed import CONTENTS, check_contents
 from ftkit.engine.core.buffers import persistent_buffers
 from ftkit.engine.core.dtypes import DTYPES
 from ftkit.errors import UserError
 from ftkit.hf.load.model import load_model
 from ftkit.hf.save.model import SHARD_BYTES, hub_names
+from ftkit.spec.sizes import PIECE_BYTES
 
 CONFIG = "config.json"
 NOT_COPIED = ("trainer_state.json", CONTENTS, ADAPTER_CONFIG, "README.md")

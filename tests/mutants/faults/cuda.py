@@ -53,7 +53,7 @@ FAULTS = (
     ),
     fault(
         "a launch takes one sample too many",
-        "ftkit/plan/attention.py",
+        "ftkit/hf/kernels/varlen.py",
         "if number > first and launch_tokens(number + 1 - first, widest) > limit:",
         "if number > first and launch_tokens(number - first, widest) > limit:",
         _PLANNED + "test_samples_that_one_launch_takes",

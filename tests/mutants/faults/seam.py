@@ -24,7 +24,7 @@ FAULTS = (
     fault(
         "a model for evaluation only is planned with state",
         "ftkit/hf/sharding.py",
-        "shape = untrained(shape) if evaluation else replace(shape, rule=rule)",
+        "shape = shape.frozen() if evaluation else replace(shape, rule=rule)",
         "shape = replace(shape, rule=rule)",
         "tests/hf/test_beside.py::test_a_model_that_is_evaluated_only_has_no_gradients_and_no_state_in_its_plan",
     ),
