@@ -1,4 +1,4 @@
-"""Peers' schedules in the plan's event language: ZeRO-2, ZeRO-Offload, ZeRO-3 offload / ZeRO-Infinity, and PatrickStar.
+"""Peers' schedules in the plan's event language: ZeRO-Offload, ZeRO-3 offload / ZeRO-Infinity, and PatrickStar.
 
 [Note: a step]   One rank of equal ones. Every peer waits at the end of a step, so one step is enough.
 
@@ -175,22 +175,8 @@ def backward(order: Order, offload: tuple[str, float] | None = None, scatter: bo
 # --- the systems
 
 
-def zero2(work: Work, *, overlap: Overlap = "all") -> Order:
-    """ZeRO stage 2: whole weights, gradients reduced to shards, Adam on the device, weights gathered once.
-
-    Source: arXiv:1910.02054, section 5; DeepSpeed's `overlap_comm` reduces beside the backward.
-    """
-    order = Order(work, overlap)
-    forward(order)
-    backward(order)
-    update = order.compute("update", {"hbm": ADAMW.traffic_bytes * work.numel / work.gpus}, [order.norm()])
-    order.compute("gather weights", {"link": shared(work, HALF * work.numel)}, [update])
-    order.finish_part()
-    return order
-
-
 def zero_offload(work: Work, *, overlap: Overlap = "none", checkpoints: bool = True) -> Order:
-    """ZeRO-Offload: ZeRO-2 with fp32 gradients and state on the host; whole weights on every device.
+    """ZeRO-Offload: gradients reduced to shards, fp32 gradients and state on the host; whole weights on every device.
 
     In the released order a rank's shard is one run of the model. A block's gradients go to one owner and cross its PCIe lane
     alone, as fp32. Weights return as fp32 after Adam.
