@@ -69,9 +69,8 @@ check: setup  ## lint, types, import contracts, the documentation
 
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
-	$(BIN)/python -m docs.attention_table
-	$(BIN)/python -m docs.rooms
 	$(BIN)/python -m docs.plan_figure
+	$(BIN)/python -m docs.cli_reference
 	$(BIN)/mkdocs build --strict
 
 docs-serve: setup  ## the documentation at http://127.0.0.1:8000, built anew as it is written
@@ -115,8 +114,9 @@ kernels: setup  ## compile each fused kernel for four generations of GPUs: regis
 dry-runs: setup  ## every full-size recipe for 8xV100-16GB run with fake tensors, beside its plan
 	$(BIN)/python -m benchmarks.fake_run
 
-recipes: setup  ## write the packaged recipes anew, with their plans
+recipes: setup  ## write the packaged recipes, docs/models.md and the table of the README, as planned (some minutes)
 	$(BIN)/python -m benchmarks.recipes
+	$(BIN)/python -m docs.models_table
 
 ablation: setup  ## write into docs/benchmarks.md how large a model fits 8xV100-16GB with each technique off
 	$(BIN)/python -m benchmarks.ablation

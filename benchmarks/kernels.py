@@ -23,11 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ftkit.kernels.activation import activation, activation_reference
 from ftkit.kernels.adamw import AdamW, adamw_, adamw_reference
 from ftkit.kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from ftkit.kernels.gated import gated, gated_reference
-from ftkit.kernels.layer_norm import layer_norm, layer_norm_reference
 from ftkit.kernels.rms_norm import rms_norm, rms_norm_reference
 from ftkit.kernels.rotary import rotary, rotary_reference
 from ftkit.kernels.squared_norm import squared_norm, squared_norm_reference
@@ -74,7 +72,6 @@ def liger(name: str) -> Callable[..., Any] | None:
 
     found: dict[str, Callable[..., Any]] = {
         "rms_norm": lambda x, w: functional.liger_rms_norm(x, w, 1e-5),
-        "layer_norm": lambda x, w, b: functional.liger_layer_norm(x, w, b, 1e-5),
         "swiglu": functional.liger_swiglu,
         "geglu": functional.liger_geglu,
     }
@@ -87,7 +84,7 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.float16)
 
-    x, w, b = some(TOKENS, HIDDEN), some(HIDDEN), some(HIDDEN)
+    x, w = some(TOKENS, HIDDEN), some(HIDDEN)
     gate, up = some(TOKENS, INNER), some(TOKENS, INNER)
     q, k = (some(1, TOKENS, HEADS, 128).transpose(1, 2) for _ in range(2))
     cos, sin = some(1, TOKENS, 128), some(1, TOKENS, 128)
@@ -95,19 +92,7 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
     rows, inner, heads = TOKENS * HIDDEN, TOKENS * INNER, 2 * TOKENS * HEADS * 128
     eps = 1e-5
     return {
-        "rms_norm": (10 * rows, lambda x, w: rms_norm(x, w, eps)[0], lambda x, w: rms_norm_reference(x, w, eps)[0], [x, w]),
-        "rms_norm, residual": (
-            16 * rows,
-            lambda x, w, r: rms_norm(x, w, eps, residual=r),
-            lambda x, w, r: rms_norm_reference(x, w, eps, residual=r),
-            [x, w, some(TOKENS, HIDDEN)],
-        ),
-        "layer_norm": (
-            10 * rows,
-            lambda x, w, b: layer_norm(x, w, b, eps)[0],
-            lambda x, w, b: layer_norm_reference(x, w, b, eps)[0],
-            [x, w, b],
-        ),
+        "rms_norm": (10 * rows, lambda x, w: rms_norm(x, w, eps), lambda x, w: rms_norm_reference(x, w, eps), [x, w]),
         "swiglu": (16 * inner, gated, gated_reference, [gate, up]),
         "geglu": (
             16 * inner,
@@ -115,7 +100,6 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
             partial(gated_reference, activation="gelu_tanh"),
             [gate, up],
         ),
-        "gelu": (10 * inner, activation, activation_reference, [gate]),
         "rotary": (8 * heads, lambda q, k: rotary(q, k, cos, sin), lambda q, k: rotary_reference(q, k, cos, sin), [q, k]),
         "cross_entropy": (
             6 * logits.numel(),

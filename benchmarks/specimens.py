@@ -26,7 +26,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftkit.kernels import activation, adamw, cross_entropy, gated, layer_norm, rms_norm, rotary, squared_norm
+from ftkit.kernels import adamw, cross_entropy, gated, rms_norm, rotary, squared_norm
 from ftkit.kernels.launch import options, row_block
 
 HALF, FULL, INT, LONG, NUMBER, LABELS = "*fp16", "*fp32", "i32", "i64", "fp32", "*i64"
@@ -125,41 +125,25 @@ def _norms() -> list[Specimen]:
     found = []
     for columns in (4096, 5120):
         block, warps = row_block(columns)
-        for add in (False, True):
-            other = HALF if add else None
-            told = f"{columns}{', with a residual' if add else ''}"
-            rest = {"columns": INT, "eps": NUMBER}
-            ahead = {"x": HALF, "residual": other, "weight": HALF}
-            back = {"dy": HALF, "dtotal": other, "total": HALF, "weight": HALF}
-            shape = {"rows": INT, "columns": INT}
-            out = {"y": HALF, "total": other}
-            rms, layer = {"ADD": add, "CASTING": 0, "BLOCK": block}, {"ADD": add, "BIAS": True, "BLOCK": block}
-            found += [
-                Specimen(
-                    f"rms_norm forward, {told}", rms_norm._forward,
-                    {**ahead, **out, "scale": FULL, **rest, "offset": NUMBER}, rms, warps, 8 if add else 4,
-                ),
-                Specimen(
-                    f"rms_norm backward, {told}", rms_norm._backward,
-                    {**back, "scale": FULL, "dx": HALF, "dweight": FULL, **shape, "offset": NUMBER}, rms, warps,
-                    8 if add else 6,
-                ),
-                Specimen(
-                    f"layer_norm forward, {told}", layer_norm._forward,
-                    {**ahead, "bias": HALF, **out, "mean": FULL, "scale": FULL, **rest}, layer, warps, 8 if add else 4,
-                ),
-                Specimen(
-                    f"layer_norm backward, {told}", layer_norm._backward,
-                    {**back, "mean": FULL, "scale": FULL, "dx": HALF, "dweight": FULL, "dbias": FULL, **shape}, layer, warps,
-                    8 if add else 6,
-                ),
-            ]  # fmt: skip
+        known, rest = {"CASTING": 0, "BLOCK": block}, {"rows": INT, "columns": INT, "offset": NUMBER}
+        found += [
+            Specimen(
+                f"rms_norm forward, {columns}", rms_norm._forward,
+                {"x": HALF, "weight": HALF, "y": HALF, "scale": FULL, "columns": INT, "eps": NUMBER, "offset": NUMBER},
+                known, warps, 4,
+            ),
+            Specimen(
+                f"rms_norm backward, {columns}", rms_norm._backward,
+                {"dy": HALF, "x": HALF, "weight": HALF, "scale": FULL, "dx": HALF, "dweight": FULL, **rest},
+                known, warps, 6,
+            ),
+        ]  # fmt: skip
     return found
 
 
 def _activations() -> list[Specimen]:
     found = []
-    for kind, name in enumerate(activation.ACTIVATIONS):
+    for kind, name in enumerate(gated.ACTIVATIONS):
         known = {"KIND": kind, "BLOCK": gated.BLOCK}
         pair, strides = {"gate": HALF, "up": HALF}, {"gate_stride": INT, "up_stride": INT, "columns": INT}
         found += [
@@ -169,20 +153,6 @@ def _activations() -> list[Specimen]:
                 known, gated.WARPS, 10,
             ),
         ]  # fmt: skip
-        for bias in (False, True):
-            told, own = f"{name}{' with bias' if bias else ''}", HALF if bias else None
-            known = {"KIND": kind, "BIAS": bias, "BLOCK": activation.BLOCK}
-            found += [
-                Specimen(
-                    f"{told} forward", activation._forward,
-                    {"x": HALF, "bias": own, "y": HALF, "stride": INT, "columns": INT}, known, activation.WARPS, 4,
-                ),
-                Specimen(
-                    f"{told} backward", activation._backward,
-                    {"dy": HALF, "x": HALF, "bias": own, "dx": HALF, "dbias": FULL if bias else None, "stride": INT,
-                     "rows": INT, "columns": INT}, known, activation.WARPS, 6,
-                ),
-            ]  # fmt: skip
     return found
 
 
@@ -192,7 +162,7 @@ def _rotations() -> list[Specimen]:
     types = {"x": HALF, "cos": HALF, "sin": HALF, "y": HALF, **dict.fromkeys(sizes + strides, INT)}
     return [
         Specimen(
-            f"rotary {'backward' if back else 'forward'}, {size}", rotary._turn, types,
+            f"rotary {'backward' if back else 'forward'}, {size}", rotary._rotate, types,
             {"BACK": back, "HEADS": rotary.ELEMENTS // half, "HALF": half, "REST": rest}, 4, 4,
         )
         for back in (False, True)
@@ -201,10 +171,10 @@ def _rotations() -> list[Specimen]:
 
 
 def _losses() -> list[Specimen]:
-    terms = {"ignore_index": INT, "smoothing": NUMBER, "cap": NUMBER, "z_weight": NUMBER}
+    terms = {"ignore_index": INT, "cap": NUMBER}
     types = {"logits": HALF, "labels": LABELS, "loss": FULL, "total": FULL, "stride": INT, "columns": INT, **terms}
     ahead = {"logits": HALF, "labels": LABELS, "total": FULL, "stride": INT, "columns": INT}
-    back = {"dloss": FULL, **ahead, "first": INT, "even": NUMBER, **terms}
+    back = {"dloss": FULL, **ahead, "first": INT, **terms}
     return [
         Specimen(
             f"cross_entropy {direction}{', with a soft cap' if cap else ''}", kernel, own,

@@ -1,4 +1,4 @@
-"""Every kernel becomes machine code for every card that ftkit names, on a machine that has none."""
+"""Each kernel compiles for each GPU generation that ftkit names, on a machine without a GPU."""
 
 from __future__ import annotations
 

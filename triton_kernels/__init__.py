@@ -1,16 +1,13 @@
-"""Fused Triton kernels, one operation a file: reference, kernel, autograd function, public function.
+"""Fused Triton kernels. Each file has one operation: PyTorch reference, kernel, autograd function and public function.
 
-    rms_norm                RMSNorm, with the residual addition
-    layer_norm              LayerNorm
+    rms_norm                RMSNorm
     rotary                  rotary embedding of queries and keys
-    activation              SiLU, GELU, ReLU, with the bias before them
-    gated                   SwiGLU, GeGLU
-    cross_entropy           of logits, in their place
-    linear_cross_entropy    of a head's outputs, of which only a chunk exists
-    adamw                   the update of a shard on a device
-    squared_norm            of a gradient, with the check for non-finite values
+    gated                   SwiGLU, GeGLU and their relatives
+    cross_entropy           losses of logits; the gradient overwrites the logits
+    linear_cross_entropy    losses of a head's inputs, with a chunk of the logits at a time
+    adamw                   AdamW update of a shard
+    squared_norm            sum of squares of a gradient, with a check for non-finite values
 
-They know torch and Triton only, multiply no matrices themselves, and are plain PyTorch where there is no GPU.
-ftkit.hf.kernels.fuse replaces a model's modules by them, ftkit.hf.kernels.head its loss, and ftkit.hf.kernels.flat the loops
-of the optimizer.
+The package imports torch and Triton only. Matrix products stay in PyTorch. Without a GPU, each public function computes its
+reference. ftkit.hf.kernels replaces submodules, the loss and the optimizer's loops by these functions.
 """

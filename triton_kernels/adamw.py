@@ -1,4 +1,4 @@
-"""AdamW over a flat shard: unscale, clip, update and cast to 16 bits in one pass.
+"""AdamW over a shard: unscale, clip, update and cast to 16 bits in one pass.
 
     g = gradient * scale                                 (scale: clip factor / loss scale)
     p = p * (1 - lr * weight_decay)
@@ -7,8 +7,12 @@
     p = p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
     weight = p, rounded to 16 bits
 
-All in fp32. Loshchilov and Hutter, arXiv:1711.05101. Bytes moved an element: 28 with a 16-bit gradient and weight (2 in and
-2 out of them, 12 in and 12 out of master and moments), where unscaling, a fused AdamW and a cast move 38.
+Everything is fp32.
+
+Cost: 28 bytes moved per element with a 16-bit gradient and weight (2 read and 2 written for them, 12 read and 12 written for
+master weight and moments). Unscaling, a fused AdamW and a cast move 38.
+
+Source: Loshchilov and Hutter, arXiv:1711.05101.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import FLOATS, KernelError, options, use_triton
+from .launch import KernelError, check_fits, launch, use_triton
 
 BLOCK = 1024
 WARPS = 4
@@ -28,16 +32,16 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class AdamW:
-    """The constants of an update.
+    """Constants of an update.
 
     Args:
-        lr: learning rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay, which `lr` multiplies.
-        step: number of the update, t, from 1.
-        scale: what the gradient is multiplied by: clip factor over loss scale.
+        lr: Learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay; it is multiplied by `lr`.
+        step: Number of the update, t, from 1.
+        scale: Factor on the gradient: clip factor over loss scale.
     """
 
     lr: float
@@ -50,7 +54,7 @@ class AdamW:
 
 
 def adamw_reference(gradient: Tensor, master: Tensor, m: Tensor, v: Tensor, weight: Tensor | None, how: AdamW) -> None:
-    """Update in place in plain PyTorch; arguments as `adamw_`. Fp64 states are updated in fp64."""
+    """Update in place in plain PyTorch. Arguments are those of `adamw_`; fp64 state is updated in fp64."""
     g = gradient.to(master.dtype) * how.scale
     master.mul_(1.0 - how.lr * how.weight_decay)
     m.mul_(how.beta1).add_(g, alpha=1.0 - how.beta1)
@@ -80,41 +84,36 @@ def _update(
 
 
 def adamw_(gradient: Tensor, master: Tensor, m: Tensor, v: Tensor, weight: Tensor | None, how: AdamW) -> None:
-    """Update master weights and moments in place, and write the weights that are computed with.
+    """Update master weights and moments in place, and write the weights for the forward pass.
 
     Args:
         gradient: (S,), fp32, fp16 or bf16.
-        master: master weights, (S,) fp32.
-        m: first moment, (S,) fp32.
-        v: second moment, (S,) fp32.
-        weight: (S,), fp32, fp16 or bf16, whatever it held; None where the master weights are computed with.
-        how: the constants.
+        master: Master weights, (S,) fp32.
+        m: First moment (`exp_avg`), (S,) fp32.
+        v: Second moment (`exp_avg_sq`), (S,) fp32.
+        weight: (S,), fp32, fp16 or bf16; overwritten. None if the forward pass uses the master weights.
+        how: The constants.
 
     Raises:
-        KernelError: if shapes, dtypes or devices do not fit together.
+        KernelError: Shapes, dtypes or devices do not fit together.
 
-    Cost: on a GPU one launch and no memory; elsewhere the reference, with two fp32 (S,) beside it.
+    Cost: on a GPU one launch and no memory. Elsewhere the reference, with two temporary fp32 (S,).
     """
-    for name, tensor in {"gradient": gradient, "master": master, "m": m, "v": v, "weight": weight}.items():
+    states = {"master": master, "m": m, "v": v}
+    for name, tensor in {"gradient": gradient, "weight": weight, **states}.items():
         if tensor is None:
             continue
-        state = name in ("master", "m", "v")
-        if tensor.dtype not in ((torch.float32,) if state else FLOATS):
-            raise KernelError(f"adamw_: {name} is {tensor.dtype}; {'fp32' if state else 'fp32, fp16 or bf16'} is needed")
-        if tensor.dim() != 1 or tensor.shape != gradient.shape or tensor.device != gradient.device:
-            raise KernelError(
-                f"adamw_: {name} is {tuple(tensor.shape)} on {tensor.device}, gradient {tuple(gradient.shape)} on "
-                f"{gradient.device}; (S,) alike is needed"
-            )
-        if not tensor.is_contiguous():
-            raise KernelError(f"adamw_: {name} is not contiguous")
+        check_fits("adamw_", name, tensor, (gradient.numel(),), gradient.device)
+        if not tensor.is_contiguous() or (name in states and tensor.dtype != torch.float32):
+            found = f"{name} is {tensor.dtype} with stride {tensor.stride(0)}"
+            raise KernelError(f"adamw_: {found}; contiguous, and fp32 for master, m and v, is needed")
     if not use_triton(gradient):
         adamw_reference(gradient, master, m, v, weight, how)
         return
     numel = gradient.numel()
-    if numel:
-        _update[(triton.cdiv(numel, BLOCK),)](
-            gradient, master, m, v, weight, numel, how.scale, 1.0 - how.lr * how.weight_decay, how.beta1, how.beta2,
-            1.0 - how.beta1, 1.0 - how.beta2, how.eps, how.lr / (1.0 - how.beta1**how.step),
-            (1.0 - how.beta2**how.step) ** -0.5, WEIGHT=weight is not None, BLOCK=BLOCK, **options(WARPS),
-        )  # fmt: skip
+    launch(
+        _update, (triton.cdiv(numel, BLOCK),),
+        gradient, master, m, v, weight, numel, how.scale, 1.0 - how.lr * how.weight_decay, how.beta1, how.beta2,
+        1.0 - how.beta1, 1.0 - how.beta2, how.eps, how.lr / (1.0 - how.beta1**how.step), (1.0 - how.beta2**how.step) ** -0.5,
+        warps=WARPS, WEIGHT=weight is not None, BLOCK=BLOCK,
+    )  # fmt: skip

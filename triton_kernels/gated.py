@@ -1,38 +1,72 @@
-"""Gated activations: SwiGLU, and GeGLU in both its forms.
+"""Gated activations: SwiGLU, GeGLU and their relatives.
 
     y = act(gate) * up
 
-With the activations of activation.py: SwiGLU (Llama, Mistral, Qwen, Phi-3) has silu, GeGLU gelu or gelu_tanh (Gemma, T5
-v1.1).
+    silu        act(z) = z * sigmoid(z)                                               (SwiGLU: Llama, Mistral, Qwen, Phi-3)
+    gelu        act(z) = z * (1 + erf(z / sqrt(2))) / 2                               (GeGLU)
+    gelu_tanh   act(z) = z * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3))) / 2        (GeGLU of Gemma, T5 v1.1)
+    gelu_quick  act(z) = z * sigmoid(1.702 z)
+    relu        act(z) = max(z, 0)
 
     dgate = dy * up * act'(gate)        dup = dy * act(gate)
 
-All in fp32, rounded once. Shazeer, arXiv:2002.05202. The activation is made again in backward: nothing but the two inputs is
-kept. Bytes moved, of elements of b bytes: forward 3b, backward 5b; PyTorch moves 5b and 11b, and keeps act(gate) as well.
+Everything is fp32 and rounded once. Backward computes the activation again, so only the two inputs are saved. `gate` and
+`up` may be halves of one tensor (a fused projection): rows may have any stride.
 
-`gate` and `up` may be halves of one tensor (a fused projection): rows of any stride are read as they lie.
+Cost, for an element of b bytes: 3b moved forward and 5b backward. PyTorch moves 5b and 11b, and saves act(gate) too.
+
+Source: Shazeer, arXiv:2002.05202; Hendrycks and Gimpel, arXiv:1606.08415.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from .activation import ACTIVATIONS, Activation, act, act_reference
-from .launch import KernelError, as_rows, check_rows, options, use_triton
+from .launch import KernelError, as_rows, check_fits, launch, use_triton
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu")
 
 BLOCK = 2048
 WARPS = 8
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return y in plain PyTorch; arguments as `gated`."""
-    return act_reference(gate, activation) * up
+    """Return y in plain PyTorch. Arguments are those of `gated`."""
+    if activation == "silu":
+        return functional.silu(gate) * up
+    if activation == "relu":
+        return functional.relu(gate) * up
+    if activation == "gelu_quick":
+        return gate * torch.sigmoid(1.702 * gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+@triton.jit
+def act(g, KIND: tl.constexpr):
+    """Return the activation of g and its derivative there, in fp32. KIND is an index of `ACTIVATIONS`."""
+    if KIND == 0:
+        s = tl.sigmoid(g)
+        return g * s, s * (1.0 + g * tl.sigmoid(-g))  # sigmoid(-g) is 1 - s without cancellation
+    if KIND == 1:
+        half = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        return g * half, half + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    if KIND == 2:
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        half = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
+        slope = 2.0 * half * tl.sigmoid(-2.0 * inner)  # 2 half (1 - half)
+        return g * half, half + g * slope * 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+    if KIND == 3:
+        s = tl.sigmoid(1.702 * g)
+        return g * s, s * (1.0 + 1.702 * g * tl.sigmoid(-1.702 * g))
+    return tl.where(g <= 0.0, 0.0, g), tl.where(g > 0.0, 1.0, 0.0)  # NaN stays NaN
 
 
 @triton.jit
@@ -65,10 +99,8 @@ class _Gated(torch.autograd.Function):
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         own_gate, own_up = as_rows(gate), as_rows(up)
         rows, columns = own_gate.shape
-        if y.numel():
-            grid = (rows, triton.cdiv(columns, BLOCK))
-            strides = own_gate.stride(0), own_up.stride(0)
-            _forward[grid](own_gate, own_up, y, *strides, columns, KIND=kind, BLOCK=BLOCK, **options(WARPS))
+        grid, strides = (rows, triton.cdiv(columns, BLOCK)), (own_gate.stride(0), own_up.stride(0))
+        launch(_forward, grid, own_gate, own_up, y, *strides, columns, warps=WARPS, KIND=kind, BLOCK=BLOCK)
         ctx.save_for_backward(own_gate, own_up)
         ctx.kind, ctx.shape = kind, gate.shape
         return y
@@ -79,12 +111,11 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         rows, columns = gate.shape
         dgate, dup = (torch.empty(ctx.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-        if dgate.numel():
-            grid = (rows, triton.cdiv(columns, BLOCK))
-            strides = gate.stride(0), up.stride(0)
-            _backward[grid](
-                dy.contiguous(), gate, up, dgate, dup, *strides, columns, KIND=ctx.kind, BLOCK=BLOCK, **options(WARPS)
-            )
+        grid, strides = (rows, triton.cdiv(columns, BLOCK)), (gate.stride(0), up.stride(0))
+        launch(
+            _backward, grid, dy.contiguous(), gate, up, dgate, dup, *strides, columns,
+            warps=WARPS, KIND=ctx.kind, BLOCK=BLOCK,
+        )  # fmt: skip
         return dgate, dup, None
 
 
@@ -93,19 +124,21 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
 
     Args:
         gate: (..., N), fp32, fp16 or bf16.
-        up: of the gate's shape and dtype.
-        activation: name of the activation, one of `ACTIVATIONS`; see above.
+        up: Shape and dtype of `gate`.
+        activation: Name of the activation, one of `ACTIVATIONS`; see the module.
 
     Raises:
-        KernelError: if shapes, dtypes or devices differ, or the activation is another.
+        KernelError: Shapes, dtypes or devices differ, or the activation is unknown.
 
-    Cost: on a GPU one launch each way, and nothing kept but the inputs; elsewhere the reference.
+    Cost: on a GPU one launch each forward and backward. Only the inputs are saved.
     """
-    check_rows("gated", gate, up=up)
+    check_fits("gated", "gate", gate, gate.shape, gate.device)
+    check_fits("gated", "up", up, gate.shape, gate.device)
     if up.dtype != gate.dtype:
-        raise KernelError(f"gated: up is {up.dtype}, gate is {gate.dtype}")
+        raise KernelError(f"gated: up is {up.dtype}, gate is {gate.dtype}; one dtype for both is needed")
     if activation not in ACTIVATIONS:
-        raise KernelError(f"gated: activation is {activation!r}, one of {', '.join(ACTIVATIONS)} is needed")
+        raise KernelError(f"gated: activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed")
     if not use_triton(gate):
         return gated_reference(gate, up, activation)
-    return _Gated.apply(gate, up, ACTIVATIONS.index(activation))
+    found: Tensor = _Gated.apply(gate, up, ACTIVATIONS.index(activation))
+    return found

@@ -1,12 +1,13 @@
-"""What the kernels share: where Triton runs, how rows are laid over programs, and what they refuse.
+"""Launches, layout of rows over programs, and argument checks that the kernels share.
 
-A row kernel holds one row of up to `LARGEST_ROW` elements in the registers of one program. Longer rows are walked in blocks
-by the kernels that can (losses), and refused by those that cannot.
+A row kernel keeps a row of up to `LARGEST_ROW` elements in the registers of one program. The loss kernels read longer rows
+in blocks.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,45 +15,66 @@ import triton
 from torch import Tensor
 
 LARGEST_ROW = 16384
-"""Elements: 32 fp32 registers of each of 512 threads. No model's hidden size is wider."""
+"""Elements: 32 fp32 registers for each of 512 threads. No model has a larger hidden size."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton's own switch, which it reads when a kernel is defined: it then runs on the CPU, slowly, for tests."""
+"""Triton's own switch. Triton reads it when a kernel is defined, and then runs the kernel on the CPU, slowly, for tests."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class KernelError(ValueError):
-    """A kernel was given what it cannot take; the text names it and what would do."""
+    """Arguments that a kernel cannot take. The message says which are needed."""
 
 
 def use_triton(x: Tensor) -> bool:
-    """Return whether kernels run where `x` lies: on a GPU, or interpreted. Elsewhere their PyTorch references do."""
+    """Return whether a kernel runs on the device of `x`: a GPU, or the interpreter. Elsewhere the reference runs."""
     return x.is_cuda or INTERPRETED
 
 
 def as_on_gpu(x: Tensor) -> bool:
-    """Return whether memory is taken as on a GPU: there, interpreted, and on meta, where a launch has nothing to compute."""
+    """Return whether a loss needs the memory that it needs on a GPU. On meta it does, but launches nothing."""
     return use_triton(x) or x.is_meta
 
 
+def device_guard(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU of `x` is the current one. Without a GPU it does nothing."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def options(warps: int) -> dict[str, Any]:
-    """Return what a launch says of its compilation: products are fused with sums, which Triton 3.10 does not by itself."""
+    """Return compile options. Products are fused with sums; Triton 3.10 does not fuse them by default."""
     return {"num_warps": warps, "enable_fp_fusion": True}
 
 
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, warps: int, **constants: Any) -> None:
+    """Run a kernel on the GPU of its first argument, or do nothing if the grid is empty.
+
+    Args:
+        kernel: Function decorated with `triton.jit`.
+        grid: Number of programs in each dimension.
+        x: First argument of the kernel.
+        others: Further arguments.
+        warps: Warps per program.
+        constants: Arguments that are `tl.constexpr`.
+    """
+    if all(grid):
+        with device_guard(x):  # Triton launches on the current GPU, wherever the tensors are
+            kernel[grid](x, *others, **constants, **options(warps))
+
+
 def as_rows(x: Tensor) -> Tensor:
-    """Return x (..., N) as (rows, N), elements side by side: a view where its rows are evenly spaced, else a copy."""
+    """Return x (..., N) as (rows, N) with elements side by side: a view if its rows are evenly spaced, else a copy."""
     if not x.numel():
         return x.reshape(0, x.shape[-1])
     return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
 
 
 def row_block(columns: int) -> tuple[int, int]:
-    """Return (elements of a block, warps) for rows of so many columns: 512 elements a warp, at most 16 warps.
+    """Return (elements per block, warps) for rows of `columns` elements: 512 elements per warp, at most 16 warps.
 
     Raises:
-        KernelError: if a row does not fit.
+        KernelError: A row has more than `LARGEST_ROW` elements.
     """
     if columns > LARGEST_ROW:
         raise KernelError(f"rows of {columns} elements: at most {LARGEST_ROW} fit in the registers of one program")
@@ -61,28 +83,26 @@ def row_block(columns: int) -> tuple[int, int]:
 
 
 def programs_of(rows: int, device: torch.device) -> int:
-    """Return how many programs share the rows where each sums over its own: four a multiprocessor."""
+    """Return how many programs share the rows if each sums over its own: four per multiprocessor."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(rows, 4 * processors))
+    return min(rows, 4 * processors)
 
 
-def check_rows(name: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raise unless `x` (..., N) and what goes with it fit together: vectors are (N,), all else has x's shape.
+def check_fits(name: str, what: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check dtype, shape and device of an argument.
+
+    Args:
+        name: Name of the public function.
+        what: Name of the argument.
+        tensor: The argument.
+        shape: Shape that is needed.
+        device: Device that is needed.
 
     Raises:
-        KernelError: naming what does not: no dimension, no fp32, fp16 or bf16, another device or shape.
+        KernelError: The argument is not fp32, fp16 or bf16, or has another shape or device.
     """
-    if x.dim() < 1:
-        raise KernelError(f"{name}: x is a scalar, (..., N) is needed")
-    for what, tensor in {"x": x, **others}.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in FLOATS:
-            raise KernelError(f"{name}: {what} is {tensor.dtype}; fp32, fp16 or bf16 is needed")
-        if tensor.device != x.device:
-            raise KernelError(f"{name}: {what} lies on {tensor.device}, x on {x.device}")
-        wanted = (x.shape[-1],) if what in ("weight", "bias") else tuple(x.shape)
-        if tuple(tensor.shape) != wanted:
-            raise KernelError(f"{name}: {what} has shape {tuple(tensor.shape)}; {wanted} goes with x {tuple(x.shape)}")
-        if what == "residual" and tensor.dtype != x.dtype:
-            raise KernelError(f"{name}: residual is {tensor.dtype}, x is {x.dtype}")
+    if tensor.dtype not in FLOATS:
+        raise KernelError(f"{name}: {what} is {tensor.dtype}; fp32, fp16 or bf16 is needed")
+    if tuple(tensor.shape) != tuple(shape) or tensor.device != device:
+        found = f"{what} has shape {tuple(tensor.shape)} on {tensor.device}"
+        raise KernelError(f"{name}: {found}; {tuple(shape)} on {device} is needed")

@@ -1,15 +1,16 @@
-"""The head and its loss together: cross-entropy of a linear layer's outputs, of which only a part exists at a time.
+"""Cross-entropy of a linear head's outputs, with only a chunk of the logits in memory.
 
     x = scale * (hidden @ weight.T + bias),    loss = sum over rows of cross_entropy(x)      (cross_entropy.py)
 
-Forward walks the rows: a chunk's logits are made by a matrix product, give their losses and normalisers, and are gone.
-Backward walks the vocabulary: a chunk of classes' logits are made again for all rows, become their gradient in place, and go
-at once where they belong: into those classes' rows of the weight's gradient, which are finished by it, and into the sum of
-the hidden states' gradients, which is fp32. So the (R, V) logits never exist, only `CHUNK_BYTES` of them, and neither does a
-second copy of the weight's gradient, which at large vocabularies is as large. The price is one matrix product: four instead
-of three. What comes for the loss (a loss scale) is applied before anything is rounded, as on the plain path.
+Forward walks the rows: a chunk's logits give its losses and normalisers and are freed. Backward walks the vocabulary: the
+logits of a chunk of classes are computed again for all rows, become their gradient in place, and are multiplied at once into
+the gradient of those classes' weights (then complete) and into the fp32 sum of the hidden states' gradients. So neither the
+(R, V) logits exist nor a second copy of the weight's gradient. The incoming gradient (a loss scale) is applied before
+anything is rounded, as in the model's own loss.
 
-That a head's loss needs only a part of its logits at a time: Hsu et al., arXiv:2410.10989; Wijmans et al., arXiv:2411.09009.
+Cost: four matrix products instead of three, for `CHUNK_BYTES` of logits instead of all.
+
+Source: Hsu et al., arXiv:2410.10989; Wijmans et al., arXiv:2411.09009.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from .cross_entropy import PLAIN, LossTerms, cross_entropy_reference, gradients_into, losses_of
+from .cross_entropy import cross_entropy_reference, gradients_into, losses_of
 from .launch import FLOATS, KernelError, as_on_gpu
 
 CHUNK_BYTES = 128 << 20
-"""Of logits that exist at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
+"""Logits in memory at once: enough for matrix products at full rate (8192 rows by 8192 classes in 16 bits)."""
 
 
 def linear_cross_entropy_reference(
@@ -33,17 +34,19 @@ def linear_cross_entropy_reference(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
-    terms: LossTerms = PLAIN,
     *,
+    ignore_index: int = -100,
+    cap: float = 0.0,
     scale: float = 1.0,
 ) -> Tensor:
-    """Return the sum of the losses in plain PyTorch, with all logits; arguments as `linear_cross_entropy`."""
-    return cross_entropy_reference(linear(hidden, weight, bias) * scale, labels, terms).sum()
+    """Return the sum of the losses in plain PyTorch, with all logits. Arguments are those of `linear_cross_entropy`."""
+    logits = linear(hidden, weight, bias) * scale
+    return cross_entropy_reference(logits, labels, ignore_index=ignore_index, cap=cap).sum()
 
 
 def part_of(hidden: Tensor, length: int, other: int, chunk_bytes: int) -> int:
-    """Return how many of `length` rows (classes) exist at once, where each has `other` logits."""
-    itemsize = hidden.dtype.itemsize if as_on_gpu(hidden) else 4  # the references compute in fp32
+    """Return how many of `length` rows (or classes) fit in a chunk if each has `other` logits."""
+    itemsize = hidden.dtype.itemsize if as_on_gpu(hidden) else 4  # the reference computes in fp32
     return max(1, min(length, chunk_bytes // (max(other, 1) * itemsize)))
 
 
@@ -53,10 +56,11 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the fp32 matrix `total`, in place; the factors are fp32 or 16-bit."""
+    """Add left @ right, both fp32 or both 16-bit, to the fp32 matrix `total` in place."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.is_cuda:
+        # 16-bit factors with an fp32 sum need torch 2.10: older versions take no `out_dtype` together with `out`.
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     elif not left.is_meta:
         total.addmm_(left.float(), right.float())
@@ -70,8 +74,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        ignore_index: int,
+        cap: float,
         scale: float,
-        terms: LossTerms,
         chunk_bytes: int,
     ) -> Tensor:
         rows, classes = hidden.shape[0], weight.shape[0]
@@ -80,17 +85,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = part_of(hidden, rows, classes, chunk_bytes)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            loss, normalisers[part] = losses_of(_logits(hidden[part], weight, bias, scale), labels[part], terms)
+            loss, normalisers[part] = losses_of(_logits(hidden[part], weight, bias, scale), labels[part], ignore_index, cap)
             total += loss.sum()
         ctx.save_for_backward(hidden, weight, bias, labels, normalisers)
-        ctx.how = scale, terms, chunk_bytes
+        ctx.how = ignore_index, cap, scale, chunk_bytes
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, normalisers = ctx.saved_tensors
-        scale, terms, chunk_bytes = ctx.how
+        ignore_index, cap, scale, chunk_bytes = ctx.how
         wanted = ctx.needs_input_grad
         rows, classes = hidden.shape[0], weight.shape[0]
         dloss = (dtotal * scale).to(torch.float32).expand(rows).contiguous()
@@ -101,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, classes, step):
             part = slice(start, start + step)
             logits = _logits(hidden, weight[part], None if bias is None else bias[part], scale)
-            gradients_into(logits, labels, normalisers, dloss, terms, first=start, classes=classes)
+            gradients_into(logits, labels, normalisers, dloss, ignore_index, cap, first=start)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
             if dweight is not None:
@@ -109,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dbias is not None:
                 dbias[part] = logits.sum(0, dtype=torch.float32)
             del logits
-        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, None, None, None, None
+        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, dbias, *(None,) * 5
 
 
 def linear_cross_entropy(
@@ -117,8 +122,9 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
-    terms: LossTerms = PLAIN,
     *,
+    ignore_index: int = -100,
+    cap: float = 0.0,
     scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
@@ -126,18 +132,19 @@ def linear_cross_entropy(
 
     Args:
         hidden: (R, H), fp32, fp16 or bf16.
-        weight: (V, H), of hidden's dtype.
+        weight: (V, H), dtype of `hidden`.
         labels: (R,) int64.
-        bias: (V,), of hidden's dtype; None adds none.
-        terms: terms of the loss.
-        scale: what the logits are multiplied by, as some models do.
-        chunk_bytes: bytes of logits that exist at once.
+        bias: (V,), dtype of `hidden`; None for none.
+        ignore_index: Label of rows that do not count.
+        cap: Soft cap of the logits, after the scale; 0 for none.
+        scale: Factor on the logits.
+        chunk_bytes: Bytes of logits in memory at once.
 
     Raises:
-        KernelError: if shapes, dtypes or devices do not fit together.
+        KernelError: Shapes or dtypes do not fit together.
 
-    Cost: four matrix products instead of three; `chunk_bytes` of logits (on a CPU four times that, whose
-        references compute in fp32), and fp32 (R, H) in backward.
+    Cost: four matrix products instead of three; `chunk_bytes` of logits (four times that on a CPU, whose reference computes
+        in fp32), and fp32 (R, H) in backward.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
@@ -148,4 +155,7 @@ def linear_cross_entropy(
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
         found = f"labels are {tuple(labels.shape)} of {labels.dtype}"
         raise KernelError(f"linear_cross_entropy: {found}; ({hidden.shape[0]},) of int64 is needed")
-    return _LinearCrossEntropy.apply(hidden.contiguous(), weight, bias, labels.contiguous(), scale, terms, chunk_bytes)
+    total: Tensor = _LinearCrossEntropy.apply(
+        hidden.contiguous(), weight, bias, labels.contiguous(), ignore_index, cap, scale, chunk_bytes
+    )
+    return total

@@ -8,7 +8,7 @@ from typing import Any
 
 CONFIRMED, REFUTED, NOT_TRIED = "confirmed", "refuted", "not tried"
 LEAST_OVERLAP = 0.5
-README, LIMITS, TIERS_PAGE = "README.md", "docs/limits.md", "docs/tiers.md"
+README, LIMITS, PLAN_PAGE = "README.md", "docs/limits.md", "docs/plan.md"
 PINNED, OFFLOADED, TIMED = "takes_it_for_pinned", "offloaded_state", "trace_times"
 """Parts of the names of tests that decide a claim by themselves."""
 
@@ -115,13 +115,13 @@ CLAIMS = (
     ),
     Claim(
         "runs with state, gradients, weights or activations on host follow plain PyTorch",
-        TIERS_PAGE,
+        PLAN_PAGE,
         "None of this changes the trajectory.",
         passed("host-1", "host-2", "host-3"),
     ),
     Claim(
         "runs with state, gradients, weights or activations on NVMe follow plain PyTorch",
-        TIERS_PAGE,
+        PLAN_PAGE,
         "None of this changes the trajectory.",
         passed("nvme-1", "nvme-2", "nvme-3"),
     ),
@@ -134,10 +134,10 @@ CLAIMS = (
     Claim(
         "ranks of a notebook train and answer on GPUs",
         README,
-        "workers that live across cells: one a GPU",
+        "from a notebook, or from your Hugging Face",
         passed("notebook"),
     ),
-    Claim("the host tier is pinned", TIERS_PAGE, "pinned on CUDA", passed("single", name=PINNED)),
+    Claim("the host tier is pinned", PLAN_PAGE, "pinned on CUDA", passed("single", name=PINNED)),
     Claim(
         "state on the host takes no device memory",
         LIMITS,
@@ -146,11 +146,11 @@ CLAIMS = (
     ),
     Claim(
         "spans of the timeline are the work on the GPU",
-        "docs/report.md",
-        "is timed and not its launch",
+        "docs/recipes.md",
+        "time the work and not its launch",
         passed("single", name=TIMED),
     ),
-    Claim("fused kernels are correct", README, "Fused kernels are correct", passed("kernels")),
+    Claim("fused kernels are correct", README, "kernels were correct", passed("kernels")),
     Claim("PyTorch allocates no more than planned", README, "stayed within the plan", measured("peaks", within_plan)),
     Claim(
         "with everything on NVMe, PyTorch allocates no more than planned",
@@ -160,7 +160,7 @@ CLAIMS = (
     ),
     Claim(
         "copies between host and device overlap with computation, for at least half of the shorter of the two",
-        TIERS_PAGE,
+        PLAN_PAGE,
         "beside the computation",
         measured("overlap", copies_overlap),
     ),

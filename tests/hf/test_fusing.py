@@ -236,7 +236,7 @@ def test_where_triton_does_not_run_that_is_said_and_nothing_is_exchanged(monkeyp
     def broken(*args: Any) -> Any:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
-    monkeypatch.setattr("ftkit.hf.kernels.fuse.activation", broken)
+    monkeypatch.setattr("ftkit.hf.kernels.fuse.gated", broken)
     report = fuse(fusible.build("llama"), torch.float32, CPU)
     assert not report.done
     assert report.left["all of it"].startswith("Triton does not run here: RuntimeError: Failed to find C compiler.")

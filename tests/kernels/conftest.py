@@ -1,5 +1,5 @@
-"""Kernels are proved by Triton's interpreter, which a process has from its beginning or not at all: `make test` starts one
-for this folder. Other sessions leave it out, as kernels would run interpreted wherever they are used.
+"""These tests need Triton's interpreter, which a process uses from its start or not at all. `make test` starts a process
+for this folder. Other sessions skip it, because all their kernels would run interpreted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How a kernel is proved: beside fp64, with at most twice the error that PyTorch makes in the same dtype.
+"""Comparison of a kernel with fp64: its error may be at most twice that of PyTorch in the same dtype.
 
-Both sides get the same leaves. Values and gradients of each are compared with the reference in fp64; the kernel's largest
-error may be twice the reference's own in the tensors' dtype, and a rounding of the largest value where that makes none. In
-bf16 it may be two: Triton's interpreter cuts off where a GPU rounds. Of a few numbers the largest error is chance: small
-shapes are drawn to find what is wrong, with a few roundings more; sizes that average chance out are proved with one.
+Kernel and reference get the same leaves. Values and gradients of both are compared with the reference in fp64. The kernel's
+largest error may be twice the reference's in the dtype of the tensors, plus one rounding of the largest value. In bf16 it is
+two roundings, because Triton's interpreter truncates where a GPU rounds. The largest error of a few numbers is chance, so
+drawn cases, which are small, get a few roundings more. Larger sizes, which average chance out, get one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 DRAWN = 4
-"""Roundings that the small shapes of a drawn case are allowed."""
+"""Roundings allowed for the small shapes of a drawn case."""
 
 
 def results(function: Function, leaves: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def results(function: Function, leaves: Mapping[str, Tensor], seed: int) -> dict
 
 
 def prove(kernel: Function, reference: Function, leaves: Mapping[str, Tensor], *, roundings: int = 1, seed: int = 0) -> None:
-    """Assert that a kernel is as exact as PyTorch in the same dtype, beside the reference in fp64."""
+    """Assert that a kernel is as exact as PyTorch in the same dtype, compared with the reference in fp64."""
     exact = results(reference, {k: v.double() if v.is_floating_point() else v for k, v in leaves.items()}, seed)
     plain, ours = results(reference, leaves, seed), results(kernel, leaves, seed)
     assert ours.keys() == plain.keys() == exact.keys()

@@ -1,4 +1,4 @@
-"""Whole models on interpreted kernels: eight steps of each family, beside the model as it was."""
+"""Whole models on interpreted kernels: eight steps of each family, compared with the original model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", fusible.families())
-def test_fused_and_plain_take_the_same_way(name: str) -> None:
+def test_fused_and_plain_models_train_alike(name: str) -> None:
     assert INTERPRETED
     plain = fusible.build(name)
     ours = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Gated activations, interpreted, beside fp64."""
+"""Gated activations, interpreted, compared with fp64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftkit.kernels.activation import ACTIVATIONS
-from ftkit.kernels.gated import gated, gated_reference
+from ftkit.kernels.gated import ACTIVATIONS, gated, gated_reference
 from tests.kernels.proof import DRAWN, prove
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -48,13 +47,13 @@ def test_sizes_that_average_chance_out(activation: str, dtype: torch.dtype) -> N
     prove(partial(gated, activation=activation), partial(gated_reference, activation=activation), leaves)
 
 
-def test_halves_are_read_where_they_lie_and_rows_longer_than_a_block() -> None:
+def test_halves_of_one_tensor_and_rows_longer_than_a_block() -> None:
     both = torch.randn(3, 2, 2 * 5000).half()
     gate, up = both.chunk(2, -1)
     torch.testing.assert_close(gated(gate, up), gated_reference(gate.float(), up.float()).half(), rtol=2e-3, atol=1e-4)
 
 
-def test_far_out_it_stays_finite() -> None:
+def test_large_inputs_stay_finite() -> None:
     gate = torch.tensor([-60000.0, -90.0, 90.0, 60000.0], requires_grad=True)
     for activation in ACTIVATIONS:
         gate.grad = None

@@ -1,4 +1,4 @@
-"""Rotary embedding, interpreted, beside fp64 and beside the models' own functions."""
+"""Rotary embedding, interpreted, compared with fp64 and with the models' own functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @st.composite
 def heads(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draw q and k (B, H, T, D) as projections leave them, and cos and sin (B or 1, T, R)."""
+    """Draw q and k (B, H, T, D) in the layouts of projections, and cos and sin (B or 1, T, R)."""
     batch, tokens = draw(st.integers(0, 3)), draw(st.integers(0, 5))
     half = draw(st.integers(1, 9))
     width = 2 * half + draw(st.sampled_from([0, 0, 3, 8]))
@@ -28,7 +28,7 @@ def heads(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     chance = torch.Generator().manual_seed(draw(st.integers(0, 99)))
 
     def some(number: int) -> Tensor:
-        """In one of three layouts: (B, T, H, D), heads first, or a third of what one projection made."""
+        """In one of three layouts: tokens first, heads first, or a third of one projection's output."""
         shape = (batch, tokens, number, width)
         how = draw(st.sampled_from(["tokens first", "heads first", "third"]))
         if how == "third":

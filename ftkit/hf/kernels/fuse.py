@@ -26,8 +26,7 @@ from torch import Generator, Tensor, nn
 
 from ftkit.engine.core.instance_class import specialise
 from ftkit.hf.kernels.probes import FAILURES, difference, probe_of, results
-from ftkit.kernels.activation import ACTIVATIONS, activation
-from ftkit.kernels.gated import gated
+from ftkit.kernels.gated import ACTIVATIONS, gated
 from ftkit.kernels.launch import FLOATS, LARGEST_ROW
 from ftkit.kernels.rms_norm import rms_norm
 from ftkit.kernels.rotary import rotary
@@ -126,7 +125,7 @@ def fuse(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Fused:
 def unusable(device: torch.device) -> str | None:
     """Return why Triton cannot run on `device`, such as a missing C compiler or an unsupported GPU; None if it can."""
     try:
-        activation(torch.zeros(1, device=device), "relu")
+        gated(*torch.zeros(2, 1, device=device))
     except Exception as error:  # of a compiler, a driver or a GPU
         return "Triton does not run here: " + " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return None
@@ -194,8 +193,8 @@ def _norms(module: nn.Module) -> Iterator[Candidate]:
 
 
 def _rms_norm(eps_name: str, casting: Any, offset: float) -> Callable[..., Tensor]:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, getattr(self, eps_name), offset=offset, casting=casting)[0]
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, getattr(self, eps_name), offset=offset, casting=casting)
 
     return forward
 

@@ -29,7 +29,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from ftkit.engine.core.instance_class import specialise
 from ftkit.hf.adapters import base_of, may_read_logits
 from ftkit.hf.kernels.probes import FAILURES, difference, linear, results, without_hooks
-from ftkit.kernels.cross_entropy import LossTerms
 from ftkit.kernels.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
 READING_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -130,9 +129,8 @@ class HeadLoss:
         if shift_labels is None:
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(hidden.device)
-        terms = LossTerms(ignore_index=ignore_index, cap=self.cap)
         rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
-        total = linear_cross_entropy(rows, weight, flat, bias, terms, scale=self.scale)
+        total = linear_cross_entropy(rows, weight, flat, bias, ignore_index=ignore_index, cap=self.cap, scale=self.scale)
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
