@@ -80,7 +80,12 @@ def recipe(folder: Path, options: argparse.Namespace) -> dict:
     return {
         "ranks": 2,
         "model": {"name": str(folder / "model")},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_tokens": options.tokens, "loss_on": "all"},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "sequence_tokens": options.tokens,
+            "loss_on": "all",
+            "long_text": "cut",
+        },
         "train": {"batch_tokens": 2 * options.tokens, "epochs": options.steps, "dtype": options.dtype},
         "optimizer": {"lr": 4e-6, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
         "memory": {"nvme_dir": str(folder / "nvme")},
