@@ -67,9 +67,6 @@ check: setup  ## lint, types, import contracts, the documentation
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict --quiet
 
-census: setup  ## count the house: files, import chains, quoted tier names, long functions (WORD=... lists the places of a row)
-	$(BIN)/python -m benchmarks.census $(if $(WORD),--list '$(WORD)')
-
 docs: setup  ## write the generated pages anew, and build the documentation in site/
 	$(BIN)/python -m docs.recipe_keys
 	$(BIN)/python -m docs.plan_figure
@@ -86,55 +83,47 @@ bench: setup  ## step time, start-up and memory of ftkit, DDP, FSDP2 and DeepSpe
 	$(BIN)/python -m benchmarks.run
 
 OFFLOAD := ftkit-host,ftkit-host-deferred,ftkit-nvme,ftkit-nvme-now,ftkit-nvme-all,deepspeed-host,deepspeed-nvme
-bench-offload: setup  ## a step with the state in RAM, in host arenas and on NVMe, deferred or not, beside DeepSpeed
+bench-offload: setup  ## a step with the state in RAM and on NVMe, deferred or not, beside DeepSpeed
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD)
 	$(BIN)/python -m benchmarks.run --models 134m --engines $(OFFLOAD) --batch 4
 
-bench-host: setup  ## the host's AdamW against a stream with the same reads and writes, torch, DeepSpeed
-	$(BIN)/python -m benchmarks.host_adam
+bench-checkpoints: setup  ## save and resume through the Trainer beside FSDP2 and DeepSpeed ZeRO-3 (20 GB of disk)
+	$(BIN)/python -m benchmarks.run --save --models 374m --tokens 64 --engines ftkit,ftkit-nvme-all,fsdp2,deepspeed-zero3,deepspeed-nvme
 
-bench-disk: setup  ## the NVMe tier against raw O_DIRECT, DeepSpeed's aio, fio
-	$(BIN)/python -m benchmarks.disk
+bench-memory: setup  ## host memory of load_model, save_model and ftkit export, against their bounds
+	$(BIN)/python -m benchmarks.memory
 
-bench-collectives: setup  ## collectives between CPU ranks, compared with a plain copy
-	$(BIN)/python -m benchmarks.collectives
+bench-host: setup  ## the host's AdamW beside a stream with the same reads and writes, and torch
+	$(BIN)/python -m benchmarks.host adam
 
-bench-checkpoints: setup  ## saves and loads beside FSDP2 with DCP and DeepSpeed ZeRO-3, their memory, export of 3B in 3 GiB (40 GB)
-	$(BIN)/python -m benchmarks.checkpoints
-
-kernels: setup  ## what each fused kernel becomes on four generations of GPUs: registers, shared memory, spills
-	$(BIN)/python -m benchmarks.kernel_table
+bench-disk: setup  ## the NVMe tier beside plain O_DIRECT loops
+	$(BIN)/python -m benchmarks.host disk
 
 bench-kernels: setup  ## fused kernels on a GPU beside eager PyTorch, torch.compile and Liger-Kernel
 	$(BIN)/python -m benchmarks.kernels
 
-bench-generate: setup  ## tokens per second of answers: sharded models, gathered and streamed, and the whole model
-	$(BIN)/python -m benchmarks.generation
-
-bench-head: setup  ## the memory of a head and its loss, by chunks beside all logits at once (16 GB)
-	$(BIN)/python -m benchmarks.head
-
-bench-cap: setup  ## full fine-tuning of a 2B Llama by two ranks within 6 GiB, state and weights on NVMe (needs root, 45 GB)
+bench-cap: setup  ## full fine-tuning of a 2B Llama within 6 GiB, and the largest models of peers (needs root, 45 GB)
 	$(BIN)/python -m benchmarks.cap --peers
+
+bench-plan: setup  ## memory and seconds of small CPU runs beside their plan
+	$(BIN)/python -m benchmarks.plan_against_runs
+
+kernels: setup  ## compile each fused kernel for four generations of GPUs: registers, shared memory, spills
+	$(BIN)/python -m benchmarks.specimens
+
+dry-runs: setup  ## every full-size recipe for 8xV100-16GB run with fake tensors, beside its plan
+	$(BIN)/python -m benchmarks.fake_run
 
 recipes: setup  ## write the packaged recipes, docs/models.md and the table of the README, as planned (some minutes)
 	$(BIN)/python -m benchmarks.recipes
 	$(BIN)/python -m docs.models_table
 
-ablation: setup  ## write docs/ablation.md: how large a model fits 8xV100-16GB with each technique off
+ablation: setup  ## write into docs/benchmarks.md how large a model fits 8xV100-16GB with each technique off
 	$(BIN)/python -m benchmarks.ablation
 
-dry-runs: setup  ## every full-size recipe for 8xV100-16GB executed with tensors that hold nothing, beside its plan
-	$(BIN)/python -m benchmarks.dry_runs
-
-published: setup  ## write docs/published.md: the plan's seconds beside what others published for V100s
+published: setup  ## write into docs/benchmarks.md the plan's simulation of published V100 results
 	$(BIN)/python -m benchmarks.published
 
-bench-plan: setup  ## the plan of ten runs against the peaks that they reach, on a CPU
-	$(BIN)/python -m benchmarks.plan_against_runs
-
-bench-seconds: setup  ## the plan's seconds of five runs, on this machine's own measured profile, beside those they take
-	$(BIN)/python -m benchmarks.seconds_against_runs
-
-.PHONY: kills census compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve bench bench-host bench-disk bench-collectives bench-checkpoints bench-cap bench-offload \
-	recipes ablation dry-runs published bench-plan bench-seconds bench-head bench-kernels bench-generate kernels
+.PHONY: kills compatibility notebooks help setup demo demo-control test test-all mutants ci gpu browser check docs docs-serve \
+	bench bench-offload bench-checkpoints bench-memory bench-host bench-disk bench-kernels bench-cap bench-plan \
+	kernels dry-runs recipes ablation published

@@ -1,12 +1,10 @@
-"""`make bench-cap`: full fine-tuning of a 2B Llama by two ranks whose whole process tree may use 6 GiB.
+"""`make bench-cap`: full fine-tuning of a 2B Llama by two ranks whose process tree may use 6 GiB.
 
-The model is a real safetensors folder (random weights, written piece by piece), the run is `ftkit finetune` with every
-kind of tensor on the NVMe tier, the cap is a memory cgroup made for it (v1 or v2, whichever this machine lets root write),
-page cache included. Printed: seconds a step, losses, gradient norms, the peak of the group, what was written to disk.
+The model is a safetensors folder with random weights. The run is `ftkit finetune` with every kind of tensor on the NVMe
+tier. The cap is a memory cgroup (v1 or v2, needs root) and includes page cache. `--peers` also trains growing models with
+DDP, FSDP2 and DeepSpeed under the same cap until one fails.
 
-`--peers` then asks what DDP, FSDP2, DeepSpeed ZeRO-3 and ZeRO-3 with state and parameters on NVMe train under the same cap:
-growing sizes until one fails. Needs
-about 45 GB of disk at 2B; all of it is removed at the end.
+Needs 45 GB of disk at 2B, all of it freed at the end. The result is also written as JSON to runs/bench/.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ import yaml
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from benchmarks.run import ROOT, run_once
+from benchmarks.run import ROOT, run_once, write_result
 from benchmarks.shapes import SHAPES, llama
 from ftkit.engine.checkpoint.safetensors import TensorFile, create_file
 
 CGROUPS = Path("/sys/fs/cgroup")
-PEERS = ("ddp", "fsdp2", "deepspeed-zero3", "deepspeed-nvme-all")
+PEERS = ("ddp", "fsdp2", "deepspeed-zero3", "deepspeed-nvme")
 
 
 def parse() -> argparse.Namespace:
@@ -43,16 +41,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="2b", choices=SHAPES)
     parser.add_argument("--cap-gib", type=float, default=6.0)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=256, help="a sequence; one a rank")
+    parser.add_argument("--tokens", type=int, default=256, help="per sequence; one sequence per rank")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--folder", default=None, help="for model, NVMe tier and output; default: temporary")
+    parser.add_argument("--folder", default=None, help="of model, NVMe tier and output; default: temporary")
     parser.add_argument("--set", action="append", default=[], help="further recipe settings, key.sub=value")
     parser.add_argument("--peers", action="store_true", help="also find the largest model of each peer under the cap")
     return parser.parse_args()
 
 
 def write_model(folder: Path, size: str) -> int:
-    """Write a Llama's folder with random bf16 weights, a tensor at a time; return its parameters."""
+    """Write a Llama's folder with random bf16 weights, piece by piece; return the number of parameters."""
     config = llama(size)
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
@@ -75,14 +73,19 @@ def write_model(folder: Path, size: str) -> int:
 
 
 def recipe(folder: Path, options: argparse.Namespace) -> dict:
-    """Return the recipe of the run: two texts, seen again each step."""
+    """Return the recipe of the run: two texts, repeated in each step."""
     words = " ".join(path.name for path in sorted((ROOT / "ftkit").rglob("*.py")))
     rows = [{"text": (f"{text} {words} " * 60)} for text in ("one", "two")]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "ranks": 2,
         "model": {"name": str(folder / "model")},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_tokens": options.tokens, "loss_on": "all"},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "sequence_tokens": options.tokens,
+            "loss_on": "all",
+            "long_text": "cut",
+        },
         "train": {"batch_tokens": 2 * options.tokens, "epochs": options.steps, "dtype": options.dtype},
         "optimizer": {"lr": 4e-6, "weight_decay": 0.0, "schedule": "constant", "max_grad_norm": 1.0},
         "memory": {"nvme_dir": str(folder / "nvme")},
@@ -102,7 +105,7 @@ def memory_group(cap_bytes: int) -> Iterator[Path]:
     """Make a memory cgroup with a limit, v1 or v2, and remove it afterwards.
 
     Raises:
-        SystemExit: if neither is writable: a cap that is not kept would prove nothing.
+        SystemExit: Neither is writable.
     """
     for parent, limit in ((CGROUPS / "memory", "memory.limit_in_bytes"), (CGROUPS, "memory.max")):
         group = parent / f"ftkit-cap-{os.getpid()}"
@@ -121,7 +124,7 @@ def memory_group(cap_bytes: int) -> Iterator[Path]:
                 try:
                     group.rmdir()
                     break
-                except OSError:  # its last process is still being taken down
+                except OSError:  # its last process is still ending
                     time.sleep(0.2)
         return
     sys.exit("no memory cgroup can be made here (needs root, and cgroup v1 or v2 with a writable memory controller)")
@@ -137,21 +140,15 @@ def capped(command: list[str], group: Path, log: Path, seconds: float = 3600) ->
 
 
 def peak_bytes(group: Path) -> int:
-    """Return the most that the group has used, page cache included."""
+    """Return the group's peak in bytes, page cache included."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         if (group / name).exists():
             return int((group / name).read_text())
     return 0
 
 
-def anonymous_bytes(group: Path) -> int:
-    """Return what the group uses now without page cache."""
-    words = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(words.get("total_rss", words.get("anon", 0)))
-
-
 def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
-    """Run `ftkit finetune` under the cap and return what came of it."""
+    """Run `ftkit finetune` under the cap; return its figures."""
     folder.joinpath("nvme").mkdir()
     folder.joinpath("model").mkdir()
     began = time.time()
@@ -178,7 +175,7 @@ def train(folder: Path, options: argparse.Namespace, console: Console) -> dict:
 
 
 def largest(name: str, options: argparse.Namespace, console: Console) -> str:
-    """Return the largest size that a peer trains under the cap, or 'none'."""
+    """Return the largest size that a peer trains under the cap, or "none"."""
     found = "none"
     for size in SHAPES:
         fixed = {"batch": 1, "warmup": 0, "steps": 3, "world": 2, "timeout": 600}
@@ -189,13 +186,13 @@ def largest(name: str, options: argparse.Namespace, console: Console) -> str:
         if "error" in outcome:
             console.print(f"{name} {size}: {outcome['error'][:150]}", highlight=False, markup=False)
             return found
-        console.print(f"{name} {size}: {outcome['step_s']:.1f} s a step", highlight=False)
+        console.print(f"{name} {size}: {outcome['step_s']:.1f} s per step", highlight=False)
         found = size
     return found
 
 
 def main() -> None:
-    """Run, print, write JSON to runs/bench/."""
+    """Train under the cap, print, and write JSON to runs/bench/."""
     options = parse()
     console = Console(width=120)
     folder = Path(options.folder or tempfile.mkdtemp(prefix="ftkit-cap-"))
@@ -218,11 +215,7 @@ def main() -> None:
         result["peers"] = {name: largest(name, options, console) for name in PEERS}
         for name, size in result["peers"].items():
             console.print(f"{name}: largest under the cap: {size}", highlight=False)
-    target = ROOT / "runs" / "bench"
-    target.mkdir(parents=True, exist_ok=True)
-    path = target / time.strftime("cap-%Y-%m-%d-%H%M%S.json")
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "options": vars(options), **result}, indent=1))
-    console.print(f"written: {path.relative_to(ROOT)}")
+    write_result("cap", {"options": vars(options), **result}, console)
 
 
 if __name__ == "__main__":

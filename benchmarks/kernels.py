@@ -1,10 +1,8 @@
-"""`make bench-kernels`: each fused kernel on a card beside eager PyTorch, torch.compile and Liger-Kernel, if installed.
+"""`make bench-kernels`: each fused kernel on a GPU beside eager PyTorch, torch.compile and Liger-Kernel, if installed.
 
-Forward and backward together, in fp16, at the sizes of a 13B model and 8192 tokens. Reported are medians of the time, the
-bytes that had to move (`Specimen.moved`, forward and backward) over it, and that as a share of what a copy of a large tensor
-reaches on the same card in the same run. Contenders take turns. Goals: 85 % of the copy, and no slower than the best other.
-
-Without a CUDA device this says so and ends: times are then unconfirmed, and `make kernels` shows what can be known.
+Forward and backward together, in fp16, at the sizes of a 13B model and 8192 tokens. The table shows median times, the least
+traffic (`Specimen.moved`) over them, and its share of the rate of a large copy in the same run. Goals: 85 % of the copy, and
+no slower than the best other.
 """
 
 from __future__ import annotations
@@ -34,24 +32,24 @@ from ftkit.kernels.squared_norm import squared_norm, squared_norm_reference
 
 TOKENS, HIDDEN, INNER, HEADS, CLASSES = 8192, 5120, 13824, 40, 32000
 FLAT = 64 << 20
-Way = Callable[[], Any]
+Call = Callable[[], Any]
 
 
-def timed(way: Way, rounds: int) -> float:
+def timed(call: Call, rounds: int) -> float:
     """Return the median device seconds of a call. The device spins first, so that launches by the host are not measured."""
     times = []
     for _ in range(rounds + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(10_000_000)
         start.record()
-        way()
+        call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times[3:])
 
 
-def there_and_back(function: Callable[..., Any], *leaves: Tensor) -> Way:
+def there_and_back(function: Callable[..., Any], *leaves: Tensor) -> Call:
     """Return a call of a function and its backward."""
     own = [leaf.detach().requires_grad_() for leaf in leaves]
     gradients: list[Tensor] = []
@@ -112,7 +110,7 @@ def cases() -> dict[str, tuple[float, Callable[..., Any], Callable[..., Any], li
     }
 
 
-def flat_cases() -> dict[str, tuple[float, Way, Way]]:
+def flat_cases() -> dict[str, tuple[float, Call, Call]]:
     """Return name to (bytes moved, ours, plain PyTorch) of what is done to flat shards."""
     gradient, weight = (torch.randn(FLAT, device="cuda").half() for _ in range(2))
     master, m, v = (torch.rand(FLAT, device="cuda") for _ in range(3))
@@ -133,22 +131,22 @@ def measure(rounds: int) -> dict[str, Any]:
     other = torch.empty_like(big)
     copied = 2 * big.numel() / timed(lambda: other.copy_(big), rounds)
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy_bytes_per_s": copied, "cases": {}}
-    ready: dict[str, tuple[float, dict[str, Way]]] = {}
+    ready: dict[str, tuple[float, dict[str, Call]]] = {}
     for name, (moved, ours, plain, leaves) in cases().items():
-        ways = {"ftkit": there_and_back(ours, *leaves), "eager": there_and_back(plain, *leaves)}
-        ways["compile"] = there_and_back(torch.compile(plain), *leaves)
+        calls = {"ftkit": there_and_back(ours, *leaves), "eager": there_and_back(plain, *leaves)}
+        calls["compile"] = there_and_back(torch.compile(plain), *leaves)
         if (theirs := liger(name)) is not None:
-            ways["liger"] = there_and_back(theirs, *leaves)
-        ready[name] = moved, ways
+            calls["liger"] = there_and_back(theirs, *leaves)
+        ready[name] = moved, calls
     for name, (moved, ours, plain) in flat_cases().items():
         ready[name] = moved, {"ftkit": ours, "eager": plain, "compile": torch.compile(plain)}
-    for name, (moved, ways) in ready.items():
+    for name, (moved, calls) in ready.items():
         seconds: dict[str, Any] = {}
-        for way, call in ways.items():
+        for engine, call in calls.items():
             try:
-                seconds[way] = timed(call, rounds)
-            except Exception as error:  # a contender that cannot run here is told, and the others are measured
-                seconds[way] = f"{type(error).__name__}: {error}".splitlines()[0]
+                seconds[engine] = timed(call, rounds)
+            except Exception as error:  # it is reported, and the others are measured
+                seconds[engine] = f"{type(error).__name__}: {error}".splitlines()[0]
         found["cases"][name] = {"moved_bytes": moved, "seconds": seconds}
     return found
 
@@ -167,13 +165,13 @@ def main() -> None:
     path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), **found}, indent=1))
     table = Table("", "ftkit us", "GB/s", "of a copy", "eager", "compile", "liger", "x best")
     for name, case in found["cases"].items():
-        seconds = {way: value for way, value in case["seconds"].items() if isinstance(value, float)}
+        seconds = {engine: value for engine, value in case["seconds"].items() if isinstance(value, float)}
         own = seconds.pop("ftkit", float("nan"))
         rate = case["moved_bytes"] / own
-        told = [f"{seconds[way] * 1e6:.0f}" if way in seconds else "-" for way in ("eager", "compile", "liger")]
+        others = [f"{seconds[each] * 1e6:.0f}" if each in seconds else "-" for each in ("eager", "compile", "liger")]
         best = min(seconds.values()) / own if seconds else float("nan")
         share = rate / found["copy_bytes_per_s"]
-        table.add_row(name, f"{own * 1e6:.0f}", f"{rate / 1e9:.0f}", f"{share:.0%}", *told, f"{best:.2f}")
+        table.add_row(name, f"{own * 1e6:.0f}", f"{rate / 1e9:.0f}", f"{share:.0%}", *others, f"{best:.2f}")
     console = Console(width=110)
     console.print(f"{found['device']}: a copy moves {found['copy_bytes_per_s'] / 1e9:.0f} GB/s", highlight=False)
     console.print(table)

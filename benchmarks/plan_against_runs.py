@@ -1,23 +1,25 @@
-"""Measured peaks of memory beside the plan: runs of different shapes, tiers and world sizes (`make bench-plan`).
+"""`make bench-plan`: memory and seconds of real runs beside their plan.
 
-Each run is `ftkit finetune` as a user starts it: a few steps of a Llama from a bf16 safetensors folder, then the export.
-On CPU ranks the peak is the largest resident size of a rank. On a GPU it is the most that PyTorch allocated on the device,
-beside the plan's device bytes without CUDA's own memory. A run passes if
+Each run is `ftkit finetune`: a few steps of a Llama from a bf16 safetensors folder.
 
-    85 % of the plan <= measured <= the plan
+    peaks     Runs of different shapes, tiers and world sizes: 85 % of the plan <= measured <= the plan. The peak is a rank's
+              largest resident size on a CPU, the bytes that PyTorch allocated on a GPU.
+    seconds   Five CPU runs, planned with a profile that `ftkit measure` makes first. The median step, without the first
+              one, is within 20 % of the plan. Nothing is fitted.
 
-Cost: five minutes on two cores, 2 GiB of memory and 4 GiB of disk; on a GPU about a minute a run, and 23 GiB of it.
+Cost: ten minutes on two otherwise idle cores, 2 GiB of memory, 4 GiB of disk; on a GPU a minute per run, and 23 GiB of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,15 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ftkit.config.recipe import parse
+from ftkit.plan.catalog import find_hardware
+from ftkit.train.planning import plan_recipe
+
 MIB = 1 << 20
 LEAST = 0.85
+WITHIN = 0.20
+STEPS = 8
+"""Steps of a run whose seconds are measured."""
 ROWS = 400
 LLAMAS = {  # hidden, inner, layers, vocabulary
     "13M": (256, 1024, 8, 8000),
@@ -39,7 +48,7 @@ LLAMAS = {  # hidden, inner, layers, vocabulary
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a Llama of `LLAMAS`, ranks, tokens of a sequence, sequences of a rank, and forced choices."""
+    """One run: a Llama of `LLAMAS`, ranks, tokens per sequence, sequences per rank, and forced choices."""
 
     llama: str
     ranks: int
@@ -51,8 +60,8 @@ class Case:
     save: bool = False
 
     def __str__(self) -> str:
-        said = ", ".join(f"{key} {value}" for key, value in self.engine.items())
-        return f"{self.llama} x{self.ranks} {self.dtype} {self.micro_batch}x{self.sequence_tokens} {said or 'auto'}"
+        forced = ", ".join(f"{key} {value}" for key, value in self.engine.items())
+        return f"{self.llama} x{self.ranks} {self.dtype} {self.micro_batch}x{self.sequence_tokens} {forced or 'auto'}"
 
 
 NVME = {"parameters": "nvme", "gradients": "nvme", "state": "nvme", "activation_offload": "nvme"}
@@ -85,6 +94,16 @@ GPU_CASES = (
 )
 
 
+RECOMPUTE = {"stage": 3, "activations": "recompute"}
+TIMED_CASES = (
+    Case("34M", 2, "fp32", 512, 1, RECOMPUTE),
+    Case("70M", 2, "fp32", 256, 2, {"stage": 2, "activations": "keep"}),
+    Case("134M", 2, "fp32", 256, 1, {**RECOMPUTE, "reshard_after_forward": False}, accumulation=2),
+    Case("70M", 1, "fp32", 512, 1, {"activations": "recompute"}),
+    Case("34M", 1, "fp32", 1024, 1, {"activations": "keep"}, accumulation=2),
+)
+
+
 def llama(case: Case) -> LlamaConfig:
     """Return the configuration of a case's Llama."""
     hidden, inner, layers, vocabulary = LLAMAS[case.llama]
@@ -100,7 +119,7 @@ def llama(case: Case) -> LlamaConfig:
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """Write a Llama with random weights, as the hub would have it."""
+    """Write a Llama with random weights as a folder of the hub."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         LlamaForCausalLM(llama(case)).to(torch.bfloat16).save_pretrained(folder)
 
@@ -135,44 +154,78 @@ def prepare(case: Case, folder: Path, steps: int = 2) -> Path:
     return path
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Run a case; return its summary."""
-    with tempfile.TemporaryDirectory(prefix="ftkit-bench-plan-") as name:
-        folder = Path(name)
-        start = f"from ftkit.cli.app import main; main(['finetune', {str(prepare(case, folder))!r}])"
-        told = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
-        if told.returncode:
-            raise SystemExit(f"{case}: exit code {told.returncode}\n{told.stdout}{told.stderr}")
-        summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
-        return summary
+def ftkit(*words: object) -> None:
+    """Run an `ftkit` command in a process of its own.
+
+    Raises:
+        SystemExit: It failed.
+    """
+    command = [sys.executable, "-c", "from ftkit.cli.app import main; main()", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"ftkit {words[0]}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+
+
+def peaks(cases: tuple[Case, ...], key: str, folder: Path) -> int:
+    """Run the cases and print measured and planned peaks; return the number outside."""
+    failed = 0
+    print(f"{'measured':>8} {'planned':>8} {'share':>6}  MiB per rank")
+    for number, case in enumerate(cases):
+        own = folder / f"peak-{number}"
+        ftkit("finetune", prepare(case, own))
+        summary = json.loads((own / "run" / "summary.json").read_text())
+        measured = max(each[key] for each in summary["peaks_per_rank"])
+        planned = summary["planned_per_rank"][key]
+        good = LEAST <= measured / planned <= 1
+        failed += not good
+        numbers = f"{measured / MIB:8.0f} {planned / MIB:8.0f} {measured / planned:6.1%}"
+        print(f"{numbers}  {case}{'' if good else '  <- outside'}", flush=True)
+    return failed
+
+
+def seconds(cases: tuple[Case, ...], folder: Path) -> int:
+    """Run the cases and print planned and measured seconds; return the number outside."""
+    failed, profiles = 0, {}
+    for ranks in sorted({case.ranks for case in cases}):
+        path = folder / f"{ranks}-ranks.yaml"
+        ftkit("measure", "-o", path, "--nproc", ranks)
+        profiles[ranks] = find_hardware(str(path))
+    print(f"{'planned':>8} {'measured':>8} {'error':>6}  seconds per step")
+    for number, case in enumerate(cases):
+        own = folder / f"timed-{number}"
+        recipe = prepare(case, own, STEPS)
+        plan = plan_recipe(parse(recipe.read_text(), str(recipe)), case.ranks, profiles[case.ranks])
+        assert plan.speed is not None
+        ftkit("finetune", recipe)
+        records = [json.loads(record) for record in (own / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if "loss" in record]
+        took = statistics.median(
+            (now["tokens"] - last["tokens"]) / now["tokens_per_second"] for last, now in pairwise(steps)
+        )
+        error = plan.speed.seconds / took - 1
+        good = abs(error) <= WITHIN
+        failed += not good
+        numbers = f"{plan.speed.seconds:8.3f} {took:8.3f} {error:+6.1%}"
+        print(f"{numbers}  {case}, {case.accumulation} micro-batches{'' if good else '  <- outside'}", flush=True)
+    return failed
 
 
 def main() -> None:
-    """Run the cases and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the cases and exit with 1 if one is outside."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("peaks", "seconds", "all"), nargs="?", default="all")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases, from 0")
-    parser.add_argument("--purposes", action="store_true", help="also print the plan by purpose")
-    chosen = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    key, cases = ("device_bytes", GPU_CASES) if cuda else ("host_bytes", CASES)
-    failed = 0
-    print(f"{'measured':>8} {'planned':>8} {'share':>6}  MiB a rank")
-    for number, case in enumerate(cases):
-        if chosen.only and number not in chosen.only:
-            continue
-        began = time.perf_counter()
-        summary = run(case)
-        measured = max(each[key] for each in summary["peaks_per_rank"])
-        planned = summary["planned_per_rank"][key]
-        share = measured / planned
-        good = LEAST <= share <= 1
-        failed += not good
-        line = f"{measured / MIB:8.0f} {planned / MIB:8.0f} {share:6.1%}  {case} ({time.perf_counter() - began:.0f} s)"
-        print(line + ("" if good else "  <- outside"), flush=True)
-        if chosen.purposes:
-            tier = summary["plan"]["tiers"]["device" if cuda else "host"]
-            sizes = {name: round(size / case.ranks / MIB) for name, size in tier["purposes"].items()}
-            print(f"{'':26}to {tier['peak_phase']}: {sizes}; {summary['plan']['strategy']['says']}", flush=True)
+    options = parser.parse_args()
+
+    def chosen(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+        return cases if not options.only else tuple(cases[number] for number in options.only)
+
+    cuda, failed = torch.cuda.is_available(), 0
+    with tempfile.TemporaryDirectory(prefix="ftkit-bench-plan-") as name:
+        if options.what != "seconds":
+            failed += peaks(chosen(GPU_CASES if cuda else CASES), "device_bytes" if cuda else "host_bytes", Path(name))
+        if options.what != "peaks" and not cuda:
+            failed += seconds(chosen(TIMED_CASES), Path(name))
     print("all within" if not failed else f"{failed} outside")
     sys.exit(failed > 0)
 

@@ -1,158 +1,116 @@
-"""`make published`: write docs/published.md, what the plan's event language says of results that others published.
+"""`make published`: published V100 results beside the plan's event model, as a table in docs/benchmarks.md.
 
-`--fit` finds anew the constants that benchmarks/literature/published.yaml calls fitted, from figures with the role `used`
-alone, each within its range; `python -m benchmarks.peer_models` checks that no neighbour of theirs is better.
+published.yaml has the runs, and one set of constants per machine. Figures with the role `used` were fitted on; those that
+were `held back` test the model, with a tolerance of 10 % (15 % with state on NVMe).
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.literature.published import Compared, Constant, Run, compare, constants, machines, runs
-from benchmarks.literature.work import Machine
+import yaml
 
-FILE = Path(__file__).parents[1] / "docs" / "published.md"
-GOLDEN = (math.sqrt(5) - 1) / 2
-UNITS = {"forward": "s", "backward": "s", "update": "s", "step": "s", "tflops": "TFLOPS", "gain": "x", "overhead": "x"}
-SAID = {
-    "gain": "step without overlap / with",
-    "overhead": "step, checkpoints on host / not",
-    "tflops": "TFLOPS a GPU",
-}
-TEXT = """# Published results, simulated
+from benchmarks.literature import schedules
+from benchmarks.literature.schedules import Seconds
+from benchmarks.literature.work import Machine, Work
 
-<!-- written by `make published`; a test compares -->
-
-The plan gives seconds from an event model (`ftkit/plan/events.py`). Here it is asked about results that others published for
-V100s: their orders of work are written in the same events (`benchmarks/literature/schedules.py`), their settings and
-printed figures are in `benchmarks/literature/published.yaml`, each with its source. One set of constants describes a
-machine; none is outside the range that `performance-model.md` leaves it. Figures marked *used* are all that constants were
-fitted on; *held back* ones are the test: within 10 % (15 % with state on NVMe). Points are numbered as in
-`performance-model.md`, section B1. Nothing here was measured by this project.
-
-{summary}
-
-## Held back
-
-{held}
-
-## Used to fit
-
-{used}
-
-The fit minimises the mean absolute logarithm of simulated over printed, so that a figure for which the model lacks a cause
-does not bend what the others agree on. The largest such gap is figure 6c on 4 GPUs. Squares instead would put `compute.8192`
-at 50 TFLOPS, the end of its range, for its sake; V8's 20B then misses too (-14 %).
-
-## Reported only
-
-{reported}
-
-## Constants
-
-{constants}
-
-## Runs, batches and sources
-
-Where a batch or a setting is not published, a rule takes it, the same for all runs of a system, and no result does: the
-batch of the authors' table for that model; else the largest that they list and that fits; a switch is as its release has it.
-
-{runs}
-"""
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+TOLERANCE, NVME_TOLERANCE = 0.10, 0.15
 
 
-def text() -> str:
-    """Return the document."""
+@dataclass(frozen=True)
+class Compared:
+    """A printed figure beside the simulated one."""
+
+    run: Mapping[str, Any]
+    role: str
+    printed: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Simulated over printed, less one."""
+        return self.simulated / self.printed - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return abs(self.error) <= (NVME_TOLERANCE if self.run["options"].get("state") == "nvme" else TOLERANCE)
+
+
+def machine(known: Mapping[str, Any]) -> Machine:
+    """Return a machine of the file."""
+    values = {name: float(each["value"]) for name, each in known["constants"].items()}
+    compute = {int(name.split(".")[1]): values.pop(name) for name in list(values) if name.startswith("compute.")}
+    return Machine(gpus=known["gpus"], compute=compute, **values)
+
+
+def simulated(run: Mapping[str, Any], what: str, node: Machine) -> float:
+    """Return the simulated value of a figure."""
+    work = Work(**run["shape"])
+    rates = node.rates(work, one_thread=run.get("one_thread", False))
+
+    def seconds(**changed: Any) -> Seconds:
+        made: schedules.Order = getattr(schedules, run["system"])(work, **{**run["options"], **changed})
+        return made.seconds(rates)
+
+    if what == "tflops":
+        return work.counted(run["convention"]) / seconds().step / 1e12
+    if what == "gain":
+        return seconds(overlap="none").step / seconds().step
+    if what == "overhead":
+        return seconds(checkpoints=True).step / seconds(checkpoints=False).step
+    return float(getattr(seconds(), what))
+
+
+def compare() -> Iterator[Compared]:
+    """Yield every figure beside its simulation."""
+    file = Path(__file__).with_name("literature") / "published.yaml"
+    known = yaml.safe_load(file.read_text(encoding="utf-8"))
+    nodes = {name: machine(each) for name, each in known["machines"].items()}
+    for run in known["runs"]:
+        for figure in run["figures"]:
+            value = simulated(run, figure["what"], nodes[run["machine"]])
+            yield Compared(run, figure["role"], figure["printed"], value)
+
+
+def fragment() -> str:
+    """Return the table of held-back figures, and a sentence on the others."""
     found = list(compare())
-    held = [each for each in found if each.figure.role == "held back"]
-    holding = sum(each.holds for each in held)
-    missed = "".join(f"; {each.run.id} misses" for each in held if not each.holds)
-    summary = f"Of {len(held)} figures held back, {holding} are within their tolerance{missed}."
-    tables = {role: _figures([each for each in found if each.figure.role == role]) for role in ("used", "reported")}
-    return TEXT.format(
-        summary=summary, held=_figures(held), **tables, constants=_constants(), runs="\n".join(map(_run, runs()))
-    )
-
-
-def fit(rounds: int = 2) -> dict[tuple[str, str], float]:
-    """Return the fitted constants anew: one after the other, by golden section within its range."""
-    known = constants()
-    free = [(name, each) for name, all_ in known.items() for each in all_ if each.how == "fitted"]
-    found = {(name, each.name): each.value for name, each in free}
-    for _ in range(rounds):
-        for name, each in free:
-            found[name, each.name] = _best(found, name, each)
-    return found
-
-
-def badness(known: Mapping[str, Machine], machine: str) -> float:
-    """Return the mean absolute logarithm of simulated over printed, of the figures that are used on a machine.
-
-    Absolute, not squared: a figure for which the model lacks a cause (6c on 4 GPUs) must not bend what all others agree on.
-    """
-    ratios = [
-        math.log(run.simulated(figure.what, known[machine]) / figure.printed)
-        for run in runs()
-        for figure in run.figures
-        if run.machine == machine and figure.role == "used"
-    ]
-    return sum(map(abs, ratios)) / len(ratios)
-
-
-def _best(found: Mapping[tuple[str, str], float], machine: str, constant: Constant) -> float:
-    def bad(value: float) -> float:
-        return badness(machines({**found, (machine, constant.name): value}), machine)
-
-    low, high = constant.low, constant.high
-    while high - low > 1e-3 * constant.high:
-        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        low, high = (low, right) if bad(left) <= bad(right) else (left, high)
-    return min((constant.low, (low + high) / 2, constant.high), key=bad)
-
-
-def _figures(found: list[Compared]) -> str:
-    rows = ["| point | run | machine | figure | printed | simulated | error | |", "|---|---|---|---|---|---|---|---|"]
-    for each in found:
-        unit = UNITS[each.figure.what]
-        digits = 1 if unit == "TFLOPS" else 2
-        verdict = ("holds" if each.holds else "**misses**") if each.figure.role == "held back" else ""
-        note = ". ".join(filter(None, (verdict, each.figure.note)))
-        what = SAID.get(each.figure.what, f"{each.figure.what}, {unit}")
-        numbers = f"{each.figure.printed:.{digits}f} | {each.simulated:.{digits}f} | {100 * each.error:+.1f} %"
-        rows.append(f"| {each.run.id} | {each.run.title} | {each.run.machine} | {what} | {numbers} | {note} |")
+    rows = ["| held back | printed TFLOPS per GPU | simulated | error |", "|---|---|---|---|"]
+    held = [each for each in found if each.role == "held back"]
+    for each in held:
+        numbers = f"{each.printed:.1f} | {each.simulated:.1f} | {each.error:+.1%}"
+        rows.append(f"| {each.run['title']} | {numbers}{'' if each.holds else ', misses'} |")
+    rows.append(f"\n{sum(each.holds for each in held)} of {len(held)} held-back figures are within their tolerance.")
+    for role, text in (("used", "used for the fit"), ("reported", "neither fitted nor held back")):
+        errors = [abs(each.error) for each in found if each.role == role]
+        rows.append(
+            f"{len(errors)} figures {text}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}."
+        )
     return "\n".join(rows)
 
 
-def _constants() -> str:
-    rows = ["| machine | constant | value | range | how | source |", "|---|---|---|---|---|---|"]
-    for name, known in constants().items():
-        for each in known:
-            unit, scale = ("TFLOPS", 1e12) if each.name.startswith("compute") else ("GB/s", 1e9)
-            unit = "Gp/s" if each.name == "adam" else unit
-            value, low, high = (f"{number / scale:g}" for number in (each.value, each.low, each.high))
-            rows.append(f"| {name} | {each.name} | {value} {unit} | {low}-{high} | {each.how} | {each.source} |")
-    return "\n".join(rows)
+def fill(text: str, name: str, content: str) -> str:
+    """Return a page with the generated part `name` replaced. Comments mark where it starts and ends."""
+    start, end = f"<!-- {name}: written by make {name} -->\n", f"\n<!-- {name}: end -->"
+    before, rest = text.split(start)
+    return f"{before}{start}\n{content}\n{end}{rest.split(end)[1]}"
 
 
-def _run(run: Run) -> str:
-    work = run.work
-    shape = f"{work.layers} x {work.hidden}, {work.sequence_tokens} tokens, {work.sequences} sequences a GPU"
-    options = ", ".join(f"{key} {value}" for key, value in run.options.items()) or "no options"
-    return f"- **{run.id}** {run.title}: `{run.system}` ({options}); {shape}. Batch: {run.batch}. Source: {run.source}."
+def generated(text: str, name: str) -> str:
+    """Return the generated part `name` of a page."""
+    start, end = f"<!-- {name}: written by make {name} -->\n", f"\n<!-- {name}: end -->"
+    return text.split(start)[1].split(end)[0].strip("\n")
 
 
 def main() -> None:
-    """Fit, or write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true")
-    if parser.parse_args().fit:
-        for (machine, name), value in fit().items():
-            print(f"{machine} {name}: {value:.4g}")
-    else:
-        FILE.write_text(text(), encoding="utf-8")
+    """Write the table into the page."""
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), "published", fragment()), encoding="utf-8")
 
 
 if __name__ == "__main__":

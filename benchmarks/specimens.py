@@ -1,24 +1,27 @@
-"""The kernels at the sizes that real models give them, and what they become on a card: machine code without a card.
+"""`make kernels`: every kernel at the sizes of real models, compiled for cards that need not be present.
 
-Triton's own compiler and the ptxas that it brings make a cubin for any compute capability on any machine. What the card will
-hold of it is read from that cubin by the tool that lies beside that ptxas, `cuobjdump -res-usage`: registers, and local
-memory, where registers spill to. Instructions are counted in the PTX: no disassembler for sm_70 comes with Triton.
-
-`moved` are the bytes that an element of a 16-bit row costs between the card's memory and its processors, at least: the time
-of a kernel is bound by them. A V100 moves 900e9 bytes a second at its best.
+Triton and its ptxas compile a cubin for any compute capability. `cuobjdump -res-usage` reads registers, shared memory and
+spilled bytes from it. Instructions are counted in the PTX (a loop's count once): `issued` is their number for the first
+capability, `wide` the share of loads and stores that move 16 bytes. `moved` is the least traffic in bytes per element of
+16-bit data; it bounds a kernel's time. A V100 moves at most 900e9 bytes per second.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -159,11 +162,11 @@ def _rotations() -> list[Specimen]:
     types = {"x": HALF, "cos": HALF, "sin": HALF, "y": HALF, **dict.fromkeys(sizes + strides, INT)}
     return [
         Specimen(
-            f"rotary {'backward' if back else 'forward'}, {told}", rotary._rotate, types,
+            f"rotary {'backward' if back else 'forward'}, {size}", rotary._rotate, types,
             {"BACK": back, "HEADS": rotary.ELEMENTS // half, "HALF": half, "REST": rest}, 4, 4,
         )
         for back in (False, True)
-        for told, half, rest in (("heads of 128", 64, 0), ("a quarter of 96", 16, 128))
+        for size, half, rest in (("heads of 128", 64, 0), ("a quarter of 96", 16, 128))
     ]  # fmt: skip
 
 
@@ -174,11 +177,11 @@ def _losses() -> list[Specimen]:
     back = {"dloss": FULL, **ahead, "first": INT, **terms}
     return [
         Specimen(
-            f"cross_entropy {way}{', with a soft cap' if cap else ''}", kernel, own,
+            f"cross_entropy {direction}{', with a soft cap' if cap else ''}", kernel, own,
             {"CAP": cap, "BLOCK": cross_entropy.BLOCK}, cross_entropy.WARPS, moved,
         )
         for cap in (False, True)
-        for way, kernel, own, moved in (
+        for direction, kernel, own, moved in (
             ("forward", cross_entropy._forward, types, 2),
             ("backward", cross_entropy._backward, back, 4),
         )
@@ -202,3 +205,37 @@ def _flat() -> list[Specimen]:
 
 
 SPECIMENS: tuple[Specimen, ...] = (*_norms(), *_activations(), *_rotations(), *_losses(), *_flat())
+
+
+def wide(made: Compiled) -> str:
+    """Return 'of all loads and stores, those of 16 bytes'."""
+    moves = {name: n for name, n in made.instructions.items() if name.startswith(("ld.global", "st.global"))}
+    whole = sum(number for name, number in moves.items() if ".v4" in name or ".v2.b64" in name)
+    return f"{whole}/{sum(moves.values())}"
+
+
+def main() -> None:
+    """Compile and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capabilities", type=int, nargs="*", default=CAPABILITIES)
+    capabilities = parser.parse_args().capabilities
+    table = Table("kernel", "warps", "bytes", "issued", "wide", title="registers / shared bytes / bytes spilt")
+    for capability in capabilities:
+        table.add_column(f"sm_{capability}", justify="right")
+    with ThreadPoolExecutor(2) as pool:
+        rows = pool.map(lambda specimen: [compile_for(specimen, capability) for capability in capabilities], SPECIMENS)
+        compiled = track(zip(SPECIMENS, rows), "compiling", total=len(SPECIMENS), console=Console(stderr=True))
+        for specimen, made in compiled:
+            table.add_row(
+                specimen.name,
+                str(specimen.warps),
+                f"{specimen.moved:g}",
+                str(sum(made[0].instructions.values())),
+                wide(made[0]),
+                *(f"{each.registers} / {each.shared} / {each.local}" for each in made),
+            )
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

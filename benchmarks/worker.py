@@ -1,7 +1,7 @@
-"""One rank of one benchmark run: build a Llama, train a few steps through the Trainer, write what was measured as JSON.
+"""One rank of one benchmark run: train a Llama for a few steps through the Trainer, write the figures as JSON.
 
 Started by `benchmarks.run`. All engines get the same model, data, dtype, batch and optimizer; only `engines.py` differs.
-Memory is the process's peak resident size. A page of shared memory counts in equal parts for the ranks that use it.
+With `save` the Trainer also writes a checkpoint and trains `STEPS_AFTER` further steps, which a second run repeats from it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ SPEC = json.loads(os.environ["BENCH_SPEC"])
 from benchmarks.engines import ENGINES  # noqa: E402  (the clock must start first)
 
 ENGINE = ENGINES[SPEC["engine"]]
+STEPS_AFTER = 2
+"""Steps after a save. The second one depends on the restored moments."""
 os.environ.update(ENGINE.environment)
 
 import torch  # noqa: E402  (as above)
@@ -28,14 +30,14 @@ from benchmarks.shapes import VOCABULARY, llama  # noqa: E402  (as above)
 
 
 def peak_bytes() -> int:
-    """Return this process's peak resident size, without the other ranks' part of shared memory at the end."""
+    """Return this process's peak resident size. A shared page counts in equal parts for the ranks that use it."""
     lines = [line for file in ("status", "smaps_rollup") for line in Path("/proc/self", file).read_text().splitlines()]
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.endswith("kB")}
     return 1024 * (kib["VmHWM"] - kib["RssShmem"] + kib["Pss_Shmem"])
 
 
 class Clock(TrainerCallback):
-    """Notes when steps begin and end, and the loss of each."""
+    """Notes the start of the first step, the end of each step, and the losses."""
 
     def __init__(self) -> None:
         self.first_step_begins: float | None = None
@@ -61,7 +63,7 @@ def random_tokens(rows: int, tokens: int) -> list[dict[str, torch.Tensor]]:
 
 
 def floor() -> None:
-    """Run forward and backward alone, as often as the engines do: no collectives, no optimizer."""
+    """Run only forward and backward: no collectives, no optimizer."""
     torch.manual_seed(42)
     model = LlamaForCausalLM(llama(SPEC["model"]))
     steps, began, losses = [], time.time(), []
@@ -92,10 +94,11 @@ def main() -> None:
         from ftkit import Trainer, TrainingArguments
     else:
         from transformers import Trainer, TrainingArguments
+    last = SPEC["warmup"] + SPEC["steps"]
     keywords = {
         "output_dir": SPEC["folder"],
         "per_device_train_batch_size": SPEC["batch"],
-        "max_steps": SPEC["warmup"] + SPEC["steps"],
+        "max_steps": last + (STEPS_AFTER if SPEC["save"] else 0),
         "use_cpu": not torch.cuda.is_available(),
         "bf16": SPEC["dtype"] == "bf16",
         "ddp_backend": None if torch.cuda.is_available() else "gloo",
@@ -104,7 +107,8 @@ def main() -> None:
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
         "logging_steps": 1,
-        "save_strategy": "no",
+        "save_strategy": "steps" if SPEC["save"] and not SPEC["resume"] else "no",
+        "save_steps": last,
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
@@ -113,18 +117,20 @@ def main() -> None:
     arguments = TrainingArguments(**keywords)
     torch.manual_seed(42)
     model = LlamaForCausalLM(llama(SPEC["model"]))
-    rows = max(64, (SPEC["warmup"] + SPEC["steps"]) * SPEC["batch"] * SPEC["world"])
+    rows = max(64, (last + STEPS_AFTER) * SPEC["batch"] * SPEC["world"])
     clock = Clock()
     trainer = Trainer(model=model, args=arguments, train_dataset=random_tokens(rows, SPEC["tokens"]), callbacks=[clock])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=SPEC["resume"])
     steps = [end - begin for begin, end in zip([clock.first_step_begins, *clock.ends], clock.ends)]
-    write({
-        "startup_s": clock.first_step_begins - STARTED,
-        "first_step_s": steps[0],
-        "steps_s": steps[SPEC["warmup"] :],
-        "losses": clock.losses,
-        "wrapped": type(trainer.model_wrapped).__name__,
-    })
+    write(
+        {
+            "startup_s": clock.first_step_begins - STARTED,
+            "steps_s": steps if SPEC["resume"] else steps[SPEC["warmup"] : last],
+            "after_s": steps[last:],
+            "losses": clock.losses,
+            "wrapped": type(trainer.model_wrapped).__name__,
+        }
+    )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,8 +1,4 @@
-"""What a publication says of a run: the GPT that was trained, and the machine, each as the few numbers that a step takes.
-
-It refuses conventions of counting that it does not know. It knows no schedule: peers.py writes those, and published.py reads
-the numbers.
-"""
+"""A published run as numbers: the GPT that was trained, and the machine."""
 
 from __future__ import annotations
 
@@ -18,18 +14,17 @@ HALF = 2
 
 @dataclass(frozen=True)
 class Work:
-    """A GPT as the papers have it, and what one step asks of one rank.
+    """A GPT, and one step of one rank.
 
     Args:
-        layers: number of blocks of the model.
-        hidden: hidden size of the model.
-        sequences: sequences of a rank in a step, one micro-batch.
-        gpus: number of all GPUs.
-        sequence_tokens: tokens of one sequence.
-        vocabulary: size of the vocabulary, padded.
-        model_parallel: ranks that share each layer's matrices.
-        has_head: whether the head's product over the vocabulary is computed.
-        heads: number of attention heads.
+        layers: Number of blocks.
+        hidden: Hidden size.
+        sequences: Sequences of a rank in a step, one micro-batch.
+        gpus: Number of all GPUs.
+        sequence_tokens: Tokens of one sequence.
+        vocabulary: Size of the vocabulary, padded.
+        has_head: Whether the head's product over the vocabulary is computed.
+        heads: Number of attention heads.
     """
 
     layers: int
@@ -38,92 +33,81 @@ class Work:
     gpus: int
     sequence_tokens: int = 1024
     vocabulary: int = 50304
-    model_parallel: int = 1
     has_head: bool = True
     heads: int = 16
 
     @property
     def tokens(self) -> int:
-        """Of a rank in a step."""
+        """Tokens of a rank in a step."""
         return self.sequences * self.sequence_tokens
 
     @property
     def block(self) -> float:
-        """Elements of one block on one rank: four matrices of attention, two of the MLP, biases and norms."""
-        return (12 * self.hidden**2 + 13 * self.hidden) / self.model_parallel
+        """Elements of one block: four matrices of attention, two of the MLP, biases and norms."""
+        return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
     def outside(self) -> float:
-        """Elements of embeddings on one rank; the head is tied."""
-        return (self.vocabulary + self.sequence_tokens) * self.hidden / self.model_parallel
+        """Elements of the embeddings. The head is tied."""
+        return (self.vocabulary + self.sequence_tokens) * self.hidden
 
     @property
     def numel(self) -> float:
-        """Elements of one replica's rank."""
+        """Elements of the model."""
         return self.layers * self.block + self.outside
 
     @property
-    def replicas(self) -> int:
-        """Ranks that share a line of elements."""
-        return self.gpus // self.model_parallel
-
-    @property
     def pass_operations(self) -> float:
-        """Operations of one block's forward on a rank."""
-        return self.tokens * (2 * self.block + 4 * self.sequence_tokens * self.hidden / self.model_parallel)
+        """Operations of one block's forward."""
+        return self.tokens * (2 * self.block + 4 * self.sequence_tokens * self.hidden)
 
     @property
     def head_operations(self) -> float:
-        """Operations of the head's one product on a rank."""
-        return 2.0 * self.tokens * self.vocabulary * self.hidden / self.model_parallel if self.has_head else 0.0
+        """Operations of the head's one product."""
+        return 2.0 * self.tokens * self.vocabulary * self.hidden if self.has_head else 0.0
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of one block's kept input on a rank."""
-        return HALF * self.tokens * self.hidden / self.model_parallel
+        """Bytes of one block's saved input."""
+        return HALF * self.tokens * self.hidden
 
     def counted(self, convention: str) -> float:
         """Return the operations of a rank that a publication divides by seconds.
 
         Args:
-            convention: "8N": 8 operations a parameter and token, embeddings too, attention not (DeepSpeed's examples,
+            convention: "8N": 8 operations per parameter and token, embeddings included, attention not (DeepSpeed's examples,
                 PatrickStar, BigScience). "megatron": 96 B s l h^2 (1 + s / 6h + V / 16lh) (arXiv:2104.04473).
-
-        Raises:
-            ValueError: for another convention.
         """
         if convention == "8N":
             return 8 * self.numel * self.tokens
-        if convention == "megatron":
-            s, h, layers = self.sequence_tokens, self.hidden, self.layers
-            share = 1 + s / (6 * h) + self.vocabulary / (16 * layers * h)
-            return 96 * self.tokens * layers * h**2 * share / self.model_parallel
-        raise ValueError(f"no convention {convention!r}: 8N or megatron")
+        assert convention == "megatron", convention
+        share = 1 + self.sequence_tokens / (6 * self.hidden) + self.vocabulary / (16 * self.layers * self.hidden)
+        return 96 * self.tokens * self.layers * self.hidden**2 * share
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of a machine, per second; one set for all that was measured on it.
+    """Constants of a machine, per second.
 
     Args:
         gpus: GPUs of a node.
-        compute: operations of a GPU, by hidden size.
-        link: bytes of a collective in a node (bus bandwidth).
-        pcie: bytes each way of one GPU alone.
-        pcie_box: bytes each way of all GPUs of a node together.
-        pageable: bytes of a blocking copy between a GPU and memory that is not pinned.
-        adam: elements that Adam updates on a whole host.
-        network: bytes of one ring between nodes; 0 where there is one node.
-        nvme: bytes of a node, reads and writes mixed; 0 where there is no NVMe.
-        thread: bytes of host memory that one thread streams.
-        hbm: bytes of a GPU's memory.
+        compute: Operations of a GPU, by hidden size.
+        link: Bytes of a collective in a node (bus bandwidth).
+        pcie: Bytes in each direction of one GPU alone.
+        pcie_node: Bytes in each direction of all GPUs of a node together.
+        pageable: Bytes of a blocking copy between a GPU and memory that is not pinned.
+        adam: Elements that Adam updates on a whole host.
+        network: Bytes of one ring between nodes. 0 for a single node.
+        nvme: Bytes of a node, reads and writes mixed. 0 without NVMe.
+        thread: Bytes of host memory that one thread streams.
+        hbm: Bytes of a GPU's memory.
     """
 
     gpus: int
     compute: Mapping[int, float]
     link: float
     pcie: float
-    pcie_box: float
+    pcie_node: float
     pageable: float
     adam: float
     network: float = 0.0
@@ -132,24 +116,22 @@ class Machine:
     hbm: float = 750e9
 
     def rates(self, work: Work, *, one_thread: bool = False) -> dict[str, float]:
-        """Return what one rank has for itself while all of its node work.
+        """Return the rates of one rank while all ranks of its node work.
 
         Args:
-            work: the model and what a step asks of a rank.
-            one_thread: host arithmetic of a rank has one thread, as torchrun's default leaves it.
+            work: The model and a rank's step.
+            one_thread: Host arithmetic of a rank has one thread, torchrun's default.
         """
         ranks = min(self.gpus, work.gpus)
-        outside_box = work.gpus > self.gpus
-        rings = min(work.model_parallel, ranks)  # that cross a node's edge side by side
         dram = self.adam * ADAMW.traffic_bytes / ranks
-        known = {
+        found = {
             "compute": Rates(self.compute, self.link, self.pcie, dram, self.hbm).operations(work.hidden),
-            "link": min(self.link, self.network / rings) if outside_box else self.link,
-            "lane": self.pcie,  # of a rank that moves while the others do not
-            "up": min(self.pcie, self.pcie_box / ranks),
-            "down": min(self.pcie, self.pcie_box / ranks),
-            "pageable": min(self.pageable, self.pcie_box / ranks),
+            "link": min(self.link, self.network) if work.gpus > self.gpus else self.link,
+            "lane": self.pcie,  # of a rank that moves data while the others do not
+            "up": min(self.pcie, self.pcie_node / ranks),
+            "down": min(self.pcie, self.pcie_node / ranks),
+            "pageable": min(self.pageable, self.pcie_node / ranks),
             "dram": min(dram, self.thread) if one_thread else dram,
             "hbm": self.hbm,
         }
-        return {**known, "nvme": self.nvme / ranks} if self.nvme else known
+        return {**found, "nvme": self.nvme / ranks} if self.nvme else found

@@ -154,7 +154,7 @@ CLAIMS = (
     Claim("PyTorch allocates no more than planned", README, "stayed within the plan", measured("peaks", within_plan)),
     Claim(
         "with everything on NVMe, PyTorch allocates no more than planned",
-        "docs/measured.md",
+        "docs/benchmarks.md",
         "The same with everything on NVMe did not end",
         measured("peaks-nvme", within_plan),
     ),

@@ -2,7 +2,7 @@
 
 A file contains one shard without a header: element i is at byte i * itemsize. A request is cut into blocks of 16 MiB. Two
 threads move the blocks with preadv and pwritev, which release the interpreter lock, and O_DIRECT bypasses the page cache.
-From buffers on 2 MiB pages (`arena.py`) this is as fast as libaio and io_uring (`benchmarks/disk.py`).
+From buffers on 2 MiB pages (`arena.py`) this is as fast as plain O_DIRECT loops (`make bench-disk`).
 
 The files are scratch: they are not synced, and have no checksums. A failed request raises `DiskError` from `wait`.
 

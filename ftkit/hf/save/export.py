@@ -4,7 +4,7 @@ The fp32 masters of the checkpoint (or its weights) are read in pieces, compared
 requested dtype. The configuration, tokenizer and chat template of the checkpoint are copied. Its optimizer state is not.
 Only files that the checkpoint lists are read or copied, and no pickles.
 
-Cost: one read and one write of the weights; about 20 MiB of host memory (`benchmarks/load_memory.py`).
+Cost: one read and one write of the weights; about 20 MiB of host memory (`make bench-memory`).
 """
 
 from __future__ import annotations
