@@ -3,7 +3,7 @@
 `judge` turns the facts of a probe into findings. It reads nothing else, so recorded machines can be judged, too. A `fail`
 stops a run or changes what it computes; a `warn` costs speed or memory.
 
-Hardware facts, with sources in docs/install.md: wheels of torch 2.11 and later have kernels for sm_70 only if they were
+Hardware facts, with sources in docs/quickstart-v100.md: wheels of torch 2.11 and later have kernels for sm_70 only if they were
 built with CUDA 12.6; the last driver for Volta is R580, and CUDA 13 needs at least that one.
 """
 
