@@ -84,7 +84,7 @@ def test_recipes_are_listed_shown_and_copied(capsys, tmp_path, monkeypatch):
 def test_the_version_and_the_public_names(capsys):
     assert leave("--version") == 0
     assert capsys.readouterr().out.strip() == f"ftkit {ftkit.__version__}"
-    assert {"Trainer", "ShardedAdamW", "__version__"} <= set(dir(ftkit))
+    assert {"Trainer", "ShardedAdamW", "notebook"} <= set(dir(ftkit))
 
 
 def test_the_command_imports_nothing_heavy():
