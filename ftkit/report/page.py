@@ -190,7 +190,8 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
         if not any(y for each in memory for _, y in each.points):
             continue
         if not several and (planned := runs[0][1].planned_bytes(tier)):
-            memory.append(Series("planned", [(0.0, planned / GIB)], "level", 1))
+            ends: list[Point] = [(min(steps), planned / GIB), (max(steps), planned / GIB)]
+            memory.append(Series("planned", ends, "level", 1))
         title = f"{tier.capitalize()} memory of rank 0"
         drawn.append(line_chart(title, ("peak so far", "GiB"), memory, xs=steps, from_zero=True))
     return drawn
@@ -199,12 +200,11 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
 def _memory(facts: Facts) -> Markup | str:
     bars = []
     for tier, name in TIER_LABELS.items():
-        granted = facts.granted_bytes(tier)
         if purposes := facts.purposes(tier):
-            bars.append(Bar(f"{name}, planned", purposes, None if granted is None else (granted, "granted")))
+            bars.append(Bar(f"{name}, planned", purposes, facts.granted_bytes(tier)))
             if peak := facts.peak_bytes(tier):
                 bars.append(Bar(f"{name}, measured", [("measured peak", peak)], plain=True))
-    return stacked_bars("One rank at its peak", ("memory", "GiB"), bars, unit=GIB) if bars else ""
+    return stacked_bars("One rank at its peak", bars) if bars else ""
 
 
 def _steps(facts: Facts) -> Iterator[Markup]:

@@ -204,11 +204,8 @@ def render(plan: Plan, title: str) -> str:
     for tier in plan.tiers:
         phase, granted = plan.memory.peak_phase(tier), plan.limits.granted(tier)
         sizes = plan.memory.purposes(tier, phase).items()
-        parts = [(purpose, float(size * plan.limits.ranks(tier))) for purpose, size in sizes]
-        mark = None if granted is None else (float(granted), "granted")
-        charts += stacked_bars(
-            f"{TITLES[tier]}: peak during {phase}", ("memory", "GiB"), [Bar("planned", parts, mark)], unit=GIB
-        )
+        parts = [(purpose, size * plan.limits.ranks(tier)) for purpose, size in sizes]
+        charts += stacked_bars(f"{TITLES[tier]}: peak during {phase}", [Bar("planned", parts, granted)])
     return html(
         "plan.html",
         title=title,
