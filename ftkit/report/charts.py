@@ -40,19 +40,12 @@ Legend = Sequence[tuple[str, int, str]]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour.
-
-    Args:
-        name: Name in the legend.
-        points: Points, in order of x.
-        kind: "line"; "dots", joined by a thin line; or "level", a dashed line.
-        colour: Number of the colour; None takes the position of the series.
-    """
+    """Points of one colour, in order of x."""
 
     name: str
     points: Sequence[Point]
-    kind: str = "line"
-    colour: int | None = None
+    kind: str = "line"  # or "dots", joined by a thin line, or "level", a dashed line
+    colour: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,22 +145,20 @@ def line_chart(
         log: Whether the y axis may be logarithmic; see `axis_of`.
         from_zero: Whether the y axis contains zero; see `axis_of`.
     """
-    drawn = [
-        (each, (place if each.colour is None else each.colour) % COLOURS) for place, each in enumerate(series) if each.points
-    ]
-    known = [*xs, *(place for each, _ in drawn for place, _ in each.points)]
-    values = [value for each, _ in drawn for _, value in each.points if value is not None and math.isfinite(value)]
+    drawn = [each for each in series if each.points]
+    known = [*xs, *(place for each in drawn for place, _ in each.points)]
+    values = [value for each in drawn for _, value in each.points if value is not None and math.isfinite(value)]
     across = axis_of(known, whole=True)
     if known and (low := min(known)) < (high := max(known)):  # no empty margins
         across = Axis(low, high, tuple(tick for tick in across.ticks if low <= tick <= high))
     up = axis_of(values, log=log, from_zero=from_zero)
     parts: list[str] = []
-    for each, colour in sorted(drawn, key=lambda pair: pair[0].kind == "dots"):
-        parts += _drawn(each, colour, across, up)
-    parts += _hovers([each for each, _ in drawn], across, x[0])
+    for each in sorted(drawn, key=lambda one: one.kind == "dots"):
+        parts += _drawn(each, across, up)
+    parts += _hovers(drawn, across, x[0])
     if not values:
         parts.append(svg_text("none", (WIDTH + LEFT) / 2, HEIGHT / 2 - 12, "no numbers yet"))
-    legend = [(each.name, colour, each.kind) for each, colour in drawn] if len(drawn) > 1 else []
+    legend = [(each.name, each.colour, each.kind) for each in drawn] if len(drawn) > 1 else []
     return _upright(title, across, up, (x, y), parts, legend)
 
 
@@ -299,10 +290,10 @@ def _figure(title: str, label: str, legend: Legend, size: tuple[int, int], parts
     return Markup(f'<figure class="{kind}"><figcaption>{escaped(title)}</figcaption>{shown}{drawing}</figure>')
 
 
-def _drawn(series: Series, colour: int, across: Axis, up: Axis) -> Iterator[str]:
+def _drawn(series: Series, across: Axis, up: Axis) -> Iterator[str]:
     path: list[str] = []
     values: list[str] = []
-    pen = "M"
+    pen, colour = "M", series.colour
     for x, value in thinned(series.points, across.low, across.high):
         at = _x(across, x)
         if value is None:
@@ -337,19 +328,12 @@ def _hovers(drawn: Sequence[Series], across: Axis, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a stacked bar chart.
-
-    Args:
-        name: Name to the left of the bar.
-        parts: (name, bytes) from left to right.
-        granted: Position of a mark in bytes; None for none.
-        plain: Whether the bar has one neutral colour and no entry in the legend.
-    """
+    """One bar of a stacked bar chart: (name, bytes) of its parts from left to right."""
 
     name: str
     parts: Sequence[tuple[str, float]]
-    granted: float | None = None
-    plain: bool = False
+    granted: float | None = None  # bytes at which there is a mark
+    plain: bool = False  # one neutral colour, no entry in the legend
 
 
 def stacked_bars(title: str, bars: Sequence[Bar]) -> Markup:

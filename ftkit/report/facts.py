@@ -1,7 +1,7 @@
 """The files of a run's folder, read defensively: a folder may come from anybody.
 
-Links, pipes, devices and huge files are not opened. A file that cannot be read counts as absent, a line of metrics.jsonl that
-is no JSON object is skipped. `Reader` reads only the new lines of metrics.jsonl each time.
+Links, pipes, devices and huge files are not opened. A file that cannot be read counts as absent, and a line of metrics.jsonl
+that is no JSON object is skipped. `Reader` reads only the new lines of metrics.jsonl each time.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,7 @@ from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
-from ftkit.report.page import rewrite
+from ftkit.report.page import now, rewrite
 from ftkit.report.text import literal
 from ftkit.report.timeline import Part, Timeline, as_chrome, of_speed
 
@@ -38,32 +37,21 @@ TRACED_STEP = 3
 
 @dataclass
 class RunReport(TrainerCallback):
-    """Writes the report of a run.
-
-    Args:
-        folder: Folder of the run.
-        writes: Whether this rank writes the report.
-        facts: Content of report.json known at the start.
-        units: Returns the sharded model, or None before it exists.
-        samples: Returns questions and answers so far.
-        events: Returns a count; the report is written at once if it changes.
-        say: Console for a message.
-        broken: Whether an error has ended the report.
-    """
+    """Writes the report of a run."""
 
     folder: RunFolder
-    writes: bool
-    facts: dict[str, Any]
-    units: Callable[[], ShardedTransformer | None]
-    samples: Callable[[], list[dict[str, str]]]
-    events: Callable[[], int]
+    writes: bool  # whether this rank writes the report
+    facts: dict[str, Any]  # content of report.json known at the start
+    units: Callable[[], ShardedTransformer | None]  # returns the sharded model, or None before it exists
+    samples: Callable[[], list[dict[str, str]]]  # returns questions and answers so far
+    events: Callable[[], int]  # returns a count; the report is written at once if it changes
     say: Console
-    broken: bool = False
-    reader: Reader = field(init=False)
+    broken: bool = False  # whether an error has ended the report
 
     def __post_init__(self) -> None:
         self.reader = Reader(self.folder)
-        self.standing = {"status": GOING_ON, "why": "", "started": now(), "ended": None, "command": command(), **self.facts}
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self.standing = {"status": GOING_ON, "why": "", "started": now(), "ended": None, "command": command, **self.facts}
         self.due_s = 0.0
         self.seen = 0
         self.traced_step: int | None = None
@@ -145,16 +133,6 @@ class RunReport(TrainerCallback):
         except Exception as error:  # whatever it is, the run goes on
             self.broken = True
             self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
-
-
-def now() -> str:
-    """Return the present time, to the second, with its zone."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def command() -> str:
-    """Return the command of this process, without the folder of the program."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def simulated(speed: Speed | None) -> dict[str, Any] | None:

@@ -230,6 +230,6 @@ def _curve(plan: Plan, speed: Speed) -> Markup:
     static, dynamic = curve(plan, speed)
     series = [
         Series("static", [(seconds, static / GIB) for seconds, _ in dynamic]),
-        Series("static and dynamic", [(seconds, (static + size) / GIB) for seconds, size in dynamic]),
+        Series("static and dynamic", [(seconds, (static + size) / GIB) for seconds, size in dynamic], colour=1),
     ]
     return line_chart("Memory of a GPU within the step", ("memory", "GiB"), series, x=("time", "s"), from_zero=True)

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ftkit.config.wording import counted
-from ftkit.report.text import gib, lasted, plain, short, visible
+from ftkit.report.text import plain, visible
 
 HERE = Path(__file__).parent
 ENVIRONMENT = Environment(
@@ -26,7 +26,7 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"gib": gib, "lasted": lasted, "short": short, "cut": plain, "visible": visible, "counted": counted}
+ENVIRONMENT.filters |= {"cut": plain, "visible": visible, "counted": counted}
 
 
 @cache
