@@ -176,7 +176,7 @@ def histogram(
         x: Name and unit of the x axis.
         y: Name and unit of the y axis.
         classes: (low, high, count); `high` is excluded.
-        limit: Position and name of a mark; None for none.
+        limit: Position and name of a mark.
     """
     ends = [end for low, high, _ in classes for end in (low, high)]
     across = axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True)
@@ -247,17 +247,7 @@ def wide_chart(
     legend: Legend,
     margin: int = RIGHT,
 ) -> Markup:
-    """Return a figure that spans the page, with named rows and a horizontal axis. It scrolls if the page is narrow.
-
-    Args:
-        title: Heading.
-        rows: Name of each row.
-        axis: The axis.
-        axis_title: Title of the axis with its unit.
-        parts: Elements in the rows; see `wide_x` and `wide_y`.
-        legend: Entries of the legend.
-        margin: Right margin of the drawing.
-    """
+    """Return a figure that spans the page: named rows of elements at `wide_x` and `wide_y`, and a horizontal axis."""
     bottom = wide_y(len(rows))
     grid = []
     for tick in axis.ticks:

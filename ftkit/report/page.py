@@ -33,14 +33,7 @@ Card = tuple[str, str, str, str, str]
 
 
 def refresh(path: Path, out: Path | None = None) -> Path:
-    """Write the report of a run's folder.
-
-    Args:
-        path: Folder of the run.
-        out: File to write; None for report.html in the folder.
-
-    Returns:
-        Path of the report.
+    """Write the report of a run's folder to `out`, or else to report.html in the folder. Return its path.
 
     Raises:
         UserError: The path is no folder of a run, or the report cannot be written.
@@ -141,19 +134,15 @@ def _elapsed(facts: Facts, status: str) -> float | None:
     """Return the seconds from the start to the end or until now; None if the times are missing or unusable."""
     try:
         began = datetime.fromisoformat(facts.standing["started"])
-        now = datetime.now().astimezone()
-        ended = now if status == GOING_ON else datetime.fromisoformat(facts.standing["ended"])
+        going_on = status == GOING_ON
+        ended = datetime.now().astimezone() if going_on else datetime.fromisoformat(facts.standing["ended"])
         return max((ended - began).total_seconds(), 0.0)
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
-    """Return the charts of one run, or of several runs in the same charts, one colour each.
-
-    Args:
-        runs: Name and content of each run; the name of a single run is "".
-    """
+    """Return the charts of some runs, each with its name. The name of a single run is ""; several have one colour each."""
     several = len(runs) > 1
     steps = [step for _, facts in runs for points in facts.curves.points.values() for step, _ in points[:1] + points[-1:]]
 

@@ -33,17 +33,12 @@ STAGES = {
     2: "gradients and optimizer state are sharded",
     3: "parameters, gradients and optimizer state are sharded (as FSDP full shard)",
 }
+UNTIMED = "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml`, then set `hardware: FILE.yaml`"
 Rows = list[tuple[str, str]]
 
 
 def show_plan(console: Console, plan: Plan, epoch: Mapping[str, float] | None = None) -> None:
-    """Print a plan.
-
-    Args:
-        console: Console to print to.
-        plan: The plan.
-        epoch: Estimated "tokens" and "seconds" of an epoch; None if unknown.
-    """
+    """Print a plan, and the estimated "tokens" and "seconds" of an epoch."""
     console.print(f"[bold]{literal(model(plan))}[/]; planned, not measured")
     for heading, rows in sections(plan, epoch):
         console.print(f"\n[bold cyan]{heading}[/]")
@@ -123,7 +118,9 @@ def _why(plan: Plan) -> Iterator[tuple[str, str]]:
 def _step(plan: Plan) -> Iterator[tuple[str, str]]:
     speed = plan.speed
     if speed is None:
-        yield "time", f"unknown: {why_untimed(plan)}"
+        rates = None if plan.asked is None else plan.asked.rates
+        missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
+        yield "time", f"unknown: {missing or UNTIMED}"
     else:
         yield "time", f"{speed.seconds:.2f} s for {speed.tokens:,} tokens"
         yield "speed", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} TFLOPS per rank with recomputation"
@@ -137,35 +134,30 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "warning", f"{node / GIB:.1f} GiB per step are written to NVMe: {rate}. Check the endurance of the drive"
 
 
-def why_untimed(plan: Plan) -> str:
-    """Return why the seconds of a step are unknown."""
-    rates = None if plan.asked is None else plan.asked.rates
-    missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
-    return missing or (
-        "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml` and set `hardware: FILE.yaml` in the "
-        "recipe"
-    )
-
-
 def _table(plan: Plan) -> Table:
     """Return the table: purposes down, tiers across, each tier at its peak."""
     tiers = plan.tiers
+    at_peak = {tier: _at_peak(plan, tier) for tier in tiers}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     for tier in tiers:
         table.add_column(TITLES[tier], justify="right")
-    phases = {tier: plan.memory.peak_phase(tier) for tier in tiers}
-    at_peak = {tier: plan.memory.purposes(tier, phases[tier]) for tier in tiers}
     for purpose in dict.fromkeys(name for found in at_peak.values() for name in found):
-        sizes = (at_peak[tier].get(purpose, 0) * plan.limits.ranks(tier) for tier in tiers)
+        sizes = (at_peak[tier].get(purpose, 0) for tier in tiers)
         table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
     table.add_section()
     table.add_row("[bold]needed[/]", *(f"[bold]{plan.needed_bytes(tier) / GIB:.2f}[/]" for tier in tiers))
     table.add_row("[bold]granted[/]", *(_granted(plan, tier) for tier in tiers))
     by = ("" if plan.limits.granted(tier) is None else literal(plan.limits.name(tier)) for tier in tiers)
     table.add_row("[dim]granted by[/]", *(f"[dim]{name}[/]" for name in by))
-    table.add_row("[dim]peak during[/]", *(f"[dim]{phases[tier]}[/]" for tier in tiers))
+    table.add_row("[dim]peak during[/]", *(f"[dim]{plan.memory.peak_phase(tier)}[/]" for tier in tiers))
     return table
+
+
+def _at_peak(plan: Plan, tier: str) -> dict[str, int]:
+    """Return the bytes of each purpose on a tier at its peak, of a rank or of a node as in `TITLES`."""
+    sizes = plan.memory.purposes(tier, plan.memory.peak_phase(tier))
+    return {purpose: size * plan.limits.ranks(tier) for purpose, size in sizes.items()}
 
 
 def _granted(plan: Plan, tier: str) -> str:
@@ -194,18 +186,11 @@ def show_answers(console: Console, answers: Sequence[Answer], before: Speed | No
 
 
 def render(plan: Plan, title: str) -> str:
-    """Return the page of a plan.
-
-    Args:
-        plan: The plan.
-        title: Title of the page: the recipe and the hardware.
-    """
+    """Return the page of a plan."""
     speed, charts = plan.speed, Markup()
     for tier in plan.tiers:
-        phase, granted = plan.memory.peak_phase(tier), plan.limits.granted(tier)
-        sizes = plan.memory.purposes(tier, phase).items()
-        parts = [(purpose, size * plan.limits.ranks(tier)) for purpose, size in sizes]
-        charts += stacked_bars(f"{TITLES[tier]}: peak during {phase}", [Bar("planned", parts, granted)])
+        bar = Bar("planned", list(_at_peak(plan, tier).items()), plan.limits.granted(tier))
+        charts += stacked_bars(f"{TITLES[tier]}: peak during {plan.memory.peak_phase(tier)}", [bar])
     return html(
         "plan.html",
         title=title,

@@ -20,14 +20,13 @@ STAYING = "\n\t\u200c\u200d"
 
 
 def plain(value: Any, most: int = MOST_CHARACTERS) -> Any:
-    """Return a value as text without control characters, at most `most` characters; markup stays as it is."""
+    """Return a value as `visible` text of at most `most` characters; markup stays as it is."""
     if isinstance(value, Markup):
         return value
     text = value if isinstance(value, str) else repr(value)
     if len(text) > most:
         text = f"{text[:most]} … ({len(text) - most:,} more characters)"
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written
-    return "".join(c if c.isprintable() or c in STAYING else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return visible(text)
 
 
 def escaped(value: Any, most: int = MOST_CHARACTERS) -> Markup:
