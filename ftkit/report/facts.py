@@ -10,6 +10,7 @@ import json
 import math
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ class Facts:
     @property
     def tokens_per_s(self) -> float | None:
         """Speed of the whole run, or of the last logging step."""
-        last = self.curves.known("tokens_per_second")[-1:]
-        return next(filter(None, map(finite, (self.summary.get("tokens_per_second"), *last))), None)
+        last = self.curves.known("tokens_per_second")[-1:] or [math.nan]
+        return finite(self.summary.get("tokens_per_second")) or finite(last[0])
 
     def peak_bytes(self, tier: str) -> float | None:
         """Return the measured peak of the fullest rank on a tier. During the run, that of rank 0."""
@@ -173,14 +174,15 @@ class Reader:
 
     def read(self, *, locked: bool | None = None) -> Facts:
         """Return the present content of the files."""
-        self._read_metrics()
+        with suppress(OSError):
+            self._read_metrics()
         standing = record(_parsed(_read_text(self.folder.standing)))
-        divergences = _read_text(self.folder.divergences).splitlines()
+        divergences = map(_parsed, _read_text(self.folder.divergences).splitlines())
         return Facts(
             self.folder,
             _read_text(self.folder.recipe),
             self.curves,
-            [each for each in map(_parsed, divergences) if isinstance(each, dict)],
+            [each for each in divergences if isinstance(each, dict)],
             record(_parsed(_read_text(self.folder.summary))),
             standing,
             from_chrome(_parsed(_read_text(self.folder.trace))),
@@ -189,19 +191,16 @@ class Reader:
         )
 
     def _read_metrics(self) -> None:
-        try:
-            with _open(self.folder.metrics) as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._at:
-                    self.curves, self._at, self._file = Curves(), 0, found.st_ino
-                file.seek(self._at)
-                for line in file:
-                    if not line.endswith(b"\n"):  # still being written
-                        break
-                    self._at += len(line)
-                    self.curves.take(line)
-        except OSError:
-            pass
+        with _open(self.folder.metrics) as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file or found.st_size < self._at:
+                self.curves, self._at, self._file = Curves(), 0, found.st_ino
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                self._at += len(line)
+                self.curves.take(line)
 
 
 def read(path: Path) -> Facts:
@@ -239,8 +238,6 @@ def _parsed(line: bytes | str) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        with _open(path) as file:
-            return str(file.read(), "utf-8", "replace")
-    except OSError:
-        return ""
+    with suppress(OSError), _open(path) as file:
+        return str(file.read(), "utf-8", "replace")
+    return ""

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.engine.trace import Span, Trace
+from ftkit.engine.trace import Trace
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
@@ -95,21 +95,21 @@ class RunReport(TrainerCallback):
             self.began_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the recorded step, and the report if it is due or something happened."""
+        """Write the recorded step, and the report if it is due or something happened. Also after an evaluation."""
         if self.recording is not None:
             recorded, self.recording, self.traced_step = self.recording, None, -1
             seconds = time.perf_counter() - self.began_s
-            spans = recorded.stop()  # also if the report is broken: a trace must not grow for the rest of the run
-            self._attempt(self._write_trace, spans, recorded.clock.device.type, state.global_step, seconds)
+            # The recording stops also if the report is broken: a trace must not grow for the rest of the run.
+            parts = [Part(span.stream, span.name, span.start_s, span.end_s) for span in recorded.stop()]
+            seconds = max(seconds, max((part.end_s for part in parts), default=0.0))  # on CUDA the device ends later
+            timeline = Timeline(parts, seconds, state.global_step, recorded.clock.device.type)
+            self._attempt(write_json, self.folder.trace, as_chrome(timeline))
         happened = self.events()
         if happened != self.seen or time.perf_counter() >= self.due_s:
             self.seen = happened
             self._attempt(self._write)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report if it is due."""
-        if time.perf_counter() >= self.due_s:
-            self._attempt(self._write)
+    on_evaluate = on_step_end
 
     def _write(self) -> None:
         began = time.perf_counter()
@@ -118,11 +118,6 @@ class RunReport(TrainerCallback):
         rewrite(self.reader)
         ended = time.perf_counter()
         self.due_s = ended + max(EVERY_SECONDS, REST * (ended - began))
-
-    def _write_trace(self, spans: list[Span], device: str, step: int, seconds: float) -> None:
-        parts = [Part(span.stream, span.name, span.start_s, span.end_s) for span in spans]
-        seconds = max(seconds, max((part.end_s for part in parts), default=0.0))  # on CUDA the device ends later
-        write_json(self.folder.trace, as_chrome(Timeline(parts, seconds, step, device)))
 
     def _attempt(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Call `work` on the rank that writes. An error ends the report and is printed once."""

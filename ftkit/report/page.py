@@ -161,7 +161,7 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
     accuracy = series("eval_accuracy", "held-out rows", "dots", 0.01)
     drawn = [
         line_chart("Loss", ("loss", "nats per token"), loss, xs=steps),
-        line_chart("Gradient norm", ("norm before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
+        line_chart("Gradient norm", ("before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
         line_chart("Learning rate", ("learning rate", "10⁻³"), rate, xs=steps, from_zero=True),
         line_chart("Speed", ("speed", "tokens/s"), speed, xs=steps, from_zero=True),
     ]
