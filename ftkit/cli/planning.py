@@ -114,10 +114,7 @@ def _show_plan(made: Plan, epoch: dict[str, float] | None, answers: list[Answer]
     if most:
         size = f"{made.shape.numel / 1e9:.2f}B"
         console.print(f"largest model that fits: {counted(len(made.shape.blocks), 'block')}, {size} parameters")
-    show_plan(console, made)
-    if epoch is not None:
-        text = f"{epoch['seconds'] / 3600:,.2f} h for about {epoch['tokens']:,} tokens (4 bytes of the file each)"
-        console.print(f"[bold]{'an epoch':<13}[/] {text}")
+    show_plan(console, made, epoch)
     if answers:
         show_answers(console, answers, made.speed)
 

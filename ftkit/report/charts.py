@@ -14,12 +14,14 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from ftkit.report.text import escaped, short
+from ftkit.report.text import GIB, escaped, short
 
 WIDTH, HEIGHT = 400, 244
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 14, 44
 WIDE, WIDE_LEFT, ROW = 1080, 128, 34
 """Width, left margin and row height of charts that span the page."""
+WIDE_TOP, BAR = 10, 23
+"""Upper margin of such a chart, height of a bar in it."""
 STRETCHES = 240
 """Parts of the x axis. A line has at most four points in each."""
 HOVERS = 80
@@ -32,49 +34,31 @@ LARGEST = 1e100
 
 Point = tuple[float, "float | None"]
 """x and y; y is None for a gap."""
+Legend = Sequence[tuple[str, int, str]]
+"""Name, colour and kind of each entry."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour.
-
-    Args:
-        name: Name in the legend.
-        points: Points, in order of x.
-        kind: "line"; "dots", joined by a thin line; or "level", a dashed line at the y of the first point.
-        colour: Number of the colour; None takes the position of the series.
-    """
+    """Points of one colour, in order of x."""
 
     name: str
     points: Sequence[Point]
-    kind: str = "line"
-    colour: int | None = None
+    kind: str = "line"  # or "dots", joined by a thin line, or "level", a dashed line
+    colour: int = 0
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of numbers along one side of a chart.
-
-    Args:
-        low: Number at the lower end.
-        high: Number at the upper end.
-        ticks: Numbers with a label.
-        log: Whether the axis is logarithmic.
-    """
+    """The numbers from `low` to `high` along one side of a chart; `ticks` have a label."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
     log: bool = False
 
-    def title(self, name: str, unit: str) -> str:
-        """Return the title with its unit."""
-        return f"{name} ({unit or 'no unit'}{', logarithmic' if self.log else ''})"
-
     def share(self, value: float) -> float:
         """Return the position of a number, from 0 at the low end to 1 at the high end; numbers outside are at an end."""
-        if self.low == self.high:  # steps that a file made as small as 1e-82
-            return 0.0
         value = min(max(value, self.low), self.high)
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
@@ -127,20 +111,17 @@ def thinned(points: Sequence[Point], low: float, high: float) -> list[Point]:
     """Return the first, least, largest and last point of each stretch of [low, high], in order. Gaps stay gaps."""
     if len(points) <= 4 * STRETCHES:
         return list(points)
-    width = (high - low) / STRETCHES or 1.0
+    width = (high - low) / STRETCHES
     kept: list[Point] = []
-    for (_, kind), run in groupby(points, key=lambda point: (int((point[0] - low) / width), _kind(point[1]))):
+    for (_, drawable), run in groupby(points, key=lambda point: (int((point[0] - low) / width), _drawable(point[1]))):
         stretch = list(run)
-        if kind != "value":
-            kept.append(stretch[0])
-            continue
-        by_value = sorted(range(len(stretch)), key=lambda number: stretch[number][1] or 0.0)
+        by_value = sorted(range(len(stretch)), key=lambda number: stretch[number][1] or 0.0) if drawable else [0]
         kept += [stretch[number] for number in sorted({0, by_value[0], by_value[-1], len(stretch) - 1})]
-    return kept[: 16 * STRETCHES]  # gaps and values that take turns in every step of a hostile file
+    return kept
 
 
-def _kind(value: float | None) -> str:
-    return "gap" if value is None else "value" if math.isfinite(value) else "mark"
+def _drawable(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def line_chart(
@@ -159,26 +140,25 @@ def line_chart(
         title: Heading above the chart.
         y: Name and unit of the y axis; the unit may be "".
         series: Series to draw.
-        x: Name and unit of the x axis; the unit may be "".
+        x: Name and unit of the x axis.
         xs: Further numbers that the x axis contains.
         log: Whether the y axis may be logarithmic; see `axis_of`.
         from_zero: Whether the y axis contains zero; see `axis_of`.
     """
     drawn = [each for each in series if each.points]
-    known = [*xs, *(place for each in drawn if each.kind != "level" for place, _ in each.points)]
+    known = [*xs, *(place for each in drawn for place, _ in each.points)]
     values = [value for each in drawn for _, value in each.points if value is not None and math.isfinite(value)]
-    across = axis_of(known or [0.0, 1.0], whole=True)
+    across = axis_of(known, whole=True)
     if known and (low := min(known)) < (high := max(known)):  # no empty margins
         across = Axis(low, high, tuple(tick for tick in across.ticks if low <= tick <= high))
     up = axis_of(values, log=log, from_zero=from_zero)
-    colours = {id(each): (place if each.colour is None else each.colour) % COLOURS for place, each in enumerate(series)}
     parts: list[str] = []
     for each in sorted(drawn, key=lambda one: one.kind == "dots"):
-        parts += _drawn(each, colours[id(each)], across, up)
+        parts += _drawn(each, across, up)
     parts += _hovers(drawn, across, x[0])
     if not values:
         parts.append(svg_text("none", (WIDTH + LEFT) / 2, HEIGHT / 2 - 12, "no numbers yet"))
-    legend = [(each.name, colours[id(each)], each.kind) for each in drawn] if len(drawn) > 1 else []
+    legend = [(each.name, each.colour, each.kind) for each in drawn] if len(drawn) > 1 else []
     return _upright(title, across, up, (x, y), parts, legend)
 
 
@@ -196,7 +176,7 @@ def histogram(
         x: Name and unit of the x axis.
         y: Name and unit of the y axis.
         classes: (low, high, count); `high` is excluded.
-        limit: Position and name of a mark; None for none.
+        limit: Position and name of a mark.
     """
     ends = [end for low, high, _ in classes for end in (low, high)]
     across = axis_of([*ends, *([limit[0]] if limit else [])], from_zero=True, whole=True)
@@ -207,10 +187,10 @@ def histogram(
         text = f"{short(low)} to {short(high)} {x[1]}: {short(count)} {y[1]}"
         parts.append(bar("part s0", left + 0.5, top, max(right - left - 1, 0.6), HEIGHT - BOTTOM - top, text))
     if limit is not None:
-        at, text = _x(across, limit[0]), f"{limit[1]}: {short(limit[0])}"
+        at = _x(across, limit[0])
         anchor, beside = ("end", -5) if at > (LEFT + WIDTH) / 2 else ("start", 5)
-        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"><title>{escaped(text)}</title></path>')
-        parts.append(svg_text("tick name", at + beside, TOP - 3, text, anchor))
+        parts.append(f'<path class="limit" d="M{at} {TOP}V{HEIGHT - BOTTOM}"/>')
+        parts.append(svg_text("tick name", at + beside, TOP - 3, f"{limit[1]}: {short(limit[0])}", anchor))
     return _upright(title, across, up, (x, y), parts, [])
 
 
@@ -227,8 +207,7 @@ def svg_text(kind: str, x: float, y: float, text: str, anchor: str = "middle") -
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escaped(text, 80)}</text>'
 
 
-def svg_line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    """Return a straight line of a CSS class."""
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{kind}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>'
 
 
@@ -239,65 +218,72 @@ def bar(kind: str, x: float, y: float, width: float, height: float, title: str) 
 
 
 def _upright(
-    title: str,
-    across: Axis,
-    up: Axis,
-    names: tuple[tuple[str, str], tuple[str, str]],
-    parts: Sequence[str],
-    legend: Sequence[tuple[str, int, str]],
+    title: str, across: Axis, up: Axis, names: tuple[tuple[str, str], tuple[str, str]], parts: Sequence[str], legend: Legend
 ) -> Markup:
     """Return a figure with two axes, given the drawing between them."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    x_title, y_title = across.title(*names[0]), up.title(*names[1])
+    (x_name, x_unit), (y_name, y_unit) = names
+    x_title, y_title = f"{x_name} ({x_unit})", f"{y_name} ({y_unit or 'no unit'}{', logarithmic' if up.log else ''})"
     grid = []
     for tick in up.ticks:
         y = _y(up, tick)
-        grid += [svg_line("grid", LEFT, y, right, y), svg_text("tick", LEFT - 8, y + 4, short(tick), "end")]
+        grid += [_line("grid", LEFT, y, right, y), svg_text("tick", LEFT - 8, y + 4, short(tick), "end")]
     for tick in across.ticks:
         x = _x(across, tick)
-        grid += [svg_line("mark", x, bottom, x, bottom + 4), svg_text("tick", x, bottom + 18, short(tick))]
-    grid.append(svg_line("axis", LEFT, bottom, right, bottom))
+        grid += [_line("mark", x, bottom, x, bottom + 4), svg_text("tick", x, bottom + 18, short(tick))]
+    grid.append(_line("axis", LEFT, bottom, right, bottom))
     grid.append(svg_text("axis-title x", (LEFT + right) / 2, HEIGHT - 8, x_title))
     turned = f'transform="translate(15 {(TOP + bottom) / 2}) rotate(-90)" text-anchor="middle"'
     grid.append(f'<text class="axis-title y" {turned}>{escaped(y_title)}</text>')
-    return figure(title, f"{title}: {y_title} over {x_title}", legend, (WIDTH, HEIGHT), [*grid, *parts])
+    return _figure(title, f"{title}: {y_title} over {x_title}", legend, (WIDTH, HEIGHT), [*grid, *parts])
 
 
-def figure(
-    title: str, label: str, legend: Sequence[tuple[str, int, str]], size: tuple[int, int], parts: Iterable[str]
+def wide_chart(
+    title: str,
+    rows: Sequence[str],
+    axis: Axis,
+    axis_title: str,
+    parts: Iterable[str],
+    legend: Legend,
+    margin: int = RIGHT,
 ) -> Markup:
-    """Return a figure: heading, legend, drawing. One wider than a column spans the page and scrolls if the page is narrow.
+    """Return a figure that spans the page: named rows of elements at `wide_x` and `wide_y`, and a horizontal axis."""
+    bottom = wide_y(len(rows))
+    grid = []
+    for tick in axis.ticks:
+        x = wide_x(axis, tick, margin)
+        grid += [_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, short(tick))]
+    grid.append(_line("axis", WIDE_LEFT, bottom, WIDE - RIGHT, bottom))
+    grid.append(svg_text("axis-title x", (WIDE_LEFT + WIDE) / 2, bottom + 40, axis_title))
+    grid += [svg_text("tick name", WIDE_LEFT - 10, wide_y(row) + 16, name, "end") for row, name in enumerate(rows)]
+    return _figure(title, title, legend, (WIDE, bottom + 46), [*grid, *parts])
 
-    Args:
-        title: Heading.
-        label: Description for screen readers.
-        legend: (name, colour, kind) of each entry.
-        size: Width and height of the drawing.
-        parts: Elements of the drawing, as markup.
-    """
+
+def wide_x(axis: Axis, value: float, margin: int = RIGHT) -> float:
+    """Return the x of a number in a wide chart."""
+    return round(WIDE_LEFT + axis.share(value) * (WIDE - WIDE_LEFT - margin), 1)
+
+
+def wide_y(row: int) -> int:
+    """Return the upper edge of a bar in a row of a wide chart."""
+    return WIDE_TOP + ROW * row
+
+
+def _figure(title: str, label: str, legend: Legend, size: tuple[int, int], parts: Iterable[str]) -> Markup:
+    """Return a figure of elements in markup. `label` describes it for screen readers."""
     keys = "".join(f'<li><i class="key {kind} s{colour}"></i>{escaped(name, 80)}</li>' for name, colour, kind in legend)
     shown = f'<ul class="legend">{keys}</ul>' if keys else ""
+    view = f'viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escaped(label)}"'
     wide = size[0] > WIDTH
-    drawing = (
-        f'<svg class="chart{" wide" * wide}" viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escaped(label)}">'
-        f"{''.join(parts)}</svg>"
-    )
-    if wide:
-        drawing = f'<div class="scroll">{drawing}</div>'
-    kind = "broad" if wide else "column"
+    drawing = f'<svg class="chart{" wide" * wide}" {view}>{"".join(parts)}</svg>'
+    kind, drawing = ("broad", f'<div class="scroll">{drawing}</div>') if wide else ("column", drawing)
     return Markup(f'<figure class="{kind}"><figcaption>{escaped(title)}</figcaption>{shown}{drawing}</figure>')
 
 
-def _drawn(series: Series, colour: int, across: Axis, up: Axis) -> Iterator[str]:
-    if series.kind == "level":
-        value = series.points[0][1]
-        if value is not None and math.isfinite(value):
-            name = escaped(f"{series.name}: {short(value)}")
-            yield f'<path class="level s{colour}" d="M{LEFT} {_y(up, value)}H{WIDTH - RIGHT}"><title>{name}</title></path>'
-        return
+def _drawn(series: Series, across: Axis, up: Axis) -> Iterator[str]:
     path: list[str] = []
     values: list[str] = []
-    pen = "M"
+    pen, colour = "M", series.colour
     for x, value in thinned(series.points, across.low, across.high):
         at = _x(across, x)
         if value is None:
@@ -310,7 +296,7 @@ def _drawn(series: Series, colour: int, across: Axis, up: Axis) -> Iterator[str]
             name = escaped(f"{series.name}, {short(x)}: {short(value)}")
             yield f'<path class="bad" d="M{at - 4:g} {TOP - 6}l8 8m0 -8l-8 8"><title>{name}</title></path>'
     if path:
-        yield f'<path class="{"line" if series.kind == "line" else "thread"} s{colour}" d="{"".join(path)}"/>'
+        yield f'<path class="{series.kind} s{colour}" d="{"".join(path)}"/>'
     if series.kind == "dots" or len(values) == 1:
         yield from values
 
@@ -319,9 +305,8 @@ def _hovers(drawn: Sequence[Series], across: Axis, name: str) -> Iterator[str]:
     """Yield invisible strips that show, on hover, the last value of each series in each of them."""
     found: dict[int, dict[str, Point]] = {}
     for series in drawn:
-        if series.kind != "level":
-            for x, y in series.points:
-                found.setdefault(min(int(across.share(x) * HOVERS), HOVERS - 1), {})[series.name] = (x, y)
+        for x, y in series.points:
+            found.setdefault(min(int(across.share(x) * HOVERS), HOVERS - 1), {})[series.name] = (x, y)
     width = (WIDTH - LEFT - RIGHT) / HOVERS
     for place, points in sorted(found.items()):
         shown: dict[float, list[str]] = {}
@@ -333,72 +318,37 @@ def _hovers(drawn: Sequence[Series], across: Axis, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a stacked bar chart.
-
-    Args:
-        name: Name to the left of the bar.
-        parts: (name, size) from left to right.
-        limit: Position and name of a mark; None for none.
-        plain: Whether the bar has one neutral colour and no entry in the legend.
-    """
+    """One bar of a stacked bar chart: (name, bytes) of its parts from left to right."""
 
     name: str
     parts: Sequence[tuple[str, float]]
-    limit: tuple[float, str] | None = None
-    plain: bool = False
+    granted: float | None = None  # bytes at which there is a mark
+    plain: bool = False  # one neutral colour, no entry in the legend
 
 
-def stacked_bars(title: str, x: tuple[str, str], bars: Sequence[Bar], *, unit: float = 1.0) -> Markup:
-    """Return a figure of horizontal bars from zero. Parts of one name have one colour in all bars.
-
-    Args:
-        title: Heading above the chart.
-        x: Name and unit of the axis.
-        bars: Bars, from top to bottom.
-        unit: One unit of the axis, in the sizes of the bars (2**30 for bytes on an axis in GiB).
-    """
+def stacked_bars(title: str, bars: Sequence[Bar]) -> Markup:
+    """Return a figure of horizontal bars of memory. Parts of one name have one colour in all bars."""
     names = list(dict.fromkeys(name for each in bars if not each.plain for name, size in each.parts if size > 0))
     colours = {name: place % (2 * COLOURS) for place, name in enumerate(names)}
-    bottom = 12 + ROW * len(bars)
     totals = [sum(size for _, size in each.parts) for each in bars]
-    most = max(totals, default=0.0)
-    near = [each.limit[0] for each in bars if each.limit is not None and each.limit[0] <= 3 * most]
-    axis = axis_of([value / unit for value in (*totals, *near)], from_zero=True, count=6)
+    near = [each.granted for each in bars if each.granted is not None and each.granted <= 3 * max(totals)]
+    axis = axis_of([value / GIB for value in (*totals, *near)], from_zero=True, count=6)
+    margin = 60  # for the total to the right of a bar
 
-    def at(value: float) -> float:
-        return round(WIDE_LEFT + axis.share(value / unit) * (WIDE - WIDE_LEFT - 60), 1)
+    def at(size: float) -> float:
+        return wide_x(axis, size / GIB, margin)
 
-    parts = wide_axis(axis, [(tick, at(tick * unit)) for tick in axis.ticks], axis.title(*x), bottom)
-    for place, each in enumerate(bars):
-        y, done = 12 + place * ROW, 0.0
-        parts.append(svg_text("tick name", WIDE_LEFT - 10, y + 15, each.name, "end"))
+    parts = []
+    for row, each in enumerate(bars):
+        y, done = wide_y(row), 0.0
         for name, size in each.parts:
             if size > 0:
                 start, end = at(done), at(done + size)
                 kind = "part plain" if each.plain else f"part s{colours[name]}"
-                parts.append(bar(kind, start, y, max(end - start, 0.6), 22, f"{each.name}, {name}: {short(size / unit)}"))
+                parts.append(bar(kind, start, y, max(end - start, 0.6), BAR, f"{each.name}, {name}: {short(size / GIB)}"))
                 done += size
-        parts.append(svg_text("tick", at(done) + 8, y + 15, short(done / unit, 3), "start"))
-        if each.limit is not None and each.limit[0] in near:
-            name = escaped(f"{each.limit[1]}: {short(each.limit[0] / unit)}")
-            parts.append(f'<path class="limit" d="M{at(each.limit[0])} {y - 4}v30"><title>{name}</title></path>')
-    legend = [(name, colours[name], "part") for name in names]
-    marks = dict.fromkeys(each.limit[1] for each in bars if each.limit is not None and each.limit[0] in near)
-    legend += [(name, 0, "limit") for name in marks]
-    return figure(title, title, legend, (WIDE, bottom + 46), parts)
-
-
-def wide_axis(axis: Axis, ticks: Iterable[tuple[float, float]], title: str, bottom: int) -> list[str]:
-    """Return the horizontal axis of a chart that spans the page, with a grid.
-
-    Args:
-        axis: The axis.
-        ticks: (tick, x) of each tick to draw.
-        title: Title below the axis.
-        bottom: y of the axis.
-    """
-    parts = []
-    for tick, x in ticks:
-        parts += [svg_line("grid", x, 4, x, bottom), svg_text("tick", x, bottom + 18, short(tick))]
-    parts.append(svg_line("axis", WIDE_LEFT, bottom, WIDE - RIGHT, bottom))
-    return [*parts, svg_text("axis-title x", (WIDE_LEFT + WIDE) / 2, bottom + 40, title)]
+        parts.append(svg_text("tick", at(done) + 8, y + 16, short(done / GIB, 3), "start"))
+        if each.granted in near:
+            parts.append(f'<path class="limit" d="M{at(each.granted)} {y - 4}v{BAR + 8}"/>')
+    legend = [(name, colours[name], "part") for name in names] + [("granted", 0, "limit")] * bool(near)
+    return wide_chart(title, [each.name for each in bars], axis, "memory (GiB)", parts, legend, margin)

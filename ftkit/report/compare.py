@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,33 +18,27 @@ from ftkit.report.style import html
 from ftkit.report.text import finite, gib, lasted, record, short
 from ftkit.spec.tiers import DEVICE, HOST
 
-MOST_KEYS = 200
-"""Keys of a recipe that are shown as different."""
-
 
 def compare(folders: Sequence[Path], out: Path) -> None:
-    """Write a page that compares runs.
-
-    Args:
-        folders: Folders of the runs.
-        out: File to write.
+    """Write a page that compares the runs of some folders.
 
     Raises:
         UserError: A path is no folder of a run, there are more than six, or the page cannot be written.
     """
     if len(folders) > COLOURS:
         raise UserError(f"{len(folders)} runs were named; a chart can show at most {COLOURS}")
+    folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     save(out, render(list(zip(names_of(folders), map(read, folders)))))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a distinct name for each folder: as few of the last parts of its path as possible."""
-    paths = [Path(os.path.realpath(folder)).parts for folder in folders]
-    for count in range(1, max(map(len, paths), default=1) + 1):
+    paths = [folder.parts for folder in folders]
+    for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]
         if len(set(names)) == len(names):
-            return names
-    return [f"{'/'.join(parts[-1:])} ({number})" for number, parts in enumerate(paths, 1)]  # one folder, named twice
+            break
+    return names
 
 
 def render(runs: Sequence[tuple[str, Facts]]) -> str:
@@ -59,7 +52,7 @@ def render(runs: Sequence[tuple[str, Facts]]) -> str:
         names=list(recipes),
         results=list(_results([facts for _, facts in runs])),
         charts=Markup().join(charts(runs)),
-        differences=[(key, *(recipe.get(key, "–") for recipe in recipes.values())) for key in differ[:MOST_KEYS]],
+        differences=[(key, *(recipe.get(key, "–") for recipe in recipes.values())) for key in differ],
         unread=[name for name, recipe in recipes.items() if not recipe],
     )
 

@@ -9,8 +9,6 @@ adds although they do not coincide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ftkit.plan.memory import ACTIVATIONS, graph_bytes, kept_bytes
 from ftkit.plan.plan import Plan
 from ftkit.plan.speed import Speed
@@ -19,17 +17,12 @@ from ftkit.spec.tiers import DEVICE
 COMES_AND_GOES = (ACTIVATIONS, "workspace", "logits", "root parameters")
 
 
-@dataclass(frozen=True)
-class Instant:
-    """Seconds since the step began, static bytes, dynamic bytes."""
+def curve(plan: Plan, speed: Speed) -> tuple[int, list[tuple[float, int]]]:
+    """Return the memory of one rank's device in a step.
 
-    seconds: float
-    static: int
-    dynamic: int
-
-
-def curve(plan: Plan, speed: Speed) -> list[Instant]:
-    """Return the memory of one rank's device at the start and the end of each computation in a step."""
+    Returns:
+        Static bytes; (seconds since the step began, dynamic bytes) at the start and the end of each computation.
+    """
     shape, strategy, blocks = plan.shape, plan.strategy, len(plan.shape.blocks)
     purposes = plan.memory.purposes(DEVICE, "train")
     static = sum(size for purpose, size in purposes.items() if purpose not in COMES_AND_GOES)
@@ -39,7 +32,8 @@ def curve(plan: Plan, speed: Speed) -> list[Instant]:
     recomputed = blocks - strategy.graphs(blocks)
     first, last = speed.step
     timeline = speed.timeline
-    found, stored = [], 0
+    found: list[tuple[float, int]] = []
+    stored = 0
     for event, start, end in zip(timeline.events, timeline.starts, timeline.ends):
         if event.stream != "compute" or end <= first or start >= last or end <= start:
             continue
@@ -48,10 +42,10 @@ def curve(plan: Plan, speed: Speed) -> list[Instant]:
         own = head if what == "loss" else 0
         if block is not None and block < recomputed and what in ("recompute", "backward"):
             own = graph
-        found.append(Instant(max(start, first) - first, static, stored + own))
-        found.append(Instant(min(end, last) - first, static, stored + own))
+        found.append((max(start, first) - first, stored + own))
+        found.append((min(end, last) - first, stored + own))
         if block is not None and what != "recompute":
             size = kept if block < recomputed else graph
             stored = stored + size if what == "forward" else max(stored - size, 0)
-            found.append(Instant(min(end, last) - first, static, stored))
-    return found
+            found.append((min(end, last) - first, stored))
+    return static, found

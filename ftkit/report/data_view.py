@@ -125,7 +125,7 @@ def _cards(report: Report) -> Iterator[Card]:
 
 
 def _element(piece: Piece) -> Markup:
-    text = escaped(visible(piece.text)).replace("\n", Markup("<u>⏎</u>\n"))
+    text = escaped(piece.text).replace("\n", Markup("<u>⏎</u>\n"))
     if piece.gap:
         return Markup(f'<span class="gap">{text}</span>')
     inside = f"<i>{text}</i>" if piece.special else text

@@ -1,17 +1,16 @@
 """The files of a run's folder, read defensively: a folder may come from anybody.
 
-Links, pipes and devices are not opened. A file that cannot be read counts as absent, a line of metrics.jsonl that is no JSON
-object is skipped. `Reader` reads only the new lines of metrics.jsonl each time.
+Links, pipes, devices and huge files are not opened. A file that cannot be read counts as absent, and a line of metrics.jsonl
+that is no JSON object is skipped. `Reader` reads only the new lines of metrics.jsonl each time.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from ftkit.report.text import finite, items, number, record
 from ftkit.report.timeline import Timeline, from_chrome
 from ftkit.spec.tiers import DEVICE
 
-MOST_FILE_BYTES = 32 << 20
-MOST_LINE_BYTES = 1 << 20
+MOST_FILE_BYTES = 256 << 20
 MOST_STEPS = 1e12
 """A line of a later step is skipped."""
 
@@ -39,18 +37,13 @@ GOING_ON, ENDED, ENDED_EARLY, FAILED = "going on", "ended", "ended early", "fail
 
 @dataclass
 class Curves:
-    """The numbers of metrics.jsonl.
+    """The numbers of metrics.jsonl: (step, value) of each key in the file's order, the highest step, the last tokens.
 
-    Args:
-        points: (step, value) of each key, in the file's order. A value may be NaN or infinite; None is a gap.
-        last: Last number of each key.
-        step: Highest step.
-        tokens: Last number of tokens, or None.
+    A value may be NaN or infinite; None is a gap.
     """
 
     points: dict[str, list[tuple[float, float | None]]] = field(default_factory=lambda: {key: [] for key in KEYS})
-    last: dict[str, float] = field(default_factory=dict)
-    step: float = 0.0
+    step: int = 0
     tokens: float | None = None
 
     def take(self, line: bytes) -> None:
@@ -59,44 +52,30 @@ class Curves:
         step = finite(content.get("step"))
         if step is None or abs(step) > MOST_STEPS:
             return
-        self.step = max(self.step, step)
+        self.step = max(self.step, int(step))
         self.tokens = finite(content.get("tokens")) or self.tokens
-        for key in KEYS:
-            if key not in content:
-                continue
-            value = number(content[key])
-            if content[key] is None and key in JUDGED:
-                value = math.nan
-            if value is not None:
-                self.last[key] = value
-            self.points[key].append((step, value))
+        for key in (each for each in KEYS if each in content):
+            value = math.nan if content[key] is None and key in JUDGED else number(content[key])
+            self.points[key].append((int(step), value))
+
+    def known(self, key: str) -> list[float]:
+        """Return the numbers of a key without gaps."""
+        return [value for _, value in self.points[key] if value is not None]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A run as its files describe it.
-
-    Args:
-        folder: Folder of the run.
-        recipe: Text of the recipe, or "".
-        curves: Numbers of metrics.jsonl.
-        divergences: Objects of divergences.jsonl.
-        summary: Object of summary.json, or {}.
-        standing: Object of report.json, or {}.
-        trace: Recorded timeline of a step, or None.
-        simulated: Timeline of the step that the plan simulated, or None.
-        locked: Whether a process has locked the folder; None if unknown.
-    """
+    """A run as its files describe it."""
 
     folder: RunFolder
-    recipe: str
+    recipe: str  # its text, or ""
     curves: Curves
     divergences: list[dict[str, Any]]
-    summary: dict[str, Any]
-    standing: dict[str, Any]
-    trace: Timeline | None
-    simulated: Timeline | None
-    locked: bool | None = None
+    summary: dict[str, Any]  # of summary.json, or {}
+    standing: dict[str, Any]  # of report.json, or {}
+    trace: Timeline | None  # of a recorded step
+    simulated: Timeline | None  # of the step that the plan simulated
+    locked: bool | None  # whether a process has locked the folder; None if unknown
 
     @property
     def status(self) -> tuple[str, str]:
@@ -137,13 +116,14 @@ class Facts:
     @property
     def tokens_per_s(self) -> float | None:
         """Speed of the whole run, or of the last logging step."""
-        return finite(self.summary.get("tokens_per_second")) or finite(self.curves.last.get("tokens_per_second"))
+        last = self.curves.known("tokens_per_second")[-1:] or [math.nan]
+        return finite(self.summary.get("tokens_per_second")) or finite(last[0])
 
     def peak_bytes(self, tier: str) -> float | None:
         """Return the measured peak of the fullest rank on a tier. During the run, that of rank 0."""
         ranks = [finite(record(each).get(f"{tier}_bytes")) for each in items(self.summary.get("peaks_per_rank"))]
-        last = finite(self.curves.last.get(f"peak_{tier}_bytes"))
-        return max((each for each in ranks if each is not None), default=last)
+        found = [each for each in ranks if each is not None] or self.curves.known(f"peak_{tier}_bytes")
+        return finite(max(found, default=None))
 
     def planned_bytes(self, tier: str) -> float | None:
         """Return the planned peak of a rank on a tier. On the device, torch's allocator only."""
@@ -174,23 +154,17 @@ class Facts:
 
         The last value may be NaN or infinite.
         """
-        name, key = "held-out loss", "eval_loss"
         before, after = (finite(self.summary.get(f"eval_loss_{when}")) for when in ("before", "after"))
         if after is not None:
-            return name, before, after
-        known = [value for _, value in self.curves.points[key] if value is not None]
+            return "held-out loss", before, after
+        name, known = "held-out loss", self.curves.known("eval_loss")
         if not known or (len(known) < 2 and self.status[0] == GOING_ON):
-            name, key = "training loss", "loss"
-            known = [value for _, value in self.curves.points[key] if value is not None] or known
+            name, known = "training loss", self.curves.known("loss") or known
         return name, known[0] if known else None, known[-1] if len(known) > 1 else None
 
 
 class Reader:
-    """Reads a folder repeatedly.
-
-    Args:
-        folder: Folder of the run.
-    """
+    """Reads the folder of a run repeatedly."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -200,14 +174,15 @@ class Reader:
 
     def read(self, *, locked: bool | None = None) -> Facts:
         """Return the present content of the files."""
-        self._read_metrics()
+        with suppress(OSError):
+            self._read_metrics()
         standing = record(_parsed(_read_text(self.folder.standing)))
-        divergences = _read_text(self.folder.divergences).splitlines()
+        divergences = map(_parsed, _read_text(self.folder.divergences).splitlines())
         return Facts(
             self.folder,
             _read_text(self.folder.recipe),
             self.curves,
-            [each for each in map(_parsed, divergences) if isinstance(each, dict)],
+            [each for each in divergences if isinstance(each, dict)],
             record(_parsed(_read_text(self.folder.summary))),
             standing,
             from_chrome(_parsed(_read_text(self.folder.trace))),
@@ -216,17 +191,16 @@ class Reader:
         )
 
     def _read_metrics(self) -> None:
-        try:
-            with _open(self.folder.metrics) as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._at:
-                    self.curves, self._at, self._file = Curves(), 0, found.st_ino
-                file.seek(self._at)
-                for line in _lines(file):
-                    self._at += len(line)
-                    self.curves.take(line)
-        except OSError:
-            pass
+        with _open(self.folder.metrics) as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file or found.st_size < self._at:
+                self.curves, self._at, self._file = Curves(), 0, found.st_ino
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                self._at += len(line)
+                self.curves.take(line)
 
 
 def read(path: Path) -> Facts:
@@ -236,8 +210,6 @@ def read(path: Path) -> Facts:
         UserError: The path is no folder of a run.
     """
     folder = RunFolder(path)
-    if not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the folder of a run (output.dir of its recipe)")
     if not any(each.is_file() for each in (folder.recipe, folder.metrics, folder.summary, folder.standing)):
         names = "recipe.yaml, metrics.jsonl, summary.json or report.json"
         raise UserError(f"{path} has no {names}; name the folder of a run (output.dir of its recipe)")
@@ -245,22 +217,17 @@ def read(path: Path) -> Facts:
 
 
 def _open(path: Path) -> Any:
-    """Open a regular file for reading.
+    """Open a file for reading.
 
     Raises:
-        OSError: The path is a link, a pipe or a device.
+        OSError: The path is a link, a pipe or a device, or the file is larger than any of ftkit's.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_FILE_BYTES:
         os.close(handle)
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(f"{path} is no regular file, or too large")
     return os.fdopen(handle, "rb")
-
-
-def _lines(file: Any) -> Iterator[bytes]:
-    """Yield complete lines. The last one may still be written. A longer line than any of ftkit's is yielded in pieces."""
-    while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n") or len(line) == MOST_LINE_BYTES:
-        yield line
 
 
 def _parsed(line: bytes | str) -> Any:
@@ -271,8 +238,6 @@ def _parsed(line: bytes | str) -> Any:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        with _open(path) as file:
-            return file.read(MOST_FILE_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
+    with suppress(OSError), _open(path) as file:
+        return str(file.read(), "utf-8", "replace")
+    return ""

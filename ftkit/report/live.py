@@ -10,8 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 
-from ftkit.engine.trace import Span, Trace
+from ftkit.engine.trace import Trace
 from ftkit.hf.sharded_model import ShardedTransformer
 from ftkit.output.run_folder import RunFolder, write_json
 from ftkit.plan.speed import Speed
 from ftkit.report.facts import ENDED, ENDED_EARLY, GOING_ON, Reader
-from ftkit.report.page import rewrite
+from ftkit.report.page import now, rewrite
 from ftkit.report.text import literal
 from ftkit.report.timeline import Part, Timeline, as_chrome, of_speed
 
@@ -38,32 +37,21 @@ TRACED_STEP = 3
 
 @dataclass
 class RunReport(TrainerCallback):
-    """Writes the report of a run.
-
-    Args:
-        folder: Folder of the run.
-        writes: Whether this rank writes the report.
-        facts: Content of report.json known at the start.
-        units: Returns the sharded model, or None before it exists.
-        samples: Returns questions and answers so far.
-        events: Returns a count; the report is written at once if it changes.
-        say: Console for a message.
-        broken: Whether an error has ended the report.
-    """
+    """Writes the report of a run."""
 
     folder: RunFolder
-    writes: bool
-    facts: dict[str, Any]
-    units: Callable[[], ShardedTransformer | None]
-    samples: Callable[[], list[dict[str, str]]]
-    events: Callable[[], int]
+    writes: bool  # whether this rank writes the report
+    facts: dict[str, Any]  # content of report.json known at the start
+    units: Callable[[], ShardedTransformer | None]  # returns the sharded model, or None before it exists
+    samples: Callable[[], list[dict[str, str]]]  # returns questions and answers so far
+    events: Callable[[], int]  # returns a count; the report is written at once if it changes
     say: Console
-    broken: bool = False
-    reader: Reader = field(init=False)
+    broken: bool = False  # whether an error has ended the report
 
     def __post_init__(self) -> None:
         self.reader = Reader(self.folder)
-        self.standing = {"status": GOING_ON, "why": "", "started": now(), "ended": None, "command": command(), **self.facts}
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self.standing = {"status": GOING_ON, "why": "", "started": now(), "ended": None, "command": command, **self.facts}
         self.due_s = 0.0
         self.seen = 0
         self.traced_step: int | None = None
@@ -107,21 +95,21 @@ class RunReport(TrainerCallback):
             self.began_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the recorded step, and the report if it is due or something happened."""
+        """Write the recorded step, and the report if it is due or something happened. Also after an evaluation."""
         if self.recording is not None:
             recorded, self.recording, self.traced_step = self.recording, None, -1
             seconds = time.perf_counter() - self.began_s
-            spans = recorded.stop()  # also if the report is broken: a trace must not grow for the rest of the run
-            self._attempt(self._write_trace, spans, recorded.clock.device.type, state.global_step, seconds)
+            # The recording stops also if the report is broken: a trace must not grow for the rest of the run.
+            parts = [Part(span.stream, span.name, span.start_s, span.end_s) for span in recorded.stop()]
+            seconds = max(seconds, max((part.end_s for part in parts), default=0.0))  # on CUDA the device ends later
+            timeline = Timeline(parts, seconds, state.global_step, recorded.clock.device.type)
+            self._attempt(write_json, self.folder.trace, as_chrome(timeline))
         happened = self.events()
         if happened != self.seen or time.perf_counter() >= self.due_s:
             self.seen = happened
             self._attempt(self._write)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report if it is due."""
-        if time.perf_counter() >= self.due_s:
-            self._attempt(self._write)
+    on_evaluate = on_step_end
 
     def _write(self) -> None:
         began = time.perf_counter()
@@ -130,11 +118,6 @@ class RunReport(TrainerCallback):
         rewrite(self.reader)
         ended = time.perf_counter()
         self.due_s = ended + max(EVERY_SECONDS, REST * (ended - began))
-
-    def _write_trace(self, spans: list[Span], device: str, step: int, seconds: float) -> None:
-        parts = [Part(span.stream, span.name, span.start_s, span.end_s) for span in spans]
-        seconds = max(seconds, max((part.end_s for part in parts), default=0.0))  # on CUDA the device ends later
-        write_json(self.folder.trace, as_chrome(Timeline(parts, seconds, step, device)))
 
     def _attempt(self, work: Callable[..., Any], *arguments: Any) -> None:
         """Call `work` on the rank that writes. An error ends the report and is printed once."""
@@ -145,16 +128,6 @@ class RunReport(TrainerCallback):
         except Exception as error:  # whatever it is, the run goes on
             self.broken = True
             self.say.print(literal(f"no more reports of this run: {type(error).__name__}: {error}"))
-
-
-def now() -> str:
-    """Return the present time, to the second, with its zone."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def command() -> str:
-    """Return the command of this process, without the folder of the program."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def simulated(speed: Speed | None) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -25,8 +24,8 @@ from ftkit.report.timeline import draw, with_loss
 from ftkit.spec.tiers import DEVICE, HOST, NVME
 
 REFRESH_SECONDS = 5
-MOST_SAMPLES = 20
-MOST_DIVERGENCES = 20
+MOST = 20
+"""Samples and divergences that are shown."""
 TIER_LABELS = {DEVICE: DEVICE, HOST: HOST, NVME: "NVMe"}
 
 Card = tuple[str, str, str, str, str]
@@ -34,14 +33,7 @@ Card = tuple[str, str, str, str, str]
 
 
 def refresh(path: Path, out: Path | None = None) -> Path:
-    """Write the report of a run's folder.
-
-    Args:
-        path: Folder of the run.
-        out: File to write; None for report.html in the folder.
-
-    Returns:
-        Path of the report.
+    """Write the report of a run's folder to `out`, or else to report.html in the folder. Return its path.
 
     Raises:
         UserError: The path is no folder of a run, or the report cannot be written.
@@ -72,17 +64,17 @@ def note_end(folder: RunFolder, why: str) -> None:
     if facts.standing.get("status") != GOING_ON:
         return
     with suppress(OSError):
-        ended = datetime.now().astimezone().isoformat(timespec="seconds")
-        write_json(folder.standing, {**facts.standing, "status": ENDED_EARLY, "why": why, "ended": ended})
+        write_json(folder.standing, {**facts.standing, "status": ENDED_EARLY, "why": why, "ended": now()})
         rewrite(Reader(folder))
 
 
-def rewrite(reader: Reader) -> None:
-    """Write the report of a run that goes on or has just ended.
+def now() -> str:
+    """Return the present time, to the second, with its zone."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
-    Raises:
-        OSError: The report cannot be written.
-    """
+
+def rewrite(reader: Reader) -> None:
+    """Write the report of a run that goes on or has just ended."""
     write(reader.folder.report, render(reader.read()))
 
 
@@ -91,7 +83,7 @@ def render(facts: Facts) -> str:
     status, why = facts.status
     parameters = finite(record(facts.plan.get("model")).get("parameters"))
     size = f"{int(parameters):,} parameters" if parameters else ""
-    about = (size, counted(facts.ranks, "rank"), *map(str, _machine(facts)))
+    about = (size, counted(facts.ranks, "rank"), *(str(facts.fact(key) or "") for key in ("device", "dtype")))
     samples = items(facts.summary.get("answers")) or items(facts.standing.get("answers"))
     keys = ("question", "before", "after", "expected")
     return html(
@@ -104,20 +96,16 @@ def render(facts: Facts) -> str:
         why=why,
         divergences=[
             f"step {each.get('step')}: {each.get('reason')}, then: {each.get('action')}"
-            for each in facts.divergences[-MOST_DIVERGENCES:]
+            for each in facts.divergences[-MOST:]
         ],
         cards=list(_cards(facts, status)),
         charts=Markup().join(charts([("", facts)])),
         memory=_memory(facts),
         steps=Markup().join(_steps(facts)),
-        samples=[{key: record(each).get(key, "") for key in keys} for each in samples[:MOST_SAMPLES]],
+        samples=[{key: record(each).get(key, "") for key in keys} for each in samples[:MOST]],
         environment=list(_environment(facts)),
         recipe=facts.recipe,
     )
-
-
-def _machine(facts: Facts) -> tuple[Any, Any]:
-    return facts.fact("device") or "", facts.fact("dtype") or ""
 
 
 def _cards(facts: Facts, status: str) -> Iterator[Card]:
@@ -146,19 +134,15 @@ def _elapsed(facts: Facts, status: str) -> float | None:
     """Return the seconds from the start to the end or until now; None if the times are missing or unusable."""
     try:
         began = datetime.fromisoformat(facts.standing["started"])
-        now = datetime.now().astimezone()
-        ended = now if status == GOING_ON else datetime.fromisoformat(facts.standing["ended"])
+        going_on = status == GOING_ON
+        ended = datetime.now().astimezone() if going_on else datetime.fromisoformat(facts.standing["ended"])
         return max((ended - began).total_seconds(), 0.0)
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
-    """Return the charts of one run, or of several runs in the same charts, one colour each.
-
-    Args:
-        runs: Name and content of each run; the name of a single run is "".
-    """
+    """Return the charts of some runs, each with its name. The name of a single run is ""; several have one colour each."""
     several = len(runs) > 1
     steps = [step for _, facts in runs for points in facts.curves.points.values() for step, _ in points[:1] + points[-1:]]
 
@@ -172,25 +156,26 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
         return found
 
     loss = [*series("loss", "training"), *series("eval_loss", "held-out rows", "dots", colour=1)]
+    rate = series("learning_rate", "rate", unit=1e-3)
+    speed, scale = series("tokens_per_second", "all ranks"), series("loss_scale", "scale")
+    accuracy = series("eval_accuracy", "held-out rows", "dots", 0.01)
     drawn = [
         line_chart("Loss", ("loss", "nats per token"), loss, xs=steps),
-        line_chart("Gradient norm", ("norm before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
+        line_chart("Gradient norm", ("before clipping", ""), series("grad_norm", "norm"), xs=steps, log=True),
+        line_chart("Learning rate", ("learning rate", "10⁻³"), rate, xs=steps, from_zero=True),
+        line_chart("Speed", ("speed", "tokens/s"), speed, xs=steps, from_zero=True),
     ]
-    rate = series("learning_rate", "rate", unit=1e-3)
-    drawn.append(line_chart("Learning rate", ("learning rate", "10⁻³"), rate, xs=steps, from_zero=True))
-    if scale := series("loss_scale", "scale"):
-        drawn.append(line_chart("Loss scale", ("loss scale", ""), scale, xs=steps, log=True))
-    speed = series("tokens_per_second", "all ranks")
-    drawn.append(line_chart("Speed", ("speed", "tokens/s"), speed, xs=steps, from_zero=True))
-    if accuracy := series("eval_accuracy", "held-out rows", "dots", 0.01):
-        title = "Accuracy on held-out rows"
-        drawn.append(line_chart(title, ("label tokens predicted", "%"), accuracy, xs=steps))
+    if scale:
+        drawn.insert(3, line_chart("Loss scale", ("loss scale", ""), scale, xs=steps, log=True))
+    if accuracy:
+        drawn.append(line_chart("Accuracy on held-out rows", ("label tokens predicted", "%"), accuracy, xs=steps))
     for tier in (DEVICE, HOST):
         memory = series(f"peak_{tier}_bytes", "measured", unit=GIB)
         if not any(y for each in memory for _, y in each.points):
             continue
         if not several and (planned := runs[0][1].planned_bytes(tier)):
-            memory.append(Series("planned", [(0.0, planned / GIB)], "level", 1))
+            ends: list[Point] = [(min(steps), planned / GIB), (max(steps), planned / GIB)]
+            memory.append(Series("planned", ends, "level", 1))
         title = f"{tier.capitalize()} memory of rank 0"
         drawn.append(line_chart(title, ("peak so far", "GiB"), memory, xs=steps, from_zero=True))
     return drawn
@@ -199,12 +184,11 @@ def charts(runs: Sequence[tuple[str, Facts]]) -> list[Markup]:
 def _memory(facts: Facts) -> Markup | str:
     bars = []
     for tier, name in TIER_LABELS.items():
-        granted = facts.granted_bytes(tier)
         if purposes := facts.purposes(tier):
-            bars.append(Bar(f"{name}, planned", purposes, None if granted is None else (granted, "granted")))
+            bars.append(Bar(f"{name}, planned", purposes, facts.granted_bytes(tier)))
             if peak := facts.peak_bytes(tier):
                 bars.append(Bar(f"{name}, measured", [("measured peak", peak)], plain=True))
-    return stacked_bars("One rank at its peak", ("memory", "GiB"), bars, unit=GIB) if bars else ""
+    return stacked_bars("One rank at its peak", bars) if bars else ""
 
 
 def _steps(facts: Facts) -> Iterator[Markup]:
@@ -220,14 +204,13 @@ def _steps(facts: Facts) -> Iterator[Markup]:
 def _environment(facts: Facts) -> Iterator[tuple[str, str]]:
     plan, cores = facts.plan, items(facts.summary.get("cores_per_rank")) or items(facts.standing.get("cores_per_rank"))
     versions = record(facts.fact("versions"))
-    device, dtype = _machine(facts)
     rows = {
         "command": facts.fact("command"),
         "started": facts.standing.get("started"),
         "ended": facts.standing.get("ended"),
         "resumed from": facts.standing.get("resumed_from"),
-        "device": device,
-        "compute dtype": dtype,
+        "device": facts.fact("device"),
+        "compute dtype": facts.fact("dtype"),
         "ranks": facts.ranks,
         "cores": "; ".join(dict.fromkeys(map(str, cores))),
         "strategy": record(plan.get("strategy")).get("says"),

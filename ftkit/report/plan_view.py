@@ -5,7 +5,8 @@ Sizes are in GiB. `Plan.as_dict` has them in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from markupsafe import Markup
 from rich import box
@@ -20,7 +21,7 @@ from ftkit.report.charts import Bar, Series, line_chart, stacked_bars
 from ftkit.report.curve import curve
 from ftkit.report.page import TIER_LABELS, Card
 from ftkit.report.style import html
-from ftkit.report.text import GIB, gib, literal
+from ftkit.report.text import GIB, lasted, literal
 from ftkit.report.timeline import draw, of_speed
 from ftkit.spec.strategy import decided
 from ftkit.spec.tiers import DEVICE, HOST, NVME, TIERS
@@ -32,13 +33,14 @@ STAGES = {
     2: "gradients and optimizer state are sharded",
     3: "parameters, gradients and optimizer state are sharded (as FSDP full shard)",
 }
+UNTIMED = "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml`, then set `hardware: FILE.yaml`"
 Rows = list[tuple[str, str]]
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Print a plan."""
+def show_plan(console: Console, plan: Plan, epoch: Mapping[str, float] | None = None) -> None:
+    """Print a plan, and the estimated "tokens" and "seconds" of an epoch."""
     console.print(f"[bold]{literal(model(plan))}[/]; planned, not measured")
-    for heading, rows in sections(plan):
+    for heading, rows in sections(plan, epoch):
         console.print(f"\n[bold cyan]{heading}[/]")
         for name, text in rows:
             console.print(f"[bold]{name:<13}[/] {literal(text)}")
@@ -54,10 +56,13 @@ def model(plan: Plan) -> str:
     return f"{shape.numel:,} parameters ({trained}), {blocks}, on {ranks}"
 
 
-def sections(plan: Plan) -> list[tuple[str, Rows]]:
+def sections(plan: Plan, epoch: Mapping[str, float] | None = None) -> list[tuple[str, Rows]]:
     """Return the plan in words: (heading, rows), each row a name and a text."""
-    found = [("Strategy", list(_strategy(plan))), ("Why this strategy", list(_why(plan)))]
-    return [*found, ("One step, simulated", list(_step(plan)))]
+    step = list(_step(plan))
+    if epoch is not None:
+        about = f"{lasted(epoch['seconds'])} for about {epoch['tokens']:,} tokens (estimated from the file size)"
+        step.append(("epoch", about))
+    return [("Strategy", list(_strategy(plan))), ("Why this strategy", list(_why(plan))), ("One step, simulated", step)]
 
 
 def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -96,7 +101,7 @@ def _strategy(plan: Plan) -> Iterator[tuple[str, str]]:
     most = plan.largest_micro_batch
     fits = f"up to {most} sequences" if most > micro_batch else "no larger micro-batch"
     yield "batch", f"{' x '.join(factors)} = {whole:,} tokens per step; {fits} would fit"
-    yield "disk", f"{gib(plan.memory.checkpoint_bytes)} in output.dir for checkpoints and the model"
+    yield "disk", f"{plan.memory.checkpoint_bytes / GIB:.1f} GiB in output.dir for checkpoints and the model"
 
 
 def _why(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -105,13 +110,17 @@ def _why(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.runner_up is not None and plan.speed is not None:
         strategy, speed = plan.runner_up
         change = speed.tokens_per_s / plan.speed.tokens_per_s - 1
-        yield "next best", f"{speed.tokens_per_s:,.0f} tokens/s ({change:+.1%}) with {strategy}"
+        chosen = asdict(plan.strategy)
+        differs = ", ".join(f"{key}: {value}" for key, value in asdict(strategy).items() if value != chosen[key])
+        yield "next best", f"{speed.tokens_per_s:,.0f} tokens/s ({change:+.1%}) with {differs}"
 
 
 def _step(plan: Plan) -> Iterator[tuple[str, str]]:
     speed = plan.speed
     if speed is None:
-        yield "time", f"unknown: {why_untimed(plan)}"
+        rates = None if plan.asked is None else plan.asked.rates
+        missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
+        yield "time", f"unknown: {missing or UNTIMED}"
     else:
         yield "time", f"{speed.seconds:.2f} s for {speed.tokens:,} tokens"
         yield "speed", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.tflops:.1f} TFLOPS per rank with recomputation"
@@ -125,34 +134,30 @@ def _step(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "warning", f"{node / GIB:.1f} GiB per step are written to NVMe: {rate}. Check the endurance of the drive"
 
 
-def why_untimed(plan: Plan) -> str:
-    """Return why the seconds of a step are unknown."""
-    rates = None if plan.asked is None else plan.asked.rates
-    missing = None if rates is None else rates.missing(plan.shape, plan.strategy)
-    return missing or (
-        "the rates of this machine were not measured. Run `ftkit measure -o FILE.yaml` and set `hardware: FILE.yaml` in the "
-        "recipe"
-    )
-
-
 def _table(plan: Plan) -> Table:
     """Return the table: purposes down, tiers across, each tier at its peak."""
     tiers = plan.tiers
+    at_peak = {tier: _at_peak(plan, tier) for tier in tiers}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     for tier in tiers:
         table.add_column(TITLES[tier], justify="right")
-    phases = {tier: plan.memory.peak_phase(tier) for tier in tiers}
-    at_peak = {tier: plan.memory.purposes(tier, phases[tier]) for tier in tiers}
     for purpose in dict.fromkeys(name for found in at_peak.values() for name in found):
-        sizes = (at_peak[tier].get(purpose, 0) * plan.limits.ranks(tier) for tier in tiers)
+        sizes = (at_peak[tier].get(purpose, 0) for tier in tiers)
         table.add_row(purpose, *(f"{size / GIB:.2f}" if size else "" for size in sizes))
     table.add_section()
     table.add_row("[bold]needed[/]", *(f"[bold]{plan.needed_bytes(tier) / GIB:.2f}[/]" for tier in tiers))
     table.add_row("[bold]granted[/]", *(_granted(plan, tier) for tier in tiers))
-    table.add_row("[dim]granted by[/]", *(f"[dim]{_by(plan, tier)}[/]" for tier in tiers))
-    table.add_row("[dim]peak during[/]", *(f"[dim]{phases[tier]}[/]" for tier in tiers))
+    by = ("" if plan.limits.granted(tier) is None else literal(plan.limits.name(tier)) for tier in tiers)
+    table.add_row("[dim]granted by[/]", *(f"[dim]{name}[/]" for name in by))
+    table.add_row("[dim]peak during[/]", *(f"[dim]{plan.memory.peak_phase(tier)}[/]" for tier in tiers))
     return table
+
+
+def _at_peak(plan: Plan, tier: str) -> dict[str, int]:
+    """Return the bytes of each purpose on a tier at its peak, of a rank or of a node as in `TITLES`."""
+    sizes = plan.memory.purposes(tier, plan.memory.peak_phase(tier))
+    return {purpose: size * plan.limits.ranks(tier) for purpose, size in sizes.items()}
 
 
 def _granted(plan: Plan, tier: str) -> str:
@@ -160,16 +165,14 @@ def _granted(plan: Plan, tier: str) -> str:
     return "no limit" if granted is None else f"{granted / GIB:.2f}"
 
 
-def _by(plan: Plan, tier: str) -> str:
-    return literal(plan.limits.name(tier)) if plan.limits.granted(tier) is not None else ""
-
-
 def show_answers(console: Console, answers: Sequence[Answer], before: Speed | None) -> None:
     """Print the plans for other hardware, an adapter and shorter sequences, with the change in speed."""
     console.print("\n[bold cyan]What if[/]")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("needed, GiB", *(TITLES[tier] for tier in TIERS), "tokens/s", ""):
-        table.add_column(name, justify="left" if name in ("needed, GiB", "") else "right", no_wrap=name == "needed, GiB")
+    table.add_column("needed, GiB", no_wrap=True)
+    for name in (*(TITLES[tier] for tier in TIERS), "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("")
     for answer in answers:
         plan = answer.plan
         if plan is None:
@@ -183,21 +186,11 @@ def show_answers(console: Console, answers: Sequence[Answer], before: Speed | No
 
 
 def render(plan: Plan, title: str) -> str:
-    """Return the page of a plan.
-
-    Args:
-        plan: The plan.
-        title: Title of the page: the recipe and the hardware.
-    """
+    """Return the page of a plan."""
     speed, charts = plan.speed, Markup()
     for tier in plan.tiers:
-        phase, granted = plan.memory.peak_phase(tier), plan.limits.granted(tier)
-        sizes = plan.memory.purposes(tier, phase).items()
-        parts = [(purpose, float(size * plan.limits.ranks(tier))) for purpose, size in sizes]
-        mark = None if granted is None else (float(granted), "granted")
-        charts += stacked_bars(
-            f"{TITLES[tier]}: peak during {phase}", ("memory", "GiB"), [Bar("planned", parts, mark)], unit=GIB
-        )
+        bar = Bar("planned", list(_at_peak(plan, tier).items()), plan.limits.granted(tier))
+        charts += stacked_bars(f"{TITLES[tier]}: peak during {plan.memory.peak_phase(tier)}", [bar])
     return html(
         "plan.html",
         title=title,
@@ -219,8 +212,9 @@ def _cards(plan: Plan) -> Iterator[Card]:
 
 
 def _curve(plan: Plan, speed: Speed) -> Markup:
-    instants = curve(plan, speed)
-    static = [(each.seconds, each.static / GIB) for each in instants]
-    both = [(each.seconds, (each.static + each.dynamic) / GIB) for each in instants]
-    series = [Series("static", static), Series("static and dynamic", both)]
+    static, dynamic = curve(plan, speed)
+    series = [
+        Series("static", [(seconds, static / GIB) for seconds, _ in dynamic]),
+        Series("static and dynamic", [(seconds, (static + size) / GIB) for seconds, size in dynamic], colour=1),
+    ]
     return line_chart("Memory of a GPU within the step", ("memory", "GiB"), series, x=("time", "s"), from_zero=True)

@@ -1,7 +1,7 @@
 """The style sheet and the HTML templates of all pages.
 
 A page is one file: the style sheet is inlined, and the Content-Security-Policy forbids scripts and requests. Templates
-escape every value; `text.plain` removes control characters first.
+escape every value; `text.plain` replaces control characters first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ftkit.config.wording import counted
-from ftkit.report.text import gib, lasted, plain, short, visible
+from ftkit.report.text import plain
 
 HERE = Path(__file__).parent
 ENVIRONMENT = Environment(
@@ -26,7 +26,7 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"gib": gib, "lasted": lasted, "short": short, "cut": plain, "visible": visible, "counted": counted}
+ENVIRONMENT.filters |= {"cut": plain, "counted": counted}
 
 
 @cache
@@ -42,7 +42,7 @@ def embedded(root: str, rules: str = "") -> str:
 
     Args:
         root: Selector of the element.
-        rules: Further rules, for elements inside it.
+        rules: Further rules for elements inside it.
     """
     colours, brace, others = stylesheet().partition("}")
     dark = ", ".join(f"{theme} {root}" for theme in ('[data-jp-theme-light="false"]', ".vscode-dark"))

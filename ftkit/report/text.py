@@ -20,14 +20,13 @@ STAYING = "\n\t\u200c\u200d"
 
 
 def plain(value: Any, most: int = MOST_CHARACTERS) -> Any:
-    """Return a value as text without control characters, at most `most` characters; markup stays as it is."""
+    """Return a value as `visible` text of at most `most` characters; markup stays as it is."""
     if isinstance(value, Markup):
         return value
     text = value if isinstance(value, str) else repr(value)
     if len(text) > most:
         text = f"{text[:most]} … ({len(text) - most:,} more characters)"
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written
-    return "".join(c if c.isprintable() or c in STAYING else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return visible(text)
 
 
 def escaped(value: Any, most: int = MOST_CHARACTERS) -> Markup:
@@ -40,7 +39,7 @@ def visible(text: str) -> str:
 
     Line breaks, tabs, spaces of all widths and the joiners of scripts and emoji stay.
     """
-    return "".join(c if c.isprintable() or c in STAYING or unicodedata.category(c) == "Zs" else _sign(ord(c)) for c in text)
+    return "".join(c if c.isprintable() or c in STAYING or unicodedata.category(c) == "Zs" else _sign(c) for c in text)
 
 
 def literal(text: str) -> str:
@@ -48,8 +47,8 @@ def literal(text: str) -> str:
     return rich_escape(visible(text))
 
 
-def _sign(code: int) -> str:
-    return chr(0x2400 + code) if code < 0x20 else "\N{SYMBOL FOR DELETE}" if code == 0x7F else f"\\u{code:04x}"
+def _sign(character: str) -> str:
+    return chr(0x2400 + ord(character)) if character < " " else f"\\u{ord(character):04x}"
 
 
 def number(value: Any) -> float | None:
@@ -96,11 +95,9 @@ def short(value: float | None, digits: int = 4) -> str:
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 
-def gib(value: float | None) -> str:
+def gib(value: float) -> str:
     """Return bytes as GiB, or as MiB below a tenth of a GiB."""
-    if value is None:
-        return "–"
-    return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 or value == 0 else f"{value / 2**20:,.1f} MiB"
+    return f"{value / GIB:,.2f} GiB" if value >= GIB / 10 else f"{value / 2**20:,.1f} MiB"
 
 
 def lasted(seconds: float | None) -> str:

@@ -1,11 +1,7 @@
-"""The timeline of one step as SVG, one row per stream: measured (trace.json) or simulated by the plan.
-
-A drawing has at most `MOST_SPANS` spans per stream: neighbours too short to be seen are drawn as one.
-"""
+"""The timeline of one step as SVG, one row per stream: measured (trace.json) or simulated by the plan."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,13 +10,11 @@ from typing import Any
 from markupsafe import Markup
 
 from ftkit.plan.speed import Speed
-from ftkit.report.charts import ROW, WIDE, WIDE_LEFT, axis_of, bar, figure, svg_text, wide_axis
+from ftkit.report.charts import BAR, Axis, axis_of, bar, svg_text, wide_chart, wide_x, wide_y
 from ftkit.report.text import finite, items, record, short
 
-MOST_SPANS = 1500
-MOST_STREAMS = 12
-HEIGHT = 24
-
+LEAST = 1500
+"""A step has about so many pixels: shorter spans than this part of it are joined."""
 WORDS = (
     ("forward",),
     ("backward", "recompute"),
@@ -32,7 +26,6 @@ WORDS = (
 COLOUR_OF = {word: colour for colour, words in enumerate(WORDS) for word in words}
 """First word of a span's name to its colour."""
 LEGEND = ("forward", "backward", "weights in", "gradients out", "update", "head and loss", "activations and others")
-OTHERS = 6
 ORDER = ("compute", "collectives", "up", "down", "host update")
 """Streams from the top; others follow."""
 
@@ -49,14 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one step.
-
-    Args:
-        parts: Spans, in any order.
-        seconds: Duration of the step.
-        step: Number of the step, or None.
-        device: Device of the rank, or "".
-    """
+    """Spans of one step, in any order; its duration; its number and its device if known."""
 
     parts: Sequence[Part]
     seconds: float
@@ -96,14 +82,14 @@ def from_chrome(content: Any) -> Timeline | None:
     about = record(content.get("otherData"))
     streams: dict[str, str] = {}
     parts = []
-    for event in map(record, items(content.get("traceEvents"))[: 100 * MOST_SPANS]):
+    for event in map(record, items(content.get("traceEvents"))):
         tid, start, lasts = str(event.get("tid")), finite(event.get("ts")), finite(event.get("dur"))
         if event.get("ph") == "M":
             streams[tid] = str(record(event.get("args")).get("name"))
         elif start is not None and lasts is not None and lasts >= 0:
             parts.append(Part(streams.get(tid, tid), str(event.get("name")), start / 1e6, (start + lasts) / 1e6))
     step, seconds = finite(about.get("step")), finite(about.get("seconds"))
-    if not parts or seconds is None or seconds <= 0:
+    if not parts or seconds is None or not 1e-9 < seconds < 1e9:
         return None
     return Timeline(parts, seconds, None if step is None else int(step), str(about.get("device") or ""))
 
@@ -125,52 +111,40 @@ def draw(title: str, timeline: Timeline) -> Markup:
     """Return a figure of a timeline. Its axis is in milliseconds, from ten seconds on in seconds."""
     unit, name = (1.0, "s") if timeline.seconds >= 10 else (1e-3, "ms")
     found = dict.fromkeys(part.stream for part in timeline.parts)
-    streams = [*(each for each in ORDER if each in found), *(each for each in found if each not in ORDER)][:MOST_STREAMS]
-    bottom = 8 + ROW * len(streams)
-    axis = axis_of([0.0, timeline.seconds / unit], from_zero=True, count=10)
-
-    def at(seconds: float) -> float:
-        return WIDE_LEFT + min(max(seconds / timeline.seconds, 0.0), 1.0) * (WIDE - WIDE_LEFT - 12)
-
-    ticks = [(tick, round(at(tick * unit), 1)) for tick in axis.ticks if tick * unit <= timeline.seconds * (1 + 1e-9)]
-    drawn = wide_axis(axis, ticks, f"time in the step ({name})", bottom)
-    for place, stream in enumerate(streams):
-        y = 8 + place * ROW
-        drawn.append(svg_text("tick name", WIDE_LEFT - 10, y + 16, stream[:40], "end"))
+    streams = [*(each for each in ORDER if each in found), *(each for each in found if each not in ORDER)]
+    end = timeline.seconds / unit
+    ticks = axis_of([end], from_zero=True, count=10).ticks
+    axis = Axis(0.0, end, tuple(tick for tick in ticks if tick <= end))
+    drawn: list[str] = []
+    for row, stream in enumerate(streams):
         own = sorted((each for each in timeline.parts if each.stream == stream), key=lambda each: each.start_s)
-        for part in _visible(own, timeline.seconds):
-            drawn += _span(part, at(part.start_s), at(part.end_s), y)
+        for part in _joined(own, timeline.seconds / LEAST):
+            drawn += _span(part, wide_x(axis, part.start_s / unit), wide_x(axis, part.end_s / unit), wide_y(row))
     legend = [(LEGEND[colour], colour, "part") for colour in sorted({_colour(part) for part in timeline.parts})]
-    return figure(title, title, legend, (WIDE, bottom + 46), drawn)
+    return wide_chart(title, [stream[:40] for stream in streams], axis, f"time in the step ({name})", drawn, legend)
 
 
-def _visible(parts: Sequence[Part], seconds: float) -> Iterator[Part]:
-    """Yield the spans within the step. Runs of short spans become one: those of one colour, or all if there are many."""
-    least, crowded = seconds / MOST_SPANS, len(parts) > 4 * MOST_SPANS
-    waiting: Part | None = None
+def _joined(parts: Sequence[Part], least: float) -> list[Part]:
+    """Return the spans of a stream; neighbours of one colour that are too short to be seen are one."""
+    found: list[Part] = []
     for part in parts:
-        if part.end_s < 0 or part.start_s > seconds or not math.isfinite(part.end_s):
-            continue
-        close = waiting is not None and part.start_s - waiting.end_s < least and part.end_s - part.start_s < least
-        if waiting is not None and close and (crowded or _colour(waiting) == _colour(part)):
-            name = f"{waiting.name.removesuffix(' …')} …"
-            waiting = Part(part.stream, name, waiting.start_s, max(waiting.end_s, part.end_s))
-            continue
-        if waiting is not None:
-            yield waiting
-        waiting = part
-    if waiting is not None:
-        yield waiting
+        last = found[-1] if found else None
+        alike = last is not None and _colour(last) == _colour(part)
+        if last is not None and alike and part.end_s - part.start_s < least and part.start_s - last.end_s < least:
+            found[-1] = replace(last, name=f"{last.name.removesuffix(' …')} …", end_s=max(last.end_s, part.end_s))
+        else:
+            found.append(part)
+    return found
 
 
 def _colour(part: Part) -> int:
-    return COLOUR_OF.get(next(iter(part.name.split()), ""), OTHERS)
+    return COLOUR_OF.get(part.name.partition(" ")[0], len(WORDS))
 
 
 def _span(part: Part, start: float, end: float, y: int) -> Iterator[str]:
     lasts, begins = short((part.end_s - part.start_s) * 1e3), short(part.start_s * 1e3)
     width = max(end - start, 0.7)
-    yield bar(f"part s{_colour(part)}", start, y, width, HEIGHT, f"{part.name}: {lasts} ms, from {begins} ms on")
-    label = next(reversed(part.name.split()), "")
+    yield bar(f"part s{_colour(part)}", start, y, width, BAR, f"{part.name}: {lasts} ms, from {begins} ms on")
+    label = part.name.rpartition(" ")[2]
     if label.isdigit() and width > 7 * len(label) + 6:
         yield svg_text("inside", (start + end) / 2, y + 16, label)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.report.charts import STRETCHES, Bar, Series, axis_of, line_chart, stacked_bars, thinned
+from ftkit.report.text import GIB
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -94,17 +95,18 @@ def test_a_long_run_stays_small_and_keeps_its_spikes():
     assert kept[0] == points[0]
     assert kept[-1] == points[-1]
     assert len(line_chart("loss", ("loss", "nats"), [Series("a", points)])) < 60_000
-    mixed = [(step, (None, 1.0, math.nan)[step % 3]) for step in range(100_000)]
-    assert len(thinned(mixed, 0, 99_999)) <= 16 * STRETCHES
 
 
 def test_bars_say_what_they_are():
-    plan = Bar("host, plan", [("parameters", 2.0), ("moments", 4.0)], (7.0, "granted"))
-    bars = [plan, Bar("host", [("all", 5.0)], plain=True)]
-    figure = stacked_bars("memory", ("memory", "GiB"), bars)
+    plan = Bar("host, plan", [("parameters", 2.0 * GIB), ("moments", 4.0 * GIB)], 7.0 * GIB)
+    bars = [plan, Bar("host", [("all", 5.0 * GIB)], plain=True)]
+    figure = stacked_bars("memory", bars)
     assert texts(figure, "x") == ["memory (GiB)"]
     shown = ["".join(each.itertext()) for each in svg(figure).iter("rect")]
     assert shown == ["host, plan, parameters: 2", "host, plan, moments: 4", "host, all: 5"]
     widths = [float(each.get("width")) for each in svg(figure).iter("rect")]
     assert widths[1] == pytest.approx(2 * widths[0], rel=0.01)
-    assert ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")[-2][0].tail == "moments"
+    names = [each[0].tail for each in ElementTree.fromstring(re.search("<ul.*</ul>", figure).group()).findall("li")]
+    assert names == ["parameters", "moments", "granted"]
+    far = Bar("host, plan", [("parameters", 2.0 * GIB)], 70.0 * GIB)
+    assert "granted" not in stacked_bars("memory", [far]), "a mark far away would make the bar invisible"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ftkit.errors import UserError
 from ftkit.output.run_folder import RunFolder
 from ftkit.report.compare import compare
-from ftkit.report.facts import MOST_LINE_BYTES, Reader
+from ftkit.report.facts import Reader
 from ftkit.report.page import note_end, refresh, render
 from ftkit.report.timeline import Part, Timeline, as_chrome, draw, from_chrome, with_loss
 
@@ -186,8 +186,7 @@ def test_hostile_files_neither_crash_it_nor_get_into_it(tmp_path_factory, metric
 
 
 def test_unusable_lines_are_skipped_and_a_new_file_is_read_from_its_start(tmp_path):
-    huge = json.dumps({"step": 3, "x": "y" * 5 * MOST_LINE_BYTES})
-    folder = run_folder(tmp_path / "run", metrics=[*lines(2), huge, "no JSON", *lines(1)])
+    folder = run_folder(tmp_path / "run", metrics=[*lines(2), "[3]", "no JSON", *lines(1)])
     reader = Reader(RunFolder(folder))
     curves = reader.read().curves
     assert [step for step, _ in curves.points["loss"]] == [1, 2, 1]
@@ -216,7 +215,7 @@ def test_runs_are_compared(tmp_path):
     assert 'class="line s1"' in text
     with pytest.raises(UserError, match="a chart can show at most 6"):
         compare([first] * 7, out)
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="nowhere has no recipe"):
         compare([first, tmp_path / "nowhere"], out)
     with pytest.raises(UserError, match="has no recipe"):
         refresh(tmp_path)
@@ -227,9 +226,8 @@ def test_a_trace_goes_out_and_comes_back():
     timeline = Timeline(parts, 1.0, 3, "cpu")
     assert from_chrome(json.loads(json.dumps(as_chrome(timeline)))) == timeline
     assert with_loss(timeline).parts == timeline.parts
-    names = ("forward", "backward")
-    many = Timeline([Part("compute", f"{names[n % 2]} {n}", n * 1e-5, n * 1e-5 + 1e-6) for n in range(50_000)], 0.5)
-    assert len(draw("many", many)) < 600_000
+    many = Timeline([Part("compute", f"forward {n}", n * 1e-5, n * 1e-5 + 1e-6) for n in range(5_000)], 0.5)
+    assert draw("many", many).count('class="part') == 1, "spans too short to be seen are one"
 
 
 def test_special_files_are_not_opened(tmp_path):

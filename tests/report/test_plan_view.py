@@ -33,7 +33,8 @@ def test_a_plan_as_a_page(asked: Asked) -> None:
 def test_a_plan_on_a_terminal(asked: Asked) -> None:
     plan = asked.plan()
     out = io.StringIO()
-    show_plan(Console(file=out, width=120, soft_wrap=True, highlight=False, emoji=False), plan)
+    epoch = {"tokens": 1_000_000, "seconds": 90.0}
+    show_plan(Console(file=out, width=120, soft_wrap=True, highlight=False, emoji=False), plan, epoch)
     text = out.getvalue()
     strategy = plan.strategy
     assert text.count("not measured") == 1 + (plan.speed is None)
@@ -51,9 +52,13 @@ def test_a_plan_on_a_terminal(asked: Asked) -> None:
     assert needed
     assert needed.group(1).split() == [f"{plan.needed_bytes(tier) / 2**30:.2f}" for tier in plan.tiers]
     assert all(sentence in text for sentence in plan.why)
+    assert text.endswith("epoch         90 s for about 1,000,000 tokens (estimated from the file size)\n")
+    assert re.search(r"^disk +\d+\.\d GiB in output.dir", text, re.MULTILINE)
     if plan.speed is None:
         assert "unknown: the rates of this machine were not measured" in text
     else:
         assert whole == plan.speed.tokens
         assert f"{plan.speed.tokens_per_s:,.0f} tokens/s, {plan.speed.tflops:.1f} TFLOPS per rank" in text
-        assert "next best" in text
+        assert plan.runner_up is not None
+        assert re.search(r"^next best .* with (\w+: \S+)(, \w+: \S+)*$", text, re.MULTILINE)
+        assert f"stage: {strategy.stage}" not in text, "only fields that differ"
