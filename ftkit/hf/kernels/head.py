@@ -131,8 +131,9 @@ class HeadLoss:
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(hidden.device)
         rows, weight, bias = self.operands(hidden.reshape(-1, hidden.shape[-1]))
-        settings = {"ignore_index": ignore_index, "cap": self.cap, "scale": self.scale, "chunk_bytes": CHUNK_BYTES}
-        total = linear_cross_entropy(rows, weight, flat, bias, **settings)
+        total = linear_cross_entropy(
+            rows, weight, flat, bias, ignore_index=ignore_index, cap=self.cap, scale=self.scale, chunk_bytes=CHUNK_BYTES
+        )
         if num_items_in_batch is None:
             return total / (flat != ignore_index).sum()
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
